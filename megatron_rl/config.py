@@ -1,0 +1,141 @@
+"""Configuration of the trainer, the algorithm, publishing and checkpoints."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from history.config import Config
+
+
+class ParallelConfig(Config):
+    """How the trainer is cut over its ranks; the world is tensor x pipeline x data."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Tensor-parallel size; sequence parallelism is on when it is above 1."""
+    pipeline: int = Field(default=1, gt=0)
+    """Pipeline-parallel size."""
+    data: int = Field(default=1, gt=0)
+    """Data-parallel size."""
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.tensor * self.pipeline * self.data
+
+
+class OptimizerConfig(Config):
+    """Adam and its schedule; one optimizer step per mini batch."""
+
+    learning_rate: float = Field(default=1e-6, ge=0)
+    """Peak."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Where the decay ends."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Optimizer steps until `min_learning_rate`; 0 means the whole run."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """First moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's denominator."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient norm is clipped to this; 0 turns clipping off."""
+    distributed: bool = False
+    """Megatron's distributed optimizer: states are sharded over data-parallel ranks."""
+
+
+class TrainerConfig(Config):
+    """The Megatron trainer."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Tensor, pipeline and data parallelism."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of parameters and matmuls; the optimizer keeps FP32 masters either way."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Adam and its schedule."""
+    max_micro_batch_tokens: int = Field(default=8192, gt=0)
+    """Prompt plus response tokens of one forward; a longer sample is alone in its micro batch."""
+    logprob_chunk_tokens: int = Field(default=1024, gt=0)
+    """Tokens whose vocabulary logits exist at one time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
+    cpu_threads: int = Field(default=1, gt=0)
+    """Threads per rank; CPU only."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """A call that has not returned from every rank by then kills the group, naming the late ranks."""
+    megatron: dict[str, str | int | float | bool] = {}
+    """Further fields of Megatron's `TransformerConfig`, passed as they are and checked by its own class."""
+
+
+class CorrectionConfig(Config):
+    """What repairs the gap between the quantised sampler and the trainer."""
+
+    mode: Literal["none", "tis_token", "tis_sequence", "icepop", "mis_product", "mis_geometric"] = "tis_token"
+    """Importance weights: truncated per token or per sequence; IcePop keeps a band; MIS masks whole sequences."""
+    cap: float = Field(default=2.0, gt=0)
+    """C of truncated importance sampling; the upper end of a band."""
+    low: float = Field(default=0.5, ge=0)
+    """Lower end of a band (`icepop`, `mis_*`)."""
+    veto_ratio: float = Field(default=0.0, ge=0)
+    """Drop a sequence that holds a token with a ratio below this (1e-4 is usual); 0 turns it off. Counted."""
+    batch_normalize: bool = False
+    """Divide weights by their mean over the step."""
+
+
+class AlgorithmConfig(Config):
+    """What is learned from a scored group."""
+
+    group_size: int = Field(default=8, gt=0)
+    """G: responses per prompt."""
+    prompts_per_step: int = Field(default=64, gt=0)
+    """Groups of one step."""
+    num_mini_batches: int = Field(default=1, gt=0)
+    """Mini batches of one epoch over the step's samples."""
+    num_epochs: int = Field(default=1, gt=0)
+    """Passes over the step's samples; optimizer steps of a step = `num_epochs x num_mini_batches`."""
+    loss: str = "megatron_rl.loss.clipped_surrogate"
+    """Dotted path of the policy loss."""
+    advantage: str = "megatron_rl.advantages.grpo"
+    """Dotted path of the advantage: `grpo`, `dr_grpo`, `rloo` and `dapo` are built in."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of the mini batch, or mean over sequences of their token means."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Coefficient of the mean token entropy."""
+    drop_zero_variance: bool = True
+    """Drop groups whose rewards are all equal: they carry no gradient (counted)."""
+    mask_truncated: bool = False
+    """Overlong masking: responses cut by the token limit take no part in the loss (counted)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Truncated importance sampling and its family."""
+
+
+class PublishConfig(Config):
+    """How weights reach the engines."""
+
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """`shm` where all engines share the trainer's node, `gloo` otherwise."""
+    bucket_bytes: int = Field(default=64 << 20, gt=0)
+    """Upper bound of a bucket; a layer's piece that is larger has a bucket of its own."""
+    probe_tokens: int = Field(default=32, gt=1)
+    """Length of the fixed prompt that every publish is proven with."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of one publish; whoever is late is named."""
+
+
+class CheckpointConfig(Config):
+    """Checkpoints of a run."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 means only after the last step."""
+    keep_last: int = Field(default=2, gt=0)
+    """Older ones are removed once a newer one is complete."""

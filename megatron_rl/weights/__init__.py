@@ -1,0 +1,1 @@
+"""From Megatron parameters to wire buckets: names, split rules, quantisation, resharding, publishing."""

@@ -1,0 +1,1 @@
+"""What moves buckets from trainer ranks to engine ranks; a transport knows bytes, never tensors."""

@@ -1,0 +1,151 @@
+"""The wire format of weights: flat byte buckets and the manifest that says what lies where.
+
+A publish moves tensors under their Hugging Face names (codes and scales are tensors of their own, as
+in a quantised checkpoint: `X.weight` and `X.weight_scale`). Each trainer rank cuts what it owns into
+*pieces* (boxes of a tensor) and packs them into *buckets*, contiguous bytes that a transport can move
+without knowing what they mean. Every bucket ends in a trailer, so that its reader can prove it whole
+and of the right publish before a byte of it is applied.
+
+Invariants (`WeightManifest.check`): the pieces of a tensor tile it exactly once; pieces of a bucket
+do not overlap, are aligned to `PIECE_ALIGNMENT` and lie before its trailer; buckets are numbered
+0..n-1 in the order in which a streaming transport sends them.
+
+Nothing here imports torch: controllers and tests read manifests without it.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from rollout.types import WeightVersion
+
+PIECE_ALIGNMENT = 64
+"""Bytes; lets a reader view any dtype in place."""
+
+TRAILER = struct.Struct("<QqQ")
+"""Magic, weight version, xxh3-64 of the payload."""
+
+MAGIC = 0x4D52_4C42_554B_4554
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One whole tensor as the engine's loader will see it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a tensor, stored row-major and contiguous inside a bucket."""
+
+    tensor: int
+    """Index into `WeightManifest.tensors`."""
+    start: tuple[int, ...]
+    """First index of the box in each dimension."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the bucket; a multiple of `PIECE_ALIGNMENT`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One unit of weight transfer."""
+
+    index: int
+    source_rank: int
+    """Trainer rank that fills and sends it."""
+    num_bytes: int
+    """Payload and trailer together."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes before the trailer."""
+        return self.num_bytes - TRAILER.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """Names, shapes, dtypes and places of every tensor of one publish."""
+
+    run_id: str
+    weight_version: WeightVersion
+    format: str
+    """`bf16`, `int8`, `fp8_channel` or `fp8_block`."""
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which the engine's loader should see them: layer by layer."""
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` naming the first tensor or bucket that breaks an invariant."""
+        covered = [0] * len(self.tensors)
+        boxes: list[list[Piece]] = [[] for _ in self.tensors]
+        for expected, bucket in enumerate(self.buckets):
+            if bucket.index != expected:
+                raise RuntimeError(f"bucket {expected} of the manifest is numbered {bucket.index}")
+            end = 0
+            for piece in sorted(bucket.pieces, key=lambda p: p.offset):
+                if piece.offset < end or piece.offset % PIECE_ALIGNMENT:
+                    raise RuntimeError(f"bucket {bucket.index}: piece at byte {piece.offset} overlaps or is unaligned")
+                spec = self.tensors[piece.tensor]
+                if len(piece.start) != len(spec.shape) or any(
+                    lo < 0 or lo + n > full for lo, n, full in zip(piece.start, piece.shape, spec.shape, strict=True)
+                ):
+                    raise RuntimeError(f"{spec.name}: box {piece.start}+{piece.shape} is outside {spec.shape}")
+                end = piece.offset + math.prod(piece.shape) * DTYPE_BYTES[spec.dtype]
+                covered[piece.tensor] += math.prod(piece.shape)
+                boxes[piece.tensor].append(piece)
+            if end > bucket.payload_bytes:
+                raise RuntimeError(f"bucket {bucket.index}: pieces end at {end}, payload at {bucket.payload_bytes}")
+        for spec, count, pieces in zip(self.tensors, covered, boxes, strict=True):
+            if count != math.prod(spec.shape):
+                raise RuntimeError(f"{spec.name}: pieces cover {count} of {math.prod(spec.shape)} elements")
+            if len(pieces) > 1 and any(_overlap(a, b) for i, a in enumerate(pieces) for b in pieces[:i]):
+                raise RuntimeError(f"{spec.name}: pieces overlap")
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(
+        lo_a < lo_b + n_b and lo_b < lo_a + n_a
+        for lo_a, n_a, lo_b, n_b in zip(a.start, a.shape, b.start, b.shape, strict=True)
+    )
+
+
+def seal(bucket: memoryview, weight_version: WeightVersion) -> None:
+    """Write the trailer into the last `TRAILER.size` bytes of a filled bucket."""
+    payload = bucket[: -TRAILER.size]
+    TRAILER.pack_into(bucket, len(payload), MAGIC, weight_version, xxhash.xxh3_64_intdigest(payload))
+
+
+def verify(bucket: memoryview, weight_version: WeightVersion, *, index: int) -> None:
+    """Check a received bucket against its trailer.
+
+    Raises:
+        RuntimeError: the trailer is missing, of another publish, or the payload is corrupt.
+    """
+    payload = bucket[: -TRAILER.size]
+    magic, version, checksum = TRAILER.unpack_from(bucket, len(payload))
+    if magic != MAGIC:
+        raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
+    if version != weight_version:
+        raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
+    if (found := xxhash.xxh3_64_intdigest(payload)) != checksum:
+        raise RuntimeError(f"bucket {index}: checksum {found:#x} of the received bytes, {checksum:#x} when sent")
