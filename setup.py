@@ -31,7 +31,7 @@ COMMON = [
 setup(
     name="megatron-rl",
     version="0.1.0",
-    description="Reinforcement learning for large language models: Megatron trainers, quantised vLLM rollouts, history drafts",
+    description="Reinforcement learning for LLMs: Megatron trainers, quantised vLLM rollouts, history drafts",
     packages=PACKAGES,
     python_requires=">=3.11,<3.13",
     install_requires=COMMON,

@@ -1,0 +1,1 @@
+"""Commands that measure: `python -m benchmarks.NAME --json OUT [--quick]`; each writes one JSON record."""

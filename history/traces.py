@@ -1,0 +1,68 @@
+"""Recorded responses: what each prompt produced, step by step, as jsonl that benchmarks replay.
+
+One line per response, token ids only (a reader needs no tokenizer). Files are append-only, one per
+step, so that a crash loses at most the line being written; `read_traces` refuses a torn line by file
+and number unless it is the last of its file.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One recorded response."""
+
+    step: int
+    prompt_id: str
+    sample: int
+    """Index within its group."""
+    prompt_ids: npt.NDArray[np.int32]
+    """[P]"""
+    response_ids: npt.NDArray[np.int32]
+    """[T]"""
+    reward: float
+
+
+def write_traces(path: Path, traces: Iterable[Trace]) -> None:
+    """Append `traces` to `path`."""
+    with path.open("a", encoding="utf-8") as file:
+        for trace in traces:
+            row = {
+                "step": trace.step,
+                "prompt_id": trace.prompt_id,
+                "sample": trace.sample,
+                "reward": trace.reward,
+                "prompt_ids": trace.prompt_ids.tolist(),
+                "response_ids": trace.response_ids.tolist(),
+            }
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+def read_traces(path: Path) -> Iterator[Trace]:
+    """Yield the traces of one file in order.
+
+    Raises:
+        ValueError: a line other than an unfinished last one is not a trace; names file and line.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                yield Trace(
+                    step=int(row["step"]),
+                    prompt_id=str(row["prompt_id"]),
+                    sample=int(row["sample"]),
+                    prompt_ids=np.asarray(row["prompt_ids"], dtype=np.int32),
+                    response_ids=np.asarray(row["response_ids"], dtype=np.int32),
+                    reward=float(row["reward"]),
+                )
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: not a trace ({error!r})") from error

@@ -1,0 +1,89 @@
+"""Megatron's gradient buffers, Adam and learning-rate schedule, wired for reinforcement learning.
+
+The loss arrives already divided by the mini batch's global denominator (`TrainBatch`), so gradients are
+*summed* over micro batches and data-parallel ranks and never averaged: `calculate_per_token_loss`
+keeps Megatron's own divisions away, and `finalize` ignores its token count.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import OptimizerConfig
+
+
+def wrap(chunks: Sequence[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """Give every chunk Megatron's contiguous FP32 gradient buffers, and itself the finaliser that reduces them."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = finalize
+        wrapped.append(
+            DistributedDataParallel(config=chunk.config, ddp_config=config, module=chunk, disable_bucketing=index > 0)
+        )
+    return wrapped
+
+
+def finalize(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: object | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Reduce gradients over data, sequence-parallel and tied-embedding groups; divide by nothing."""
+    del num_tokens
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def build_optimizer(
+    config: OptimizerConfig, model: list[DistributedDataParallel], *, params_dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Adam over FP32 masters, with global-norm clipping."""
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        bf16=params_dtype == torch.bfloat16,
+        fp16=False,
+        params_dtype=params_dtype,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=config.distributed,
+    )
+    return get_megatron_optimizer(config=megatron_config, model_chunks=model)
+
+
+def build_schedule(
+    config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then the configured decay; counted in optimizer steps, the first of which is 1."""
+    decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
+    return OptimizerParamScheduler(
+        optimizer=optimizer,
+        init_lr=0.0,
+        max_lr=config.learning_rate,
+        min_lr=min(config.min_learning_rate, config.learning_rate),
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
