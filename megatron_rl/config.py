@@ -73,10 +73,28 @@ class TrainerConfig(Config):
     """Further fields of Megatron's `TransformerConfig`, passed as they are and checked by its own class."""
 
 
+class RejectionConfig(Config):
+    """One hard trust region on a divergence between trainer and sampler, with lr = old_logprobs - rollout_logprobs:
+    k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
+    """
+
+    statistic: Literal[
+        "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+    ]  # fmt: skip
+    """Per token, or the sum, mean or maximum over a sequence, which then stays or goes as a whole."""
+    high: float = Field(gt=0)
+    """k2, k3: largest value that is kept (0.01 is usual for `seq_mean_k3`). k1: largest exp(k1), a ratio."""
+    low: float = Field(default=0.0, ge=0)
+    """k1 only: smallest exp(k1) that is kept; 0 means 1 / high."""
+
+
 class CorrectionConfig(Config):
     """What repairs the gap between the quantised sampler and the trainer."""
 
-    mode: Literal["none", "tis_token", "tis_sequence", "icepop", "mis_product", "mis_geometric"] = "tis_token"
+    mode: Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_product", "mis_geometric"] = (
+        "tis_token"
+    )
     """Importance weights: truncated per token or per sequence; IcePop keeps a band; MIS masks whole sequences."""
     cap: float = Field(default=2.0, gt=0)
     """C of truncated importance sampling; the upper end of a band."""
@@ -86,6 +104,8 @@ class CorrectionConfig(Config):
     """Drop a sequence that holds a token with a ratio below this (1e-4 is usual); 0 turns it off. Counted."""
     batch_normalize: bool = False
     """Divide weights by their mean over the step."""
+    rejections: tuple[RejectionConfig, ...] = ()
+    """Hard trust regions; what fails any of them takes no part in the loss. Counted."""
 
 
 class AlgorithmConfig(Config):
@@ -109,12 +129,18 @@ class AlgorithmConfig(Config):
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Bounds the loss of tokens with a negative advantage at this many times its size (3 is usual); 0 turns it off."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Coefficient of the mean token entropy."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: they carry no gradient (counted)."""
     mask_truncated: bool = False
     """Overlong masking: responses cut by the token limit take no part in the loss (counted)."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """Read by `dapo`: a punishment grows linearly over the last so many tokens before the limit; 0 turns it off."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Read by `dapo`: the punishment at the limit, in units of reward."""
     correction: CorrectionConfig = CorrectionConfig()
     """Truncated importance sampling and its family."""
 

@@ -82,6 +82,8 @@ class PromptGroup:
     sampling: SamplingSpec
     seeds: tuple[int, ...]
     """[G], one per response; see `rollout.seeds`."""
+    purpose: str = "train"
+    """`train`, or the name of an evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +185,19 @@ class EngineSlot:
     """Cores its OpenMP pool may use per rank (CPU only)."""
     num_gpus: float
     """Fraction of a device for each rank; 0 on CPU."""
+
+
+ColumnsRef = NewType("ColumnsRef", object)
+"""Opaque handle of a `GroupColumns`: an object-store reference in a run, the columns themselves in one process.
+The controller only carries it; whoever trains on the tokens resolves it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A finished and scored group as the controller holds it: handles and small numbers, no tokens."""
+
+    group: PromptGroup
+    summary: GroupSummary
+    rewards: tuple[float, ...]
+    """[G], finite; a failed scoring has the configured substitute."""
+    columns: ColumnsRef
