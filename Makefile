@@ -1,0 +1,52 @@
+# One command each; every target builds what it needs.
+#
+#   make quickstart   from nothing to a model that learned: set-up, data, model, warm start, RL, report
+#   make test         all tests          make check   lint, format, types, layering
+#   make bench        all benchmarks, the quick way
+#   make test-gpu PYTHON=python3         tests that need a GPU, in the Python that is there; builds no environment
+#
+# PYTHON       the interpreter the environment is made of (3.11)
+# PIP_ARGS     further arguments of every `pip install`
+# TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
+
+PYTHON ?= python3.11
+PIP_ARGS ?=
+TORCH_INDEX ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: setup quickstart test check bench test-gpu
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+quickstart:
+	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
+	$(RUN) -m examples.arithmetic.quickstart --setup-seconds $$(( $$(date +%s) - begin ))
+
+test: $(STAMP)
+	$(RUN) -m pytest tests -m "not gpu" $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(RUN) -m pytest -q tests/test_layering.py tests/test_packaging.py
+
+bench: $(STAMP)
+	for name in $$($(RUN) -c "import benchmarks, pkgutil; print(*(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != 'record'))"); \
+	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
+
+test-gpu:
+	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

@@ -1,0 +1,7 @@
+"""`python -m launcher` is `megatron-rl`."""
+
+import sys
+
+from launcher.cli import main
+
+sys.exit(main())

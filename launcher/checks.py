@@ -1,0 +1,152 @@
+"""Refuses what cannot run, before any process starts: impossible combinations of keys, missing files, a model that
+cannot be cut that way, memory that is not there.
+
+Every problem found is listed in one `ConfigError`; what depends on a file that is missing is not judged. Nothing here
+imports torch.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher.combinations import dotted_paths, evaluation_sets, run_combinations
+from launcher.config import EvalConfig, RunConfig, SftConfig
+from launcher.environment import NodeResources
+from launcher.errors import ConfigError
+from launcher.loading import listing
+from launcher.memory_plan import MemoryPlan, run_memory, sft_memory
+from megatron_rl.config import ParallelConfig
+from megatron_rl.memory import kv_bytes_per_token
+from megatron_rl.model_config import ModelSpec, check_parallel, read_model_spec
+from rollout.config import EngineConfig, EvalSetConfig
+
+PROMPT_FILES = (".jsonl", ".parquet")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
+    """The memory plan of a run that can be started; raises `ConfigError` listing every problem otherwise."""
+    problems = run_combinations(config)
+    for number, one in enumerate(config.data.train):
+        problems += _data_file(f"data.train.{number}.path", one.path, PROMPT_FILES)
+    problems += _set_files(config.evaluation.sets, "evaluation.sets")
+    spec = _model(config.model, problems)
+    if spec is None:
+        raise ConfigError(listing("configuration", problems))
+    responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
+    responses |= _responses(config.evaluation.sets, "evaluation.sets")
+    problems += _parallel(spec, config.trainer.parallel)
+    problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
+    memory = run_memory(config, spec, node)
+    problems += memory.problems()
+    _raise_any(problems)
+    return memory
+
+
+def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
+    """The memory plan of a warm start that can be started; raises `ConfigError` otherwise."""
+    problems = _data_file("data.path", config.data.path, (".jsonl",))
+    spec = _model(config.model, problems)
+    if spec is None:
+        raise ConfigError(listing("configuration", problems))
+    if config.batch_size % config.trainer.parallel.data:
+        problems.append(
+            f"`batch_size` = {config.batch_size} is not divisible by `trainer.parallel.data` = "
+            f"{config.trainer.parallel.data}"
+        )
+    if config.data.max_tokens > spec.max_positions:
+        problems.append(
+            f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
+        )
+    if Path(config.output_dir).resolve() == Path(config.model).resolve():
+        problems.append(f"`output_dir` = {config.output_dir} is the model itself; name another directory")
+    problems += _parallel(spec, config.trainer.parallel)
+    memory = sft_memory(config, spec, node)
+    problems += memory.problems()
+    _raise_any(problems)
+    return memory
+
+
+def check_eval(config: EvalConfig) -> None:
+    """Raises `ConfigError` for an evaluation that cannot be started."""
+    problems = evaluation_sets(config.sets, "sets") + _set_files(config.sets, "sets")
+    problems += dotted_paths({"reward.function": config.reward.function})
+    if not config.sets:
+        problems.append("`sets` is empty; name at least one evaluation set")
+    if config.engine.format != "bf16":
+        problems.append(
+            f"`engine.format` = {config.engine.format}: vLLM loads the directory itself here, in bf16; leave it out"
+        )
+    spec = _model(config.model, problems)
+    if spec is not None:
+        problems += _engine(spec, config.engine, config.max_prompt_tokens, _responses(config.sets, "sets"))
+    _raise_any(problems)
+
+
+def _raise_any(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(listing("configuration", problems))
+
+
+def _model(path: str, problems: list[str]) -> ModelSpec | None:
+    """The architecture in the directory `path`; None, with the reasons added to `problems`, if it cannot be used."""
+    directory = Path(path)
+    if not directory.is_dir():
+        problems.append(f"`model` = {path}: no such directory; download or make the Hugging Face directory first")
+        return None
+    if not any(directory.glob("*.safetensors")):
+        problems.append(f"`model` = {path}: holds no *.safetensors; other weight files are not read")
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        problems.append(f"`model` = {path}: holds no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    try:
+        return read_model_spec(directory)
+    except ValueError as error:
+        problems.append(f"`model` = {path}: {error}")
+        return None
+
+
+def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:
+    try:
+        check_parallel(spec, parallel)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _engine(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: dict[str, int]) -> list[str]:
+    """What the engine cannot hold: its share of heads, sequences beyond the model's positions or its cache."""
+    found = []
+    for what, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
+        if count % engine.tensor_parallel:
+            found.append(
+                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {what}"
+            )
+    for key, response in responses.items():
+        sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
+        if max_prompt + response > spec.max_positions:
+            found.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
+        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
+        if needed > engine.kv_cache_bytes:
+            found.append(
+                f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
+                f"{engine.kv_cache_bytes}; raise it"
+            )
+    return found
+
+
+def _responses(sets: dict[str, EvalSetConfig], key: str) -> dict[str, int]:
+    return {f"{key}.{name}.max_response_tokens": one.max_response_tokens for name, one in sets.items()}
+
+
+def _set_files(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
+    return [
+        problem for name, one in sets.items() for problem in _data_file(f"{key}.{name}.path", one.path, PROMPT_FILES)
+    ]
+
+
+def _data_file(key: str, path: str, kinds: Iterable[str]) -> list[str]:
+    """Whether the file exists and is of a kind that is read; its rows are judged when it is read."""
+    if not Path(path).is_file():
+        return [f"`{key}` = {path}: no such file (started in {Path.cwd()})"]
+    if Path(path).suffix not in kinds:
+        return [f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not read; needs {' or '.join(kinds)}"]
+    return []

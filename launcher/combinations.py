@@ -1,0 +1,133 @@
+"""Combinations of keys that cannot be run, judged from the configuration alone.
+
+Each function returns sentences; none is a pass. A sentence names both values and what to change.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from launcher.config import RunConfig
+from rollout.config import EvalSetConfig
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "dapo")
+"""Built-in advantages that compare the responses of a group with each other."""
+
+
+def run_combinations(config: RunConfig) -> list[str]:
+    """Problems that the keys of a run have with each other."""
+    checks: Sequence[Callable[[RunConfig], list[str]]] = (
+        _sampling,
+        _deterministic,
+        _batch_sizes,
+        _algorithm,
+        _schedule,
+        lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
+        lambda config: dotted_paths(
+            {
+                "reward.function": config.reward.function,
+                "algorithm.loss": config.algorithm.loss,
+                "algorithm.advantage": config.algorithm.advantage,
+            }
+        ),
+    )
+    return [problem for check in checks for problem in check(config)]
+
+
+def _sampling(config: RunConfig) -> list[str]:
+    found = []
+    if config.sampling.top_p != 1:
+        found.append(
+            f"`sampling.top_p` = {config.sampling.top_p}: training responses need 1, because truncation renormalises "
+            "the sampler alone and biases the importance weights; set it to 1 (evaluation sets may truncate)"
+        )
+    if config.sampling.top_k != 0:
+        found.append(
+            f"`sampling.top_k` = {config.sampling.top_k}: training responses need 0 (no limit), because truncation "
+            "renormalises the sampler alone and biases the importance weights; set it to 0"
+        )
+    return found
+
+
+def _deterministic(config: RunConfig) -> list[str]:
+    if config.deterministic and config.engine.num_engines != 1:
+        return [
+            f"`deterministic` = true with `engine.num_engines` = {config.engine.num_engines}: which engine takes a "
+            "group depends on timing; set engine.num_engines to 1 or deterministic to false"
+        ]
+    return []
+
+
+def _batch_sizes(config: RunConfig) -> list[str]:
+    algorithm, data_parallel = config.algorithm, config.trainer.parallel.data
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    product = f"algorithm.prompts_per_step x group_size = {algorithm.prompts_per_step} x {algorithm.group_size}"
+    if samples % algorithm.num_mini_batches:
+        return [
+            f"{product} = {samples} samples cannot be cut into `algorithm.num_mini_batches` = "
+            f"{algorithm.num_mini_batches} equal mini batches; choose a divisor of {samples}"
+        ]
+    if samples // algorithm.num_mini_batches % data_parallel:
+        return [
+            f"{product} over {algorithm.num_mini_batches} mini batches is {samples // algorithm.num_mini_batches} "
+            f"samples each, not divisible by `trainer.parallel.data` = {data_parallel}"
+        ]
+    return []
+
+
+def _algorithm(config: RunConfig) -> list[str]:
+    algorithm, found = config.algorithm, []
+    name = algorithm.advantage.removeprefix("megatron_rl.advantages.")
+    if name in GROUP_RELATIVE and algorithm.group_size < 2:
+        found.append(
+            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
+            "it compares the responses of a group, so a group needs at least 2"
+        )
+    correction = algorithm.correction
+    if correction.mode in ("icepop", "mis_product", "mis_geometric") and correction.low >= correction.cap:
+        found.append(
+            f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
+            f"{correction.cap}: mode {correction.mode} keeps the band between them, which is empty"
+        )
+    return found
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    optimizer, found = config.trainer.optimizer, []
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        found.append(
+            f"`trainer.optimizer.min_learning_rate` = {optimizer.min_learning_rate} is above "
+            f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}"
+        )
+    if 0 < optimizer.decay_steps < optimizer.warmup_steps:
+        found.append(
+            f"`trainer.optimizer.decay_steps` = {optimizer.decay_steps} is below "
+            f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step"
+        )
+    return found
+
+
+def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
+    """Evaluation sets that would repeat one greedy response."""
+    return [
+        f"`{key}.{name}.samples_per_prompt` = {one.samples_per_prompt} with temperature 0: greedy responses of one "
+        "prompt are all equal; set samples_per_prompt to 1 or temperature above 0"
+        for name, one in sets.items()
+        if one.samples_per_prompt > 1 and one.temperature == 0
+    ]
+
+
+def dotted_paths(paths: dict[str, str]) -> list[str]:
+    """Whether the module of each path exists; the module itself is not imported here."""
+    return [
+        f"`{key}` = {path}: no module `{path.rpartition('.')[0]}` can be imported; "
+        "it is looked up like an import, from the start directory and the environment"
+        for key, path in paths.items()
+        if not _module_exists(path.rpartition(".")[0])
+    ]
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return bool(name) and find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

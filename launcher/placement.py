@@ -1,0 +1,112 @@
+"""Decides where each trainer rank and each engine lives: a pure function of the configuration and the node.
+
+One node, colocated: trainer and engines share cores (they work in turns) or devices. With GPUs, engine ranks are laid
+over the devices in order, and a trainer rank takes `trainer_gpu_fraction` of the device of its number; what an engine
+reserves on a device is the rest, shared with the other engines there.
+
+Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; on no device do the fractions sum to more than 1.
+"""
+
+from dataclasses import dataclass
+
+from launcher.config import RunConfig
+from launcher.environment import NodeResources
+from launcher.errors import ConfigError
+from megatron_rl.slots import TrainerSlot, trainer_slots
+from rollout.types import EngineSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """All slots of one run on one node."""
+
+    trainers: tuple[TrainerSlot, ...]
+    engines: tuple[EngineSlot, ...]
+    num_scorers: int
+    """Processes that score rewards."""
+    crowded: str
+    """Says where processes outnumber cores, which works but is slow; empty otherwise."""
+
+    @property
+    def num_actors(self) -> int:
+        """Ray actors of the run; Ray is started with as many logical CPUs."""
+        return len(self.trainers) + len(self.engines) + 1
+
+    def lines(self) -> list[str]:
+        """One human line per slot."""
+        trainers = [
+            f"trainer {slot.rank}: tp {slot.tensor_rank} pp {slot.pipeline_rank} dp {slot.data_rank}, "
+            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_threads} CPU thread(s)")
+            for slot in self.trainers
+        ]
+        engines = [
+            f"engine {slot.engine_id}: {slot.num_ranks} rank(s), each "
+            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_cores} CPU core(s)")
+            for slot in self.engines
+        ]
+        return [
+            *trainers,
+            *engines,
+            f"scorers: {self.num_scorers} process(es)",
+            *([self.crowded] if self.crowded else []),
+        ]
+
+
+def plan(config: RunConfig, node: NodeResources) -> Placement:
+    """The placement of `config` on `node`.
+
+    Raises `ConfigError` where the node has fewer cores or devices than a process needs at one time.
+    """
+    devices = len(node.gpu_bytes)
+    engine = config.engine
+    if devices:
+        trainer_gpus, engine_gpus = _gpu_fractions(config, devices)
+    else:
+        trainer_gpus = engine_gpus = 0.0
+        _check_threads("engine.cpu_cores", engine.cpu_cores, node.cpu_cores)
+        _check_threads("trainer.cpu_threads", config.trainer.cpu_threads, node.cpu_cores)
+    return Placement(
+        trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus),
+        engines=tuple(
+            EngineSlot(
+                engine_id=number, num_ranks=engine.tensor_parallel, cpu_cores=engine.cpu_cores, num_gpus=engine_gpus
+            )
+            for number in range(engine.num_engines)
+        ),
+        num_scorers=config.reward.num_workers,
+        crowded="" if devices else _crowded(config, node.cpu_cores),
+    )
+
+
+def _check_threads(key: str, threads: int, cores: int) -> None:
+    """One OpenMP pool above the number of cores does not slow down a little, it stalls."""
+    if threads > cores:
+        raise ConfigError(f"`{key}` = {threads} threads in one process, but this node has {cores} cores; lower it")
+
+
+def _crowded(config: RunConfig, cores: int) -> str:
+    """Trainer and engines work in turns, so each side is held against the cores alone."""
+    sides = {
+        "trainer": config.trainer.parallel.world_size * config.trainer.cpu_threads,
+        "engines": config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores,
+    }
+    over = [f"{side} {threads} threads" for side, threads in sides.items() if threads > cores]
+    return f"{' and '.join(over)} on {cores} cores: expect waiting" if over else ""
+
+
+def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
+    """Device share of a trainer rank and of an engine rank."""
+    world = config.trainer.parallel.world_size
+    ranks = config.engine.num_engines * config.engine.tensor_parallel
+    if world > devices:
+        raise ConfigError(
+            f"trainer.parallel needs {world} devices (tensor {config.trainer.parallel.tensor} x pipeline "
+            f"{config.trainer.parallel.pipeline} x data {config.trainer.parallel.data}), but the node has {devices}"
+        )
+    engines_on_a_device = -(-ranks // devices)
+    if config.engine.tensor_parallel > devices:
+        raise ConfigError(
+            f"engine.tensor_parallel = {config.engine.tensor_parallel}, but the node has {devices} devices"
+        )
+    share = config.cluster.trainer_gpu_fraction
+    return share, round((1 - share) / engines_on_a_device, 3)

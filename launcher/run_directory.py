@@ -1,0 +1,146 @@
+"""The directory of one run: who holds it, what it records, which checkpoint is the newest.
+
+    config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
+    samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,history,state.json}  checkpoints/latest
+    wandb/  report.html  LOCK
+
+Invariants: one process writes at a time (`LOCK` is an advisory lock of the kernel, so a killed run leaves none behind);
+`metrics.jsonl` holds each step at most once, in order; rows of steps that a resume repeats are moved aside, never lost;
+`checkpoints/latest` names a complete checkpoint or does not exist; a checkpoint being written bears `.partial`.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from launcher.checkpoints import Checkpoints
+from launcher.durable import append_line, drop_torn_line, read_rows, replace_rows, replace_text
+from launcher.errors import RunDirectoryError
+from launcher.run_lock import RunLock
+
+FOLDERS = ("samples", "traces", "logs", "checkpoints", "wandb")
+Row = Mapping[str, object]
+
+
+class RunDirectory:
+    """An open run directory; a context manager that holds its lock."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Creates the directory where it is missing and takes its lock.
+
+        Raises `RunDirectoryError` if a living process holds it, naming that process.
+        """
+        self.path = Path(path).absolute()
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"run_dir `{path}` is a file; name a directory")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(self.path / "LOCK")
+        self._checkpoints = Checkpoints(self.path / "checkpoints")
+        for folder in FOLDERS:
+            (self.path / folder).mkdir(exist_ok=True)
+        for name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl"):
+            drop_torn_line(self.path / name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.release()
+
+    def write_config(self, text: str) -> None:
+        """Saves the resolved configuration."""
+        replace_text(self.path / "config.yaml", text)
+
+    def write_environment(self, environment: Row) -> None:
+        """Saves versions and machine; those of an earlier start of the same run stay, under `earlier`."""
+        target = self.path / "environment.json"
+        earlier: list[object] = []
+        if target.exists():
+            previous = json.loads(target.read_text(encoding="utf-8"))
+            earlier = [*previous.pop("earlier", []), previous]
+        replace_text(target, json.dumps({**environment, "earlier": earlier}, indent=2) + "\n")
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of `metrics.jsonl`: the step, the wall clock, the metrics."""
+        append_line(self.path / "metrics.jsonl", {"step": step, "time_s": time.time(), **metrics})
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All rows of `metrics.jsonl`."""
+        return _floats(read_rows(self.path / "metrics.jsonl"))
+
+    def resume_at(self, step: int) -> int:
+        """Makes the record end before `step`, the next one to run; returns how many rows were abandoned.
+
+        Rows of `metrics.jsonl` and `evaluation.jsonl` from `step` on move to `*.abandoned.jsonl`.
+        """
+        moved = 0
+        for name, first in (("metrics", step), ("evaluation", step + 1)):
+            rows = read_rows(self.path / f"{name}.jsonl")
+            kept = [row for row in rows if _step(row) < first]
+            abandoned = [row for row in rows if _step(row) >= first]
+            for row in abandoned:
+                append_line(self.path / f"{name}.abandoned.jsonl", row)
+            if abandoned:
+                replace_rows(self.path / f"{name}.jsonl", kept)
+            moved += len(abandoned)
+        return moved
+
+    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+        """One row of `events.jsonl`: `who` did `what` from `start_s` to `end_s` (wall clock)."""
+        append_line(self.path / "events.jsonl", {"who": who, "what": what, "start_s": start_s, "end_s": end_s})
+
+    @contextmanager
+    def span(self, who: str, what: str) -> Iterator[None]:
+        """Records the time of the body as a span, also when it raises."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.record_span(who, what, start_s, time.time())
+
+    def append_evaluation(self, rows: Iterable[Row]) -> None:
+        """Rows of `evaluation.jsonl`; see `launcher.evaluation.EvaluationRow`."""
+        for row in rows:
+            append_line(self.path / "evaluation.jsonl", row)
+
+    def evaluation(self) -> list[dict[str, object]]:
+        """All rows of `evaluation.jsonl`."""
+        return read_rows(self.path / "evaluation.jsonl")
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> Path:
+        """`samples/step-N.jsonl`, one row per response; a repeated step replaces its file."""
+        target = self.path / "samples" / f"step-{step}.jsonl"
+        replace_rows(target, rows)
+        return target
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into; leftovers of an unfinished one are removed."""
+        return self._checkpoints.begin(step)
+
+    def finish_checkpoint(self, step: int, keep_last: int) -> Path:
+        """Gives the folder its final name, points `latest` at it, then removes all but the newest `keep_last`."""
+        return self._checkpoints.finish(step, keep_last)
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint; None before the first."""
+        return self._checkpoints.latest()
+
+
+def _step(row: Mapping[str, object]) -> int:
+    step = row["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _floats(rows: Iterable[Mapping[str, object]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if isinstance(value, int | float)} for row in rows]

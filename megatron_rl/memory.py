@@ -1,0 +1,109 @@
+"""Byte arithmetic: what a trainer rank and an engine rank will hold, before either exists.
+
+A rough figure, meant to refuse what is hopeless and to name the knob that would help; it counts what grows with the
+model and the batch (parameters, gradients, Adam's states, activations of one micro batch, logits of one chunk, keys and
+values) and a flat amount for a process with its libraries. Fragmentation and kernels' workspaces are not counted.
+
+Invariants: parameters are exact for the supported families (a test compares with transformers); every other item grows
+with each knob that it names. Pure: imports neither torch nor megatron.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config import TrainerConfig
+from megatron_rl.model_config import ModelSpec
+
+TRAINER_PROCESS_BYTES = 700 << 20
+"""A Python process with torch, Megatron and a gloo group, no model (measured on CPU: PSS)."""
+ENGINE_PROCESS_BYTES = 1500 << 20
+"""The two processes of an AsyncLLM engine without weights and keys; further tensor-parallel ranks add a half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One use of memory."""
+
+    what: str
+    num_bytes: int
+    knob: str
+    """The configuration key that shrinks it."""
+
+
+def linear_parameters(spec: ModelSpec) -> int:
+    """Elements of all 2-D decoder-layer weights: those that an 8-bit format quantises."""
+    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = spec.hidden_size * (2 * query + 2 * key_value)
+    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+
+
+def other_parameters(spec: ModelSpec) -> int:
+    """Elements of embeddings, output layer, norms and biases."""
+    per_layer = 2 * spec.hidden_size
+    per_layer += 2 * spec.head_dim if spec.qk_norm else 0
+    per_layer += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim if spec.qkv_bias else 0
+    vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+    return spec.num_layers * per_layer + vocabulary + spec.hidden_size
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Elements of the whole model; a tied output layer counts once."""
+    return linear_parameters(spec) + other_parameters(spec)
+
+
+def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
+    """Bytes of one whole copy of the weights in `weight_format`; scales are left out (one in a thousand)."""
+    return linear_parameters(spec) * (2 if weight_format == "bf16" else 1) + 2 * other_parameters(spec)
+
+
+def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
+    """Bytes of keys and values that one engine rank holds for one token, in bfloat16."""
+    return 2 * 2 * spec.num_layers * -(-spec.num_kv_heads // tensor_parallel) * spec.head_dim
+
+
+def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int) -> Sequence[MemoryItem]:
+    """What the largest trainer rank holds; `longest_sample` in tokens, prompt and response.
+
+    Activations are those of the first pipeline stage, which keeps one micro batch for every stage in flight.
+    """
+    parallel = trainer.parallel
+    width = 2 if trainer.dtype == "bf16" else 4
+    shard = -(-num_parameters(spec) // (parallel.tensor * parallel.pipeline))
+    optimizer_shard = -(-shard // parallel.data) if trainer.optimizer.distributed else shard
+    masters = 4 if trainer.dtype == "bf16" else 0
+    tokens = max(trainer.max_micro_batch_tokens, longest_sample)
+    chunk = min(trainer.logprob_chunk_tokens, tokens)
+    logits = 3 * 4 * chunk * -(-spec.vocab_size // parallel.tensor)
+    return (
+        MemoryItem(what="parameters", num_bytes=shard * width, knob="trainer.parallel.tensor"),
+        MemoryItem(what="gradients", num_bytes=shard * 4, knob="trainer.parallel.tensor"),
+        MemoryItem(what="optimizer", num_bytes=optimizer_shard * (8 + masters), knob="trainer.optimizer.distributed"),
+        MemoryItem(
+            what="activations",
+            num_bytes=_activations(spec, trainer, tokens, width),
+            knob="trainer.max_micro_batch_tokens",
+        ),
+        MemoryItem(what="logits", num_bytes=logits, knob="trainer.logprob_chunk_tokens"),
+    )
+
+
+def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: int) -> int:
+    """Bytes kept for the backward pass: every layer's, or with full recomputation every layer's input and one layer."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = 5 * spec.hidden_size + heads + 3 * spec.ffn_size
+    if trainer.recompute == "full":
+        kept = spec.num_layers * spec.hidden_size + layer
+    else:
+        kept = spec.num_layers * layer
+    return tokens * kept * width // trainer.parallel.tensor
+
+
+def engine_rank(
+    spec: ModelSpec, *, weight_format: str, tensor_parallel: int, kv_cache_bytes: int
+) -> Sequence[MemoryItem]:
+    """What one engine rank holds."""
+    weights = -(-weight_bytes(spec, weight_format) // tensor_parallel)
+    return (
+        MemoryItem(what="weights", num_bytes=weights, knob="engine.tensor_parallel"),
+        MemoryItem(what="keys and values", num_bytes=kv_cache_bytes, knob="engine.kv_cache_bytes"),
+    )

@@ -1,0 +1,37 @@
+"""Trainer ranks and where each stands in the grid of tensor, data and pipeline parallelism.
+
+Invariant: the order is Megatron's own (`tp-cp-ep-dp-pp`): tensor fastest, then data, then pipeline.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSlot:
+    """Where one trainer rank lives."""
+
+    rank: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    cpu_threads: int
+    """Threads of its matmuls; CPU only."""
+    num_gpus: float
+    """Fraction of a device; 0 on CPU."""
+
+
+def trainer_slots(parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0) -> tuple[TrainerSlot, ...]:
+    """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline."""
+    return tuple(
+        TrainerSlot(
+            rank=rank,
+            tensor_rank=rank % parallel.tensor,
+            data_rank=rank // parallel.tensor % parallel.data,
+            pipeline_rank=rank // (parallel.tensor * parallel.data),
+            cpu_threads=cpu_threads,
+            num_gpus=num_gpus,
+        )
+        for rank in range(parallel.world_size)
+    )
