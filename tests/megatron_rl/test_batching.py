@@ -220,7 +220,7 @@ def test_staleness_counts_from_the_oldest_version_of_each_response():
 
 
 def test_rewards_that_are_not_finite_are_refused_with_the_group():
-    with pytest.raises(ValueError, match="group 7.*finite"):
+    with pytest.raises(ValueError, match=r"group 7.*finite"):
         build([scored_group(7, [3, 4], [0.0, float("nan")])])
 
 

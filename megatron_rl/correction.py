@@ -1,0 +1,159 @@
+"""Repairs the gap between the quantised sampler and the trainer: importance weights and hard trust regions.
+
+T: response tokens of a micro batch, packed sequence after sequence without padding; B: its sequences.
+lr = old_logprobs - rollout_logprobs, clamped to +-20 before exp; r = exp(lr).
+
+Weights by mode (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025):
+
+| mode              | weight of a token                                              |
+|-------------------|----------------------------------------------------------------|
+| none              | 1                                                              |
+| tis_token         | min(r, cap)                                                    |
+| tis_sequence      | min(exp(sum of lr over the sequence), cap)                     |
+| icepop            | r inside [low, cap], else 0                                    |
+| icepop_sequence   | exp(sum of lr) inside [low, cap], else 0                       |
+| mis_product       | 1 where exp(sum of lr) lies in [low, cap], else 0              |
+| mis_geometric     | 1 where exp(mean of lr) lies in [low, cap], else 0             |
+
+On top of any mode: `batch_normalize` divides by the mean weight of the step, and the veto and `rejections` set weights
+to 0. A rejected token keeps its place in the loss's denominators, which the plan fixed before it was known.
+Batch normalisation needs the whole step, so it is in three parts: local sums, a reduction, application.
+
+Invariants: weights are detached, finite and not negative; nothing depends on how sequences are cut into micro batches,
+except through the sums that the caller reduces; definitions and names follow verl 0.9.1 (tests/data).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import CorrectionConfig, RejectionConfig
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios, and their sums over a sequence, are clamped to +-20 before exp."""
+
+NEGLIGIBLE_MEAN = 1e-8
+"""Weights whose mean is below this are not normalised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLogprobs:
+    """Log-probabilities of the responses of one micro batch; it may be empty."""
+
+    old_logprobs: Tensor
+    """[T] float32, of the trainer, detached."""
+    rollout_logprobs: Tensor
+    """[T] float32, of the sampler."""
+    lengths: Tensor
+    """[B] int64 response tokens per sequence, each positive; sums to T."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """lr, [T], not clamped."""
+        return self.old_logprobs - self.rollout_logprobs
+
+
+def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum over each sequence: [T] and [B] to [B]."""
+    return _segment(values, lengths, "sum")
+
+
+def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
+    """Mean over each sequence: [T] and [B] to [B]."""
+    return _segment(values, lengths, "mean")
+
+
+def correction_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor:
+    """Weights of the configured mode, [T] float32, before batch normalisation and rejections."""
+    ratio = importance_ratio(logprobs, mode=config.mode)
+    inside = (ratio >= config.low) & (ratio <= config.cap)
+    match config.mode:
+        case "tis_token" | "tis_sequence":
+            weights = ratio.clamp(max=config.cap)
+        case "icepop" | "icepop_sequence":
+            weights = torch.where(inside, ratio, torch.zeros_like(ratio))
+        case "mis_product" | "mis_geometric":
+            weights = inside.float()
+        case "none":
+            weights = torch.ones_like(ratio)
+    return weights.repeat_interleave(logprobs.lengths) if is_sequence_mode(config.mode) else weights
+
+
+def importance_ratio(logprobs: PackedLogprobs, *, mode: str) -> Tensor:
+    """The ratio that a mode looks at before it caps: [T] for token modes, [B] for sequence modes, float32."""
+    log_ratio = logprobs.log_ratio
+    if mode in ("tis_sequence", "icepop_sequence", "mis_product"):
+        log_ratio = sequence_sum(log_ratio, logprobs.lengths)
+    elif mode == "mis_geometric":
+        log_ratio = sequence_mean(log_ratio, logprobs.lengths)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def is_sequence_mode(mode: str) -> bool:
+    """Whether all tokens of a sequence share one weight."""
+    return mode in ("tis_sequence", "icepop_sequence", "mis_product", "mis_geometric")
+
+
+def normalization_sums(weights: Tensor, lengths: Tensor, *, config: CorrectionConfig) -> Tensor:
+    """Local sum and count of weights, [2] float64, to be summed over micro batches and data-parallel ranks.
+
+    Sequence modes count each sequence once, token modes each token.
+    """
+    values = sequence_mean(weights, lengths) if is_sequence_mode(config.mode) else weights
+    count = torch.tensor(float(values.numel()), dtype=torch.float64, device=weights.device)
+    return torch.stack([values.double().sum(), count])
+
+
+def normalize(weights: Tensor, sums: Tensor) -> Tensor:
+    """Weights divided by the mean that reduced `sums` give; unchanged where that mean is zero."""
+    mean = float(sums[0]) / max(float(sums[1]), 1.0)
+    return weights / mean if mean > NEGLIGIBLE_MEAN else weights
+
+
+def kept_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor:
+    """Which tokens pass the veto and every rejection, [T] bool."""
+    keep = torch.ones_like(logprobs.old_logprobs, dtype=torch.bool)
+    if config.veto_ratio > 0:
+        lowest = _segment(logprobs.log_ratio, logprobs.lengths, "min")
+        keep &= (lowest >= math.log(config.veto_ratio)).repeat_interleave(logprobs.lengths)
+    for rule in config.rejections:
+        keep &= kept_by_rule(logprobs, rule=rule)
+    return keep
+
+
+def kept_by_rule(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Tensor:
+    """Which tokens one rejection keeps, [T] bool; sequence statistics keep or drop whole sequences."""
+    statistic = rejection_statistic(logprobs, rule=rule)
+    low, high = rejection_band(rule)
+    keep = (statistic >= low) & (statistic <= high)
+    return keep.repeat_interleave(logprobs.lengths) if rule.statistic.startswith("seq_") else keep
+
+
+def rejection_statistic(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Tensor:
+    """The divergence that a rejection measures: [T] for token statistics, [B] for sequence statistics, float32."""
+    reduction, _, estimator = rule.statistic.rpartition("_")
+    log_ratio = logprobs.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": k3(log_ratio)}[estimator]
+    if reduction == "token":
+        return values
+    return _segment(values, logprobs.lengths, reduction.removeprefix("seq_"))
+
+
+def rejection_band(rule: RejectionConfig) -> tuple[float, float]:
+    """Smallest and largest kept value of a rejection's statistic."""
+    if not rule.statistic.endswith("k1"):
+        return -math.inf, rule.high
+    return math.log(rule.low or 1.0 / rule.high), math.log(rule.high)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(lr) - 1 - lr per token: the estimator of KL(sampler || trainer) that is never negative."""
+    return log_ratio.exp() - 1.0 - log_ratio
+
+
+def _segment(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    if lengths.numel() == 0:
+        return values.new_zeros(0)
+    return torch.segment_reduce(values, reduction, lengths=lengths)
