@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.advantages import GroupOutcome, Rewards, advantages, load_advantage
+from megatron_rl.balancing import ATTENTION_PARITY_TOKENS, balance
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.packing import ATTENTION_PARITY_TOKENS, pack
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
 
 
@@ -216,7 +216,7 @@ def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version
 
 def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, parity_tokens: int) -> MiniBatch:
     lengths = [sample.num_tokens for sample in samples]
-    placed = pack(lengths, num_ranks=dp_size, max_tokens=max_tokens, parity_tokens=parity_tokens)
+    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, parity_tokens=parity_tokens)
     return MiniBatch(
         micro_batches=tuple(
             tuple(MicroBatch(samples=tuple(samples[i] for i in indices)) for indices in rank) for rank in placed

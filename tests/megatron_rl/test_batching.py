@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.balancing import balance
 from megatron_rl.batching import MiniBatch, TrainBatch, TrainingSample, build_batch
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.packing import pack
 from rollout.types import (
     ColumnsRef,
     FinishReason,
@@ -235,8 +235,8 @@ def test_parts_that_disagree_in_size_are_refused():
     num_ranks=st.integers(1, 4),
     max_tokens=st.integers(20, 150),
 )
-def test_packing_places_every_sample_once_in_as_many_micro_batches_as_best_fit_needs(lengths, num_ranks, max_tokens):
-    ranks = pack(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+def test_balancing_places_every_sample_once_in_as_many_micro_batches_as_best_fit_needs(lengths, num_ranks, max_tokens):
+    ranks = balance(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
     assert sorted(i for rank in ranks for micro in rank for i in micro) == list(range(len(lengths)))
     assert len({len(rank) for rank in ranks}) == 1
     # Reference: a twice-full bound that any best-fit placement keeps (two bins at most half full would have merged).
@@ -244,9 +244,9 @@ def test_packing_places_every_sample_once_in_as_many_micro_batches_as_best_fit_n
     assert len(ranks[0]) <= -(-needed // num_ranks)
 
 
-def test_packing_balances_the_cost_of_ranks_where_equal_counts_could_not():
+def test_balancing_balances_the_cost_of_ranks_where_equal_counts_could_not():
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(4000), 0.9, size=512), 32_768).astype(int).tolist()
-    ranks = pack(lengths, num_ranks=8, max_tokens=40_000, parity_tokens=30_720)
+    ranks = balance(lengths, num_ranks=8, max_tokens=40_000, parity_tokens=30_720)
     costs = [sum(lengths[i] * (1 + lengths[i] / 30_720) for micro in rank for i in micro) for rank in ranks]
     assert max(costs) / np.mean(costs) < 1.02
