@@ -109,7 +109,7 @@ class RunDirectory:
             self.record_span(who, what, start_s, time.time())
 
     def append_evaluation(self, rows: Iterable[Row]) -> None:
-        """Rows of `evaluation.jsonl`; see `launcher.evaluation.EvaluationRow`."""
+        """Rows of `evaluation.jsonl`; see `rollout.evaluation.EvaluationRow`."""
         for row in rows:
             append_line(self.path / "evaluation.jsonl", row)
 
