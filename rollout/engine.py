@@ -1,0 +1,381 @@
+"""One rollout engine: vLLM's AsyncLLM, its weight version, and the responses in flight.
+
+States (decision 3): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
+new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
+keeps its requests: they wait inside vLLM, and those that were running go on after their keys and
+values have been recomputed under the new weights.
+
+Versions are stamped here (decision 5): at each update, after the last output of the old weights has
+been counted, every response notes how many tokens it had.
+
+Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault found
+before that byte changes nothing; tokens leave the engine once, when their whole group is finished.
+"""
+
+import asyncio
+import enum
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rollout import vllm_compat
+from rollout.engine_config import EngineSpec, end_of_sequence_ids, engine_arguments
+from rollout.engine_responses import Finished, Response, ResponseLedger, columns
+from rollout.engine_trace import Forwards, decode_forwards
+from rollout.model_tensors import check_manifest, expected_tensors
+from rollout.receiver import UpdateOrder
+from rollout.transports.base import Channel, ShmChannel
+from rollout.transports.shm import verify_segments
+from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup, SamplingSpec, WeightVersion
+from rollout.wire import TensorSpec, WeightManifest
+
+
+class EngineStatus(enum.Enum):
+    """What an engine may do now."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    APPLYING = "applying"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """An engine's state as others see it."""
+
+    status: EngineStatus
+    weight_version: WeightVersion
+    """While applying: the version being applied. When fenced: the last one that was whole."""
+    held: bool
+    """Sampling waits for `release()` though the engine may be serving."""
+    fault: str
+    """Why it is fenced; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start."""
+
+    num_running: int
+    """Responses in flight, waiting ones included."""
+    num_finished: int
+    num_tokens: int
+    """Of finished responses."""
+    num_updates: int
+    num_refused: int
+    """Publishes refused before anything was touched."""
+    num_failed: int
+    """Publishes that left the engine fenced."""
+
+
+class WeightsRefusedError(RuntimeError):
+    """A publish was refused before its first byte was applied: the old weights stay, the engine serves on."""
+
+
+class EngineFencedError(RuntimeError):
+    """A publish failed while it was applied: the engine samples nothing until the next full publish."""
+
+
+class Engine:
+    """A vLLM engine with versioned weights. All methods run on one event loop."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._status = EngineStatus.FENCED
+        self._version = WeightVersion(-1)
+        self._fault = "no weights have been published yet"
+        self._held = False
+        self._channel: Channel | None = None
+        self._ledger = ResponseLedger()
+        self._num_requests = self._num_updates = self._num_refused = self._num_failed = 0
+        self._updating = asyncio.Lock()
+        self._submitting = asyncio.Lock()
+        self._expected: tuple[TensorSpec, ...] = ()
+        self._stop_ids: tuple[int, ...] = ()
+        self._started: AsyncLLM | None = None
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._started is None:
+            raise RuntimeError(f"{self.spec.name} was not started")
+        return self._started
+
+    async def start(self) -> None:
+        """Start vLLM. The engine is fenced afterwards, or serving version 0 if it loaded a directory.
+
+        Raises:
+            ValueError: the configuration asks vLLM for something that it does not have.
+        """
+        self._stop_ids = end_of_sequence_ids(self.spec.directory)
+        if not self.spec.load_from_directory:
+            self._expected = expected_tensors(self.spec.directory, self.spec.config.format)
+        self._started = AsyncLLM.from_engine_args(engine_arguments(self.spec))
+        await self._llm.get_supported_tasks()
+        if self.spec.load_from_directory:
+            self._status, self._version, self._fault = EngineStatus.SERVING, WeightVersion(0), ""
+        else:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    def shutdown(self) -> None:
+        """Stop vLLM and its processes."""
+        if self._started is not None:
+            self._started.shutdown()
+            self._started = None
+
+    # -- responses ---------------------------------------------------------------------------------
+
+    async def generate_group(self, group: PromptGroup) -> tuple[GroupSummary, GroupColumns]:
+        """Sample all responses of a group; returns when the last one has ended.
+
+        Raises:
+            ValueError: prompt and response do not fit the engine's longest request.
+            RuntimeError: the engine died; the message names it.
+        """
+        self._check_length(group)
+        started_at_s = time.time()
+        responses: list[Response] = []
+        try:
+            async with self._submitting:  # groups enter whole and in the order of their calls
+                for seed in group.seeds:
+                    responses.append(await self._submit(group, seed))
+            finished = await asyncio.gather(*(self._collect(response) for response in responses))
+        except vllm_compat.ENGINE_ERRORS as error:
+            self._ledger.drop(responses)
+            raise RuntimeError(f"{self.spec.name} failed while it sampled group {group.group_id}: {error}") from error
+        summary = GroupSummary(
+            group_id=group.group_id,
+            engine_id=self.spec.engine_id,
+            num_prompt_tokens=len(group.prompt.token_ids),
+            lengths=tuple(len(f.response_ids) for f in finished),
+            finish_reasons=tuple(f.reason for f in finished),
+            weight_spans=tuple(f.weight_spans for f in finished),
+            started_at_s=started_at_s,
+            finished_at_s=time.time(),
+        )
+        return summary, columns(group, finished)
+
+    def _check_length(self, group: PromptGroup) -> None:
+        prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
+        if prompt + limit > self.spec.max_model_len:
+            raise ValueError(
+                f"group {group.group_id}: prompt of {prompt} tokens and {limit} response tokens exceed max_model_len "
+                f"{self.spec.max_model_len} of {self.spec.name}; shorten one or raise it"
+            )
+
+    async def _submit(self, group: PromptGroup, seed: int) -> Response:
+        self._num_requests += 1
+        queue = await self._llm.add_request(
+            f"{group.group_id}-{self._num_requests}",
+            {"type": "token", "prompt_token_ids": [int(token) for token in group.prompt.token_ids]},
+            sampling_params(group.sampling, seed, self._stop_ids),
+        )
+        response = Response(group_id=group.group_id, queue=queue)
+        self._ledger.add(response)
+        return response
+
+    async def _collect(self, response: Response) -> Finished:
+        output = response.queue.get_nowait() or await response.queue.get()
+        assert isinstance(output, RequestOutput)
+        return self._ledger.finish(response, output, self._version)
+
+    async def abort(self, group_id: GroupId) -> int:
+        """End a group's unfinished responses, which keep the tokens they have; returns how many there were."""
+        requests = self._ledger.of_group(group_id)
+        await self._llm.abort(requests, internal=True)
+        return len(requests)
+
+    async def hold(self) -> None:
+        """Keep new requests waiting until `release()`, so that a step is submitted whole before it is sampled."""
+        self._held = True
+        await self._settle()
+
+    async def release(self) -> None:
+        """Let sampling begin, after every group that has been handed in is submitted."""
+        async with self._submitting:
+            self._held = False
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Make vLLM run exactly if the engine serves and is not held."""
+        if self._status is EngineStatus.SERVING and not self._held:
+            await self._llm.resume_generation()
+        elif self._status is EngineStatus.SERVING:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def init_transport(self, channel: Channel) -> None:
+        """Join the channel that publishes come through; an earlier one is left.
+
+        Raises:
+            RuntimeError: the other end did not come.
+        """
+        async with self._updating:
+            self._channel = None
+            await self._ranks("init_weight_transfer_engine", {"channel": pickle.dumps(channel)})
+            self._channel = channel
+
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> None:
+        """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
+
+        Args:
+            manifest: what comes.
+            segments: trainer rank to path of its segment; for staged transports.
+
+        Raises:
+            WeightsRefusedError: nothing was touched, the engine goes on as before.
+            EngineFencedError: the weights are mixed, the engine is fenced.
+        """
+        order = UpdateOrder(
+            manifest=manifest, segments=dict(segments or {}), timeout_s=self.spec.config.update_timeout_s
+        )
+        async with self._updating:
+            await self._admit(order)
+            await self._pause()
+            await self._apply(order)
+
+    async def _admit(self, order: UpdateOrder) -> None:
+        try:
+            check_manifest(
+                order.manifest,
+                self._expected,
+                run_id=self.spec.run_id,
+                format=self.spec.config.format,
+                current=self._version,
+            )
+            if isinstance(self._channel, ShmChannel):
+                await asyncio.to_thread(verify_segments, order.manifest, order.segments)
+            await self._ranks("expect_weights", pickle.dumps(order))
+        except RuntimeError as error:
+            self._num_refused += 1
+            raise WeightsRefusedError(
+                f"{self.spec.name} refused weight version {order.manifest.weight_version}: {error}"
+            ) from error
+
+    async def _pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await vllm_compat.drain(self._llm)
+        if self._status is EngineStatus.SERVING:
+            self._ledger.stamp(self._version, lambda request: vllm_compat.num_emitted_tokens(self._llm, request))
+            self._status = EngineStatus.PAUSED
+
+    async def _apply(self, order: UpdateOrder) -> None:
+        version = order.manifest.weight_version
+        self._status = EngineStatus.APPLYING
+        try:
+            async with asyncio.timeout(order.timeout_s):
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
+                await vllm_compat.finish_weight_update(self._llm, version)
+        except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
+            self._num_failed += 1
+            self._fence(f"weight version {version} failed: {error or type(error).__name__}")
+            if not isinstance(error, TimeoutError):
+                await self._ranks("discard_update")
+            raise EngineFencedError(f"{self.spec.name} is fenced: {self._fault}") from error
+        self._num_updates += 1
+        self._version = version
+
+    def _fence(self, fault: str) -> None:
+        self._status, self._fault = EngineStatus.FENCED, fault
+
+    async def fence(self, fault: str) -> None:
+        """Forbid sampling until the next full publish, for a reason found outside, such as a failed probe."""
+        async with self._updating:
+            if self._status is EngineStatus.SERVING:
+                await self._pause()
+            self._fence(fault)
+
+    async def resume(self) -> None:
+        """Serve the weights that the last update applied.
+
+        Raises:
+            RuntimeError: there is no finished update to serve.
+        """
+        async with self._updating:
+            if self._status is not EngineStatus.APPLYING:
+                raise RuntimeError(
+                    f"{self.spec.name} is {self._status.value}, there is nothing to resume: {self._fault}"
+                )
+            self._status, self._fault = EngineStatus.SERVING, ""
+            await self._settle()
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities at temperature 1 of a prompt's tokens given those before them, [len(token_ids) - 1].
+
+        Raises:
+            RuntimeError: the engine is fenced.
+        """
+        async with self._updating:
+            if self._status not in (EngineStatus.SERVING, EngineStatus.APPLYING):
+                raise RuntimeError(f"{self.spec.name} is {self._status.value} and cannot be probed: {self._fault}")
+            if self._status is EngineStatus.SERVING:
+                await self._llm.pause_generation(mode="keep", clear_cache=True)
+            (first, *_) = await self._ranks("probe", list(token_ids))
+            await self._settle()
+            assert isinstance(first, list)
+            return [float(x) for x in first]
+
+    # -- what it is doing --------------------------------------------------------------------------
+
+    def state(self) -> EngineState:
+        """The state now."""
+        fault = self._fault if self._status is EngineStatus.FENCED else ""
+        return EngineState(status=self._status, weight_version=self._version, held=self._held, fault=fault)
+
+    def stats(self) -> EngineStats:
+        """The counters now."""
+        return EngineStats(
+            num_running=len(self._ledger),
+            num_finished=self._ledger.num_finished,
+            num_tokens=self._ledger.num_tokens,
+            num_updates=self._num_updates,
+            num_refused=self._num_refused,
+            num_failed=self._num_failed,
+        )
+
+    async def drain_trace(self) -> Forwards:
+        """Forwards of rank 0 since the last call, [N] of `rollout.engine_trace.FORWARD`."""
+        (first, *_) = await self._ranks("drain_trace")
+        assert isinstance(first, bytes)
+        return decode_forwards(first)
+
+    async def kernel_classes(self) -> dict[str, str]:
+        """Kernel of each linear layer of rank 0, by the layer's name."""
+        (first, *_) = await self._ranks("kernel_classes")
+        assert isinstance(first, list)
+        return {name: kernel for name, kernel in first}
+
+    async def _ranks(self, method: str, *args: object) -> list[object]:
+        """Call a method of every rank's worker; returns their answers.
+
+        Raises:
+            RuntimeError: a rank raised, or the engine died; the message names the engine.
+        """
+        try:
+            answers: list[object] = await self._llm.collective_rpc(method, args=args)
+        except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
+            raise RuntimeError(f"{self.spec.name}: {error or type(error).__name__}") from error
+        return answers
+
+
+def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        seed=seed,
+        stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

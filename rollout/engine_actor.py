@@ -1,0 +1,88 @@
+"""The engine as a Ray actor: the same methods, reachable from other processes.
+
+Invariant: nothing is decided here. A group comes back as two objects, so that the controller fetches
+the summary and keeps only a reference to the tokens.
+"""
+
+from collections.abc import Mapping
+
+import ray
+
+from rollout.engine import Engine, EngineState, EngineStats
+from rollout.engine_config import EngineSpec
+from rollout.engine_trace import Forwards
+from rollout.transports.base import Channel
+from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
+from rollout.wire import WeightManifest
+
+MAX_CONCURRENCY = 1 << 16
+"""Calls in flight at one engine: every group that waits is one."""
+
+
+@ray.remote(max_concurrency=MAX_CONCURRENCY)
+class EngineActor:
+    """One engine in a process of its own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._engine = Engine(spec)
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        await self._engine.start()
+
+    async def shutdown(self) -> None:
+        """See `Engine.shutdown`."""
+        self._engine.shutdown()
+
+    @ray.method(num_returns=2)
+    async def generate_group(self, group: PromptGroup) -> tuple[GroupSummary, GroupColumns]:
+        """See `Engine.generate_group`."""
+        return await self._engine.generate_group(group)
+
+    async def abort(self, group_id: GroupId) -> int:
+        """See `Engine.abort`."""
+        return await self._engine.abort(group_id)
+
+    async def hold(self) -> None:
+        """See `Engine.hold`."""
+        await self._engine.hold()
+
+    async def release(self) -> None:
+        """See `Engine.release`."""
+        await self._engine.release()
+
+    async def init_transport(self, channel: Channel) -> None:
+        """See `Engine.init_transport`."""
+        await self._engine.init_transport(channel)
+
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> None:
+        """See `Engine.update`."""
+        await self._engine.update(manifest, segments)
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """See `Engine.probe`."""
+        return await self._engine.probe(token_ids)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._engine.resume()
+
+    async def fence(self, fault: str) -> None:
+        """See `Engine.fence`."""
+        await self._engine.fence(fault)
+
+    async def state(self) -> EngineState:
+        """See `Engine.state`."""
+        return self._engine.state()
+
+    async def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return self._engine.stats()
+
+    async def drain_trace(self) -> Forwards:
+        """See `Engine.drain_trace`."""
+        return await self._engine.drain_trace()
+
+    async def kernel_classes(self) -> dict[str, str]:
+        """See `Engine.kernel_classes`."""
+        return await self._engine.kernel_classes()

@@ -1,0 +1,177 @@
+"""From our configuration of an engine to vLLM's arguments.
+
+An engine starts from a directory's `config.json` alone: weights are dummies until publish 0, and the
+quantised layout comes from overrides of that configuration, not from a checkpoint. Only an engine
+that evaluates a directory as it is reads weights from it.
+
+Invariant: `engine_arguments` refuses a user's key that vLLM does not know and one that we own, naming
+what to do instead.
+"""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from rollout.config import EngineConfig, Format
+
+WORKER = "rollout.worker.Worker"
+BACKEND = "megatron_rl"
+
+OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "nothing: engines see token ids only",
+    "load_format": "nothing: the first publish brings the weights",
+    "quantization": "engine.format",
+    "hf_overrides": "engine.format",
+    "dtype": "engine.format",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "nothing: engines have no pipeline",
+    "data_parallel_size": "engine.num_engines",
+    "max_num_seqs": "engine.max_num_seqs",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "max_model_len": "data.max_prompt_tokens and sampling.max_response_tokens",
+    "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
+    "worker_cls": "nothing: the worker receives the weights",
+    "weight_transfer_config": "publish.transport",
+    "speculative_config": "nothing: drafts have a section of their own",
+    "seed": "seed",
+    "generation_config": "sampling",
+}
+"""Arguments of vLLM that we set ourselves, and the field of our configuration to use instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Everything one engine is made from."""
+
+    engine_id: int
+    run_id: str
+    """Manifests of another run are refused."""
+    config: EngineConfig
+    directory: str
+    """A Hugging Face model directory; only `config.json` (and the end-of-sequence ids) are read."""
+    max_model_len: int
+    """Prompt and response tokens of the longest request."""
+    load_from_directory: bool = False
+    """Load the directory's own weights, in the format they are in, and serve them as version 0."""
+
+    @property
+    def name(self) -> str:
+        """How errors and logs call this engine."""
+        return f"engine {self.engine_id}"
+
+
+class QuantizationGroup(TypedDict):
+    """One group of a compressed-tensors configuration."""
+
+    targets: list[str]
+    weights: dict[str, str | int | bool]
+    input_activations: dict[str, str | int | bool]
+
+
+class QuantizationConfig(TypedDict):
+    """The part of `config.json` that a compressed-tensors checkpoint carries."""
+
+    quant_method: str
+    format: str
+    quantization_status: str
+    ignore: list[str]
+    config_groups: dict[str, QuantizationGroup]
+
+
+def quantization_config(format: Format) -> QuantizationConfig | None:
+    """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing."""
+    if format == "bf16":
+        return None
+    number: dict[str, str | int | bool] = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": number | {"strategy": "channel", "dynamic": False},
+                "input_activations": number | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+
+
+def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
+    """Refuse keys of the `vllm` table that vLLM does not know or that we own.
+
+    Raises:
+        ValueError: naming the key and what to use instead.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for key in table:
+        if key in OWNED:
+            raise ValueError(f"engine.vllm.{key} is set by this program; use {OWNED[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"engine.vllm.{key} is no argument of vLLM's engine{hint}")
+
+
+def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
+    """Build vLLM's arguments of one engine.
+
+    Raises:
+        ValueError: a key of the `vllm` table is unknown or owned.
+    """
+    config = spec.config
+    check_passthrough(config.vllm)
+    quantization = None if spec.load_from_directory else quantization_config(config.format)
+    arguments = AsyncEngineArgs(
+        model=spec.directory,
+        skip_tokenizer_init=True,
+        load_format="auto" if spec.load_from_directory else "dummy",
+        hf_overrides={} if quantization is None else {"quantization_config": quantization},
+        dtype="bfloat16",
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=spec.max_model_len,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enforce_eager=bool(current_platform.is_cpu()),
+        logprobs_mode="processed_logprobs",
+        worker_cls=WORKER,
+        weight_transfer_config={"backend": BACKEND},
+        generation_config="vllm",
+        seed=0,
+        disable_log_stats=True,
+        enable_log_requests=False,
+    )
+    for key, value in config.vllm.items():
+        setattr(arguments, key, value)
+    return arguments
+
+
+def end_of_sequence_ids(directory: str) -> tuple[int, ...]:
+    """Token ids that end a response: those of `config.json`, `generation_config.json` and the tokenizer, sorted."""
+    root = Path(directory)
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (root / name).exists():
+            found = json.loads((root / name).read_text()).get("eos_token_id")
+            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    return tuple(sorted(ids | _tokenizer_end_ids(root)))
+
+
+def _tokenizer_end_ids(root: Path) -> set[int]:
+    settings, vocabulary = root / "tokenizer_config.json", root / "tokenizer.json"
+    if not (settings.exists() and vocabulary.exists()):
+        return set()
+    token = json.loads(settings.read_text()).get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    added = json.loads(vocabulary.read_text()).get("added_tokens", [])
+    return {entry["id"] for entry in added if entry["content"] == content}

@@ -1,0 +1,136 @@
+"""The responses in flight inside one engine, and which weights sampled which of their tokens.
+
+Invariants: the spans of a response are in order and sum to its length (one span of length 0 if it was
+aborted before its first token); a response that has ended keeps the version it ended under, however
+late somebody looks at it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from rollout.types import (
+    FinishReason,
+    GroupColumns,
+    GroupId,
+    Logprobs,
+    PromptGroup,
+    TokenIds,
+    WeightSpan,
+    WeightVersion,
+)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Response:
+    """One response in flight."""
+
+    group_id: GroupId
+    queue: RequestOutputCollector
+    stamps: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    """(version, tokens emitted when it ended) of every weight version that has ended since the response began."""
+    ended_under: WeightVersion | None = None
+    """Set if the response had ended when its last version did."""
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's own id of the request."""
+        return str(self.queue.request_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One response at its end."""
+
+    response_ids: TokenIds
+    """[T]"""
+    rollout_logprobs: Logprobs
+    """[T]"""
+    reason: FinishReason
+    weight_spans: tuple[WeightSpan, ...]
+
+
+class ResponseLedger:
+    """All responses in flight."""
+
+    def __init__(self) -> None:
+        self._running: set[Response] = set()
+        self.num_finished = 0
+        self.num_tokens = 0
+        """Of finished responses."""
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, response: Response) -> None:
+        """Take a response that vLLM has accepted."""
+        self._running.add(response)
+
+    def of_group(self, group_id: GroupId) -> list[str]:
+        """Request ids of a group's responses that are still in flight."""
+        return sorted(r.request_id for r in self._running if r.group_id == group_id)
+
+    def stamp(self, ending: WeightVersion, emitted: Callable[[str], int | None]) -> None:
+        """Note for every response how far it came under the version that ends now.
+
+        Args:
+            ending: the weight version that no further token will be sampled from.
+            emitted: tokens of a request so far, None if it has ended.
+        """
+        for response in self._running:
+            count = emitted(response.request_id)
+            if count is not None:
+                response.stamps.append((ending, count))
+            elif response.ended_under is None:
+                response.ended_under = ending
+
+    def finish(self, response: Response, output: RequestOutput, current: WeightVersion) -> Finished:
+        """Close a response with its final output; `current` is the engine's version now."""
+        self._running.discard(response)
+        completion = output.outputs[0]
+        response_ids = np.array(completion.token_ids, dtype=np.int32)
+        logprobs = np.array(completion.logprobs.logprobs if len(response_ids) else [], dtype=np.float32)
+        if len(logprobs) != len(response_ids):
+            raise RuntimeError(f"vLLM returned {len(logprobs)} log-probabilities for {len(response_ids)} tokens")
+        last = current if response.ended_under is None else response.ended_under
+        self.num_finished += 1
+        self.num_tokens += len(response_ids)
+        return Finished(
+            response_ids=response_ids,
+            rollout_logprobs=logprobs,
+            reason=FinishReason(completion.finish_reason),
+            weight_spans=spans(response.stamps, last, len(response_ids)),
+        )
+
+    def drop(self, responses: Iterable[Response]) -> None:
+        """Forget responses whose engine has failed."""
+        self._running.difference_update(responses)
+
+
+def spans(stamps: list[tuple[WeightVersion, int]], last: WeightVersion, length: int) -> tuple[WeightSpan, ...]:
+    """Version spans of a response of `length` tokens from the stamps of the versions that ended before `last`."""
+    found: list[WeightSpan] = []
+    start = 0
+    for version, end in [*stamps, (last, length)]:
+        if end > start:
+            found.append(WeightSpan(weight_version=version, num_tokens=end - start))
+            start = end
+    return tuple(found) or (WeightSpan(weight_version=last, num_tokens=0),)
+
+
+def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:
+    """Join the responses of a group into one columnar object, its arrays read-only."""
+    offsets = np.zeros(len(finished) + 1, dtype=np.int64)
+    np.cumsum([len(f.response_ids) for f in finished], out=offsets[1:])
+    joined = GroupColumns(
+        prompt_ids=np.array(group.prompt.token_ids, dtype=np.int32),
+        response_ids=np.concatenate([f.response_ids for f in finished]),
+        rollout_logprobs=np.concatenate([f.rollout_logprobs for f in finished]),
+        offsets=offsets,
+    )
+    for array in (joined.prompt_ids, joined.response_ids, joined.rollout_logprobs, joined.offsets):
+        array.flags.writeable = False
+    return joined

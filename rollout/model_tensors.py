@@ -1,0 +1,86 @@
+"""Which tensors a model's checkpoint holds, from its `config.json` alone.
+
+An engine compares every manifest with this list before it touches a weight. The list comes from the
+reference implementation of the architecture (built on the meta device, no memory), so it shares no
+code with the trainer's table of names nor with vLLM's loaders.
+
+Invariant: `expected_tensors` is sorted by name; tied weights appear once.
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout.types import WeightVersion
+from rollout.wire import TensorSpec, WeightManifest
+
+
+def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
+    """Return every tensor of a publish in `format`, sorted by name.
+
+    Args:
+        directory: a Hugging Face model directory; only `config.json` is read.
+        format: `bf16` or `int8`.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    if format not in ("bf16", "int8"):
+        raise ValueError(f"no rule says what is quantised in format {format!r}; use 'bf16' or 'int8'")
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    specs: list[TensorSpec] = []
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        specs += _as_sent(name, tuple(tensor.shape), format)
+    return tuple(sorted(specs, key=lambda spec: spec.name))
+
+
+def _as_sent(name: str, shape: tuple[int, ...], format: str) -> tuple[TensorSpec, ...]:
+    if format == "int8" and is_quantised(name, shape):
+        scale = TensorSpec(name=f"{name}_scale", shape=(shape[0], 1), dtype="float32")
+        return TensorSpec(name=name, shape=shape, dtype="int8"), scale
+    return (TensorSpec(name=name, shape=shape, dtype="bfloat16"),)
+
+
+def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether an 8-bit format quantises a tensor: the 2-D linears of the decoder layers, nothing else."""
+    return ".layers." in name and name.endswith(".weight") and len(shape) == 2
+
+
+def differences(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> list[str]:
+    """Return one line per tensor in which a manifest differs from what the model wants; empty if none."""
+    sent = {spec.name: spec for spec in manifest.tensors}
+    wanted = {spec.name: spec for spec in expected}
+    lines = [f"{name} is missing" for name in wanted.keys() - sent.keys()]
+    lines += [f"{name} is unknown to the model" for name in sent.keys() - wanted.keys()]
+    lines += [
+        f"{name} is {list(sent[name].shape)} {sent[name].dtype}, the model wants {list(spec.shape)} {spec.dtype}"
+        for name, spec in wanted.items()
+        if name in sent and sent[name] != spec
+    ]
+    if len(sent) != len(manifest.tensors):
+        lines.append(f"{len(manifest.tensors) - len(sent)} tensors are named twice")
+    return sorted(lines)
+
+
+def check_manifest(
+    manifest: WeightManifest,
+    expected: tuple[TensorSpec, ...],
+    *,
+    run_id: str,
+    format: str,
+    current: WeightVersion,
+) -> None:
+    """Raise `RuntimeError` unless a manifest may be applied over weight version `current` of run `run_id`."""
+    if manifest.run_id != run_id:
+        raise RuntimeError(f"manifest is of run {manifest.run_id!r}, the engine belongs to {run_id!r}")
+    if manifest.weight_version <= current:
+        raise RuntimeError(f"weight version {manifest.weight_version} is stale: the engine has {current}")
+    if manifest.format != format:
+        raise RuntimeError(f"manifest is in format {manifest.format!r}, the engine holds {format!r}")
+    if lines := differences(manifest, expected):
+        shown = "; ".join(lines[:5])
+        raise RuntimeError(f"{len(lines)} tensors do not fit the model: {shown}")
+    manifest.check()

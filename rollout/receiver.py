@@ -1,0 +1,174 @@
+"""The engine's end of a publish, inside each vLLM worker: buckets in, loaded weights out.
+
+It sits in vLLM's seat for weight transfer (`WeightTransferEngine`) and uses layerwise reload, the only
+update path that works for every format on every platform: the model goes back to checkpoint layout on
+the meta device, vLLM's own loaders take whole unfused tensors in manifest order (and cut their
+tensor-parallel shard themselves), and each layer is repacked into its old storage when its last tensor
+has come.
+
+The order of one update: `expect` (nothing is touched), `start_weight_update`, `receive_weights`,
+`finish_weight_update`; or, after a failure, `discard`, which leaves a model that is whole but mixed:
+the engine is fenced then, and the next full publish starts from a clean slate.
+
+Invariant: no byte reaches a loader that was not verified against its bucket's trailer.
+"""
+
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rollout import vllm_quirks
+from rollout.transports.base import Channel, GlooChannel, Inbox
+from rollout.transports.shm import ShmInbox
+from rollout.wire import DTYPE_BYTES, Piece, WeightManifest
+
+BACKEND = "megatron_rl"
+"""Name under which the receiver is registered with vLLM."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOrder:
+    """One publish as an engine's ranks are told of it."""
+
+    manifest: WeightManifest
+    segments: Mapping[int, str]
+    """Trainer rank to path of its segment; empty for streaming transports."""
+    timeout_s: float
+    """Deadline of one bucket."""
+
+
+@dataclass
+class ChannelInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """How vLLM hands a channel to its workers: as bytes, since its own serialiser knows no foreign types."""
+
+    channel: bytes
+    """Pickled `Channel`."""
+
+
+@dataclass
+class UpdateInit(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """How vLLM starts an update in its workers."""
+
+    weight_version: int
+
+
+class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
+    """Loads publishes into one worker's model."""
+
+    init_info_cls = ChannelInit
+    update_info_cls = UpdateInit
+    supports_draft_weight_update = False
+
+    _channel: Channel | None = None
+    _order: UpdateOrder | None = None
+    _inbox: Inbox | None = None
+
+    def init_transfer_engine(self, init_info: ChannelInit) -> None:
+        """Join a channel; an earlier one is left."""
+        self.shutdown()
+        channel: Channel = pickle.loads(init_info.channel)
+        self._channel = channel
+
+    def expect(self, order: UpdateOrder) -> None:
+        """Open the inbox of a publish without touching the model."""
+        if self._channel is None:
+            raise RuntimeError("the engine has no channel: call init_transport before the first publish")
+        self._order = order
+        self._inbox = self._open_inbox(order)
+
+    def _open_inbox(self, order: UpdateOrder) -> Inbox:
+        if isinstance(self._channel, GlooChannel):
+            raise NotImplementedError
+        return ShmInbox(order.manifest, order.segments)
+
+    def start_weight_update(self) -> None:
+        """Put the model back into checkpoint layout on the meta device."""
+        vllm_quirks.before_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: UpdateInit) -> None:
+        """Load every tensor of the expected publish in manifest order."""
+        order, inbox = self._order, self._inbox
+        if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
+            raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
+        self.model.load_weights(assemble(order.manifest, inbox))
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Repack what is left and give the model its kernel tensors back."""
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        vllm_quirks.after_reload(self.model)
+        self._order = self._inbox = None
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget half-loaded layers after a failure, so that the next update begins cleanly."""
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            info.loaded_weights = []
+            info.load_numel = 0
+        self.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the channel."""
+        self._channel = self._order = self._inbox = None
+
+    @staticmethod
+    def trainer_send_weights(*args: object, **kwargs: object) -> None:
+        """Asked for by vLLM before 0.32; our trainers have senders of their own."""
+        raise NotImplementedError("trainer ranks send through rollout.transports")
+
+
+def assemble(manifest: WeightManifest, inbox: Inbox) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a publish in manifest order, as views of the buckets where one piece is the whole tensor.
+
+    A bucket is taken when the first of its pieces is needed and let go after the last.
+    """
+    pieces: list[list[tuple[int, Piece]]] = [[] for _ in manifest.tensors]
+    for bucket in manifest.buckets:
+        for piece in bucket.pieces:
+            pieces[piece.tensor].append((bucket.index, piece))
+    left = [len(bucket.pieces) for bucket in manifest.buckets]
+    held: dict[int, memoryview] = {}
+    for spec, parts in zip(manifest.tensors, pieces, strict=True):
+        boxes: list[tuple[Piece, torch.Tensor]] = []
+        for index, piece in parts:
+            if index not in held:
+                held[index] = inbox.take(manifest.buckets[index])
+            boxes.append((piece, _view(held[index], piece, spec.dtype)))
+            left[index] -= 1
+            if not left[index]:
+                del held[index]
+        yield spec.name, _join(spec.shape, boxes)
+
+
+def _view(bucket: memoryview, piece: Piece, dtype: str) -> torch.Tensor:
+    count = math.prod(piece.shape)
+    raw = bucket[piece.offset : piece.offset + count * DTYPE_BYTES[dtype]]
+    return torch.frombuffer(raw, dtype=DTYPES[dtype], count=count).reshape(piece.shape)
+
+
+def _join(shape: tuple[int, ...], boxes: list[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    if len(boxes) == 1:
+        return boxes[0][1]
+    whole = torch.empty(shape, dtype=boxes[0][1].dtype)
+    for piece, box in boxes:
+        whole[tuple(slice(lo, lo + n) for lo, n in zip(piece.start, piece.shape, strict=True))] = box
+    return whole

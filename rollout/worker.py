@@ -1,0 +1,165 @@
+"""The vLLM worker of our engines. Importing this module is meant to have effects.
+
+vLLM imports it in every worker process by name (`worker_cls`), which makes it the place where the
+weight receiver is registered and where faults of vLLM are worked around before the first kernel runs.
+The subclass adds what the engine asks of its ranks: the two halves of an update that vLLM has no call
+for, a probe that runs while generation is paused, the trace of forwards, the kernels in use.
+"""
+
+import math
+import pickle
+import time
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from rollout import vllm_quirks
+from rollout.engine_trace import ForwardLog, ForwardRecord
+from rollout.receiver import BACKEND, BucketReceiver
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+vllm_quirks.first_small_batch_dies_with_illegal_instruction()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
+
+PROBE_ID = "probe"
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]
+    """One rank of an engine."""
+
+    _log: ForwardLog | None = None
+    _open: ForwardRecord | None = None
+    _clock: float = 0.0
+
+    # -- forwards ----------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> object:
+        """Run one forward and note what it was."""
+        if self._log is None:
+            self._log = ForwardLog()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._open = _describe(scheduler_output)
+            self._clock = time.perf_counter()
+        output = super().execute_model(scheduler_output)
+        if output is not None:
+            self._close_record()
+        return output
+
+    def sample_tokens(self, grammar_output: object) -> object:
+        """Sample after a forward, which ends its record."""
+        output = super().sample_tokens(grammar_output)
+        self._close_record()
+        return output
+
+    def _close_record(self) -> None:
+        if self._open is not None and self._log is not None:
+            self._open.seconds = time.perf_counter() - self._clock
+            self._log.append(self._open)
+            self._open = None
+
+    def drain_trace(self) -> bytes:
+        """Return the forwards since the last call, as bytes of `rollout.engine_trace.FORWARD`."""
+        return b"" if self._log is None else self._log.drain()
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def expect_weights(self, order: bytes) -> None:
+        """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
+        self._receiver().expect(pickle.loads(order))
+
+    def discard_update(self) -> None:
+        """Leave an update that failed half way."""
+        with set_current_vllm_config(self.vllm_config):
+            self._receiver().discard()
+        self._weight_update_active = False
+
+    def _receiver(self) -> BucketReceiver:
+        receiver = self.weight_transfer_engine
+        assert isinstance(receiver, BucketReceiver)
+        return receiver
+
+    # -- proof -------------------------------------------------------------------------------------
+
+    def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of a prompt's tokens given those before them, at temperature 1, [len - 1].
+
+        Runs one forward outside the scheduler. Generation must be paused with its caches cleared: the first blocks of
+        the key-value cache are overwritten.
+        """
+        order = _probe_order(token_ids, self._block_sizes())
+        output = super().execute_model(order)
+        if output is None:
+            output = super().sample_tokens(None)
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        leave = SchedulerOutput.make_empty()
+        leave.finished_req_ids = {PROBE_ID}
+        super().execute_model(leave)
+        if self.rank != 0:
+            return []
+        found = output.prompt_logprobs_dict[PROBE_ID]
+        return [float(x) for x in found.logprobs[:, 0]]
+
+    def _block_sizes(self) -> list[int]:
+        return [group.kv_cache_spec.block_size for group in self.model_runner.kv_cache_config.kv_cache_groups]
+
+    def kernel_classes(self) -> list[list[str]]:
+        """Name and kernel of each linear layer, so that 8-bit weights are seen to be multiplied as such."""
+        return [
+            [name, kernel]
+            for name, layer in self.model_runner.get_model().named_modules()
+            if (kernel := _kernel_of(layer)) is not None
+        ]
+
+
+def _describe(order: SchedulerOutput) -> ForwardRecord:
+    context = sum(order.scheduled_cached_reqs.num_computed_tokens)
+    context += sum(new.num_computed_tokens for new in order.scheduled_new_reqs)
+    return ForwardRecord(
+        started_at_s=time.time(),
+        num_running=len(order.num_scheduled_tokens),
+        num_scheduled_tokens=order.total_num_scheduled_tokens,
+        num_context_tokens=context,
+        seconds=0.0,
+    )
+
+
+def _probe_order(token_ids: list[int], block_sizes: list[int]) -> SchedulerOutput:
+    # block 0 is vLLM's null block and never holds anything
+    blocks = tuple(list(range(1, 1 + math.ceil((len(token_ids) + 1) / size))) for size in block_sizes)
+    request = NewRequestData(
+        req_id=PROBE_ID,
+        prompt_token_ids=list(token_ids),
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        pooling_params=None,
+        block_ids=blocks,
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=list(token_ids),
+    )
+    order = SchedulerOutput.make_empty()
+    order.scheduled_new_reqs = [request]
+    order.num_scheduled_tokens = {PROBE_ID: len(token_ids)}
+    order.total_num_scheduled_tokens = len(token_ids)
+    return order
+
+
+def _kernel_of(layer: torch.nn.Module) -> str | None:
+    method = getattr(layer, "quant_method", None)
+    if method is None or not hasattr(layer, "input_size"):
+        return None
+    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+    if kernel is None:
+        return type(method).__name__
+    chosen = getattr(kernel, "linear_method", None)
+    return type(kernel).__name__ + (f".{chosen.__name__}" if chosen is not None else "")
