@@ -1,0 +1,164 @@
+"""Log-probabilities and entropies of tokens, without ever holding logits for the whole batch.
+
+The output layer's weight is cut by vocabulary rows over the tensor-parallel ranks. `token_scores` goes
+over the scored rows in chunks: at one time only [chunk, V / tp] FP32 logits exist, and the ranks meet in
+two small all-reduces a chunk (the maximum, then three sums). Logits are computed again in the backward
+pass instead of being kept. Rows of the padded vocabulary are cut off before the product, so they have
+probability exactly 0 and gradient exactly 0.
+
+Logits are FP32 whatever the weights are (the product accumulates and ends in FP32) and are divided by
+the sampling temperature: what comes out is comparable to the sampler's processed log-probabilities.
+
+    log p(y)      = z_y - m - log S,     S = sum_j exp(z_j - m),    z = logits / temperature
+    entropy       = log S - U / S,       U = sum_j exp(z_j - m) (z_j - m)
+    d log p / d z = [j = y] - p_j,       d entropy / d z = -p_j (log p_j + entropy)
+
+Shape legend: R scored rows, C rows of one chunk, V vocabulary rows of this rank, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What the model says of the scored tokens; the same on every tensor-parallel rank."""
+
+    logprobs: torch.Tensor
+    """[R] FP32, at the sampling temperature; carries gradients."""
+    entropy: torch.Tensor
+    """[R] FP32, nats, of the same distribution; carries gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabShard:
+    """Which rows of the output layer this rank holds."""
+
+    start: int
+    """Vocabulary id of its first row."""
+    num_valid: int
+    """Rows that are ids of the vocabulary; those after them are padding."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel group; None when the rank holds the whole vocabulary."""
+
+
+def vocab_shard(*, vocab_size: int, num_rows: int, tensor_rank: int, group: dist.ProcessGroup | None) -> VocabShard:
+    """Shard of rank `tensor_rank` when every rank holds `num_rows` rows, padding included."""
+    start = tensor_rank * num_rows
+    return VocabShard(start=start, num_valid=min(max(vocab_size - start, 0), num_rows), group=group)
+
+
+def token_scores(
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_R: torch.Tensor,
+    *,
+    shard: VocabShard,
+    temperature: float,
+    chunk_tokens: int,
+) -> TokenScores:
+    """Log-probabilities of `targets_R` and entropies of the distributions they were drawn from.
+
+    `hidden_RH` is whole on every tensor-parallel rank; its gradient comes out *partial*, as the share of
+    this rank's vocabulary rows: sum it over the ranks (`copy_to_tensor_model_parallel_region`, or the
+    reduce-scatter of `gather_from_sequence_parallel_region`, before the call).
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} of token_scores; needs a value above 0")
+    scores = _TokenScores.apply(hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens)
+    return TokenScores(logprobs=scores[0], entropy=scores[1])
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    if hidden_CH.dtype is torch.float32:
+        product = hidden_CH @ weight_VH.t()
+    elif hidden_CH.is_cuda:
+        product = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
+    else:
+        product = hidden_CH.float() @ weight_VH.float().t()
+    return product.div_(temperature)
+
+
+def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> None:
+    if group is not None:
+        dist.all_reduce(values, op=op, group=group)
+
+
+def _chunk_scores(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, targets_C: torch.Tensor, shard: VocabShard, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability, entropy and log of the partition sum of each row, [C] each."""
+    sums_3C = hidden_CH.new_zeros(3, len(targets_C), dtype=torch.float32)
+    max_C = hidden_CH.new_full((len(targets_C),), -torch.inf, dtype=torch.float32)
+    logits_CV = _logits(hidden_CH, weight_VH, temperature) if shard.num_valid else None
+    if logits_CV is not None:
+        max_C = logits_CV.amax(dim=1)
+    _reduce(max_C, shard.group, dist.ReduceOp.MAX)
+    if logits_CV is not None:
+        logits_CV -= max_C[:, None]
+        local_C, is_local_C = _local_targets(targets_C, shard)
+        exp_CV = logits_CV.exp()
+        sums_3C[0] = exp_CV.sum(dim=1)
+        sums_3C[1] = exp_CV.mul_(logits_CV).sum(dim=1)
+        sums_3C[2] = logits_CV.gather(1, local_C[:, None])[:, 0] * is_local_C
+    _reduce(sums_3C, shard.group, dist.ReduceOp.SUM)
+    log_sum_C = sums_3C[0].log()
+    return sums_3C[2] - log_sum_C, log_sum_C - sums_3C[1] / sums_3C[0], max_C + log_sum_C
+
+
+def _local_targets(targets_C: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each target on this rank (0 where it lives elsewhere) and whether it lives here."""
+    local_C = targets_C - shard.start
+    is_local_C = (local_C >= 0) & (local_C < shard.num_valid)
+    return local_C.where(is_local_C, 0), is_local_C
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden_RH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_R: torch.Tensor,
+        shard: VocabShard,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        valid_VH = weight_VH[: shard.num_valid]
+        chunks = [
+            _chunk_scores(hidden_CH, valid_VH, targets_C, shard, temperature)
+            for hidden_CH, targets_C in zip(hidden_RH.split(chunk_tokens), targets_R.split(chunk_tokens), strict=True)
+        ]
+        logprobs_R, entropy_R, log_z_R = (torch.cat(column) for column in zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, log_z_R)
+        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return logprobs_R, entropy_R
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+        hidden_RH, weight_VH, targets_R, entropy_R, log_z_R = ctx.saved_tensors  # type: ignore[attr-defined]
+        shard, temperature, chunk_tokens = ctx.shard, ctx.temperature, ctx.chunk_tokens  # type: ignore[attr-defined]
+        grad_hidden_RH = torch.zeros_like(hidden_RH)
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        valid_VH, grad_valid_VH = weight_VH[: shard.num_valid], grad_weight_VH[: shard.num_valid]
+        for start in range(0, len(targets_R) if shard.num_valid else 0, chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logp_CV = _logits(hidden_RH[rows], valid_VH, temperature) - log_z_R[rows, None]
+            p_CV = logp_CV.exp()
+            grad_CV = torch.zeros_like(p_CV)
+            if grad_logprobs_R is not None:
+                local_C, is_local_C = _local_targets(targets_R[rows], shard)
+                grad_CV.addcmul_(p_CV, grad_logprobs_R[rows, None], value=-1)
+                grad_CV.scatter_add_(1, local_C[:, None], (grad_logprobs_R[rows] * is_local_C)[:, None])
+            if grad_entropy_R is not None:
+                grad_CV.addcmul_(p_CV, logp_CV.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]), value=-1)
+            grad_CV = grad_CV.div_(temperature).to(weight_VH.dtype)
+            grad_hidden_RH[rows] = grad_CV @ valid_VH
+            grad_valid_VH += grad_CV.t() @ hidden_RH[rows]
+        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None

@@ -1,0 +1,236 @@
+"""Reads and validates a Hugging Face `config.json`, before any process or tensor exists.
+
+`read_model_spec` turns the file into a `ModelSpec`, the one description of the architecture that the
+model builder, the table of weight names and the memory arithmetic share. What the trainer cannot
+compute exactly (another family, sliding windows, other rotary scalings, biases in unusual places) is
+refused by name here, so that nobody trains a model that is silently another one.
+
+Pure: imports neither torch nor megatron.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from megatron_rl.config import ParallelConfig
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+VOCAB_ALIGNMENT = 64
+"""Vocabulary rows of every tensor-parallel rank are padded to a multiple of this, on every device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama-3 scaling of rotary frequencies: long wavelengths are slowed down by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Architecture of a dense decoder-only model, in Hugging Face's terms."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    """Rows of the embedding as saved; ids above it do not exist."""
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    qk_norm: bool
+    """RMS norms over each head's query and key."""
+    rms_eps: float
+    max_positions: int
+
+    def padded_vocab_size(self, tensor: int) -> int:
+        """Rows of Megatron's embedding over all `tensor` ranks, padding included."""
+        multiple = VOCAB_ALIGNMENT * tensor
+        return -(-self.vocab_size // multiple) * multiple
+
+
+class _Reader:
+    """Typed access to the keys of one `config.json`; errors name the file and the key."""
+
+    def __init__(self, path: Path, values: dict[str, object]) -> None:
+        self.path = path
+        self.values = values
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{self.path}: {key} is {value!r}; needs a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{self.path}: {key} is {value!r}; needs a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path}: {key} is {value!r}; needs true or false")
+        return value
+
+    def table(self, key: str) -> "_Reader | None":
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {key} is {value!r}; needs an object")
+        return _Reader(self.path, value)
+
+    def refuse(self, key: str, *allowed: object) -> None:
+        """Raise unless `key` is absent, null or one of `allowed`."""
+        value = self.values.get(key)
+        if value is not None and value not in allowed:
+            wanted = " or ".join(map(repr, allowed)) or "it to be absent"
+            raise ValueError(f"{self.path}: {key} = {value!r} is not supported by the trainer; needs {wanted}")
+
+
+def read_model_spec(directory: Path) -> ModelSpec:
+    """Architecture described by `directory/config.json`.
+
+    Raises:
+        ValueError: the file is missing, unreadable, of an unsupported family, or uses a feature that the
+            trainer would compute differently.
+    """
+    path = directory / "config.json"
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{directory} holds no config.json; needs a Hugging Face model directory") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return _spec(_Reader(path, values))
+
+
+def _spec(config: _Reader) -> ModelSpec:
+    family = _family(config)
+    _refuse_unsupported(config)
+    num_heads = config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{config.path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    theta, scaling = _rope(config)
+    return ModelSpec(
+        family=family,
+        num_layers=config.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        ffn_size=config.integer("intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=config.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        rms_eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=config.integer("max_position_embeddings"),
+    )
+
+
+def _family(config: _Reader) -> Family:
+    name = config.values.get("model_type")
+    for family in get_args(Family):
+        if name == family:
+            known: Family = family
+            return known
+    raise ValueError(
+        f"{config.path}: model_type {name!r} is not supported by the trainer; needs one of {', '.join(get_args(Family))}"
+    )
+
+
+def _refuse_unsupported(config: _Reader) -> None:
+    config.refuse("hidden_act", "silu")
+    config.refuse("attention_bias", False)
+    config.refuse("mlp_bias", False)
+    config.refuse("use_sliding_window", False)
+    config.refuse("partial_rotary_factor", 1, 1.0)
+    config.refuse("quantization_config")
+    kinds = config.values.get("layer_types")
+    if isinstance(kinds, list) and (other := [kind for kind in kinds if kind != "full_attention"]):
+        raise ValueError(f"{config.path}: layer_types holds {other[0]!r}; the trainer has full_attention only")
+
+
+def _rope(config: _Reader) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, from `rope_parameters` (transformers >= 5) or from the older pair of keys."""
+    scaling = config.table("rope_parameters") or config.table("rope_scaling")
+    theta = (
+        scaling.number("rope_theta", config.number("rope_theta", 10000.0))
+        if scaling
+        else config.number("rope_theta", 10000.0)
+    )
+    if scaling is None:
+        return theta, None
+    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(
+            f"{config.path}: rope_type {kind!r} is not supported by the trainer; needs 'default' or 'llama3'"
+        )
+    return theta, RopeScaling(
+        factor=scaling.number("factor"),
+        low_freq_factor=scaling.number("low_freq_factor"),
+        high_freq_factor=scaling.number("high_freq_factor"),
+        original_max_positions=scaling.integer("original_max_position_embeddings"),
+    )
+
+
+def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuse a partition that would cut the model where it cannot be cut.
+
+    Raises:
+        ValueError: naming the parallel size, the model's figure and the sizes that would do.
+    """
+    cut = {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads, "ffn rows": spec.ffn_size}
+    for what, count in cut.items():
+        if count % parallel.tensor:
+            raise ValueError(
+                f"trainer.parallel.tensor = {parallel.tensor} does not divide the model's {count} {what}; "
+                f"sizes that divide all: {', '.join(map(str, _tensor_sizes(spec)))}"
+            )
+    if parallel.pipeline > spec.num_layers:
+        raise ValueError(
+            f"trainer.parallel.pipeline = {parallel.pipeline} is more than the model's {spec.num_layers} layers; "
+            f"needs at most {spec.num_layers}"
+        )
+
+
+def _tensor_sizes(spec: ModelSpec) -> list[int]:
+    return [n for n in range(1, spec.num_kv_heads + 1) if not (spec.num_kv_heads % n or spec.ffn_size % n)]
+
+
+def stage_layers(num_layers: int, pipeline: int) -> tuple[range, ...]:
+    """Layers of each pipeline stage, in order; what does not divide goes to the first stages.
+
+    The last stage is never among the longer ones: it has the vocabulary to compute.
+    """
+    base, longer = divmod(num_layers, pipeline)
+    starts = [stage * base + min(stage, longer) for stage in range(pipeline + 1)]
+    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))

@@ -1,0 +1,94 @@
+"""The trainer's ranks: torch.distributed and Megatron's process groups, and where this rank stands.
+
+Ranks are counted tensor-parallel first, then data, then pipeline (Megatron's order tp-dp-pp), so that
+tensor-parallel ranks are neighbours. gloo where there is no CUDA device, NCCL otherwise.
+
+Everything of Megatron is called with keywords: argument lists differ between its versions.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rl.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where one trainer rank stands in the partition."""
+
+    rank: int
+    tensor: int
+    """Rank within its tensor-parallel group."""
+    pipeline: int
+    data: int
+
+
+def position(parallel: ParallelConfig, rank: int) -> Position:
+    """Coordinates of a global rank."""
+    outer, tensor = divmod(rank, parallel.tensor)
+    pipeline, data = divmod(outer, parallel.data)
+    return Position(rank=rank, tensor=tensor, pipeline=pipeline, data=data)
+
+
+def rank_at(parallel: ParallelConfig, *, tensor: int, pipeline: int, data: int = 0) -> int:
+    """Global rank at given coordinates; the inverse of `position`."""
+    return tensor + parallel.tensor * (data + parallel.data * pipeline)
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def initialize(
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    timeout_s: float,
+    seed: int,
+    device_index: int = 0,
+) -> Position:
+    """Join the world and make Megatron's groups; called by every rank at once, blocks until all are there.
+
+    `init_method` is a torch.distributed address (`tcp://HOST:PORT`, `file:///PATH`). `device_index` is
+    the CUDA device among those visible to the process.
+
+    Raises:
+        ValueError: the world has another size than the partition.
+    """
+    if world_size != parallel.world_size:
+        raise ValueError(
+            f"{world_size} trainer ranks were started, but tensor {parallel.tensor} x pipeline {parallel.pipeline} "
+            f"x data {parallel.data} = {parallel.world_size}"
+        )
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(device_index)
+    dist.init_process_group(
+        backend="nccl" if on_cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        order="tp-cp-ep-dp-pp",
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return position(parallel, rank)
+
+
+def destroy() -> None:
+    """Leave the world; a later `initialize` may make another one."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,358 @@
+"""Where every Hugging Face tensor lives inside the Megatron model: one table, and a walk over it.
+
+`TABLE` pairs a Hugging Face name with a Megatron name (of the local layer spec and of Transformer
+Engine's, which keeps norms inside the linear that follows) and a split rule. `placements` applies it to
+one rank and gives the complete list of boxes: this box of that Hugging Face tensor is this slice of
+that local parameter. Loading, exporting and publishing are the same walk over that list.
+
+Split rules, for tensor-parallel rank r of n:
+
+    REPLICATED   the whole tensor on every rank
+    COLUMNS      columns cut into n equal parts (the input dimension of a row-parallel layer)
+    VOCAB        rows cut after padding to `ModelSpec.padded_vocab_size`; padding rows have no placement
+    Q, K, V      rows of the fused `linear_qkv`, interleaved per query group: [q .. q, k, v] [q .. q, k, v]
+    GATE, UP     rows of the fused `linear_fc1`: the rank's part of gate over its part of up
+
+Invariants (tests/megatron_rl/test_names.py): over all ranks the *owned* placements tile every Hugging
+Face tensor exactly once; on one rank placements tile every parameter exactly once, padding apart.
+
+Pure: no torch, no megatron. A placement never changes dtype or transposes.
+"""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model_config import ModelSpec, stage_layers
+
+
+class Kind(enum.Enum):
+    """What a tensor is; decides for instance whether a format quantises it."""
+
+    EMBEDDING = "embedding"
+    OUTPUT = "output"
+    LINEAR = "linear"
+    """A matrix of a decoder layer."""
+    BIAS = "bias"
+    NORM = "norm"
+
+
+class Split(enum.Enum):
+    """How a tensor is cut over tensor-parallel ranks; see the file's docstring."""
+
+    REPLICATED = "replicated"
+    COLUMNS = "columns"
+    VOCAB = "vocab"
+    Q = "q"
+    K = "k"
+    V = "v"
+    GATE = "gate"
+    UP = "up"
+
+
+class Where(enum.Enum):
+    """Which pipeline stages hold a tensor."""
+
+    FIRST = "first"
+    LAYER = "layer"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row of the table; `{}` stands for the layer number."""
+
+    hf: str
+    local: str
+    te: str | None = None
+    """Transformer Engine's name where it differs."""
+    split: Split
+    kind: Kind
+    shape: Callable[[ModelSpec], tuple[int, ...]]
+    """Full Hugging Face shape."""
+    where: Where = Where.LAYER
+    present: Callable[[ModelSpec], bool] = lambda spec: True
+    tied_copy: bool = False
+    """The last stage's copy of the embedding, which the first stage owns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One box of a Hugging Face tensor and the slice of a local parameter that holds it."""
+
+    hf_name: str
+    hf_full_shape: tuple[int, ...]
+    hf_start: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the box, on both sides."""
+    megatron_name: str
+    """Parameter name inside this rank's model chunk (layer numbers count from 0 in each stage)."""
+    megatron_start: tuple[int, ...]
+    kind: Kind
+    replicated: bool
+    """Every tensor-parallel rank holds this box."""
+    owned: bool
+    """This rank answers for the box: among all ranks of one data-parallel replica exactly one owns it."""
+
+    @property
+    def hf_slices(self) -> tuple[slice, ...]:
+        """Index of the box in the Hugging Face tensor."""
+        return tuple(slice(start, start + n) for start, n in zip(self.hf_start, self.shape, strict=True))
+
+    @property
+    def megatron_slices(self) -> tuple[slice, ...]:
+        """Index of the box in the local parameter."""
+        return tuple(slice(start, start + n) for start, n in zip(self.megatron_start, self.shape, strict=True))
+
+
+def _q_rows(spec: ModelSpec) -> int:
+    return spec.num_heads * spec.head_dim
+
+
+def _kv_rows(spec: ModelSpec) -> int:
+    return spec.num_kv_heads * spec.head_dim
+
+
+def _hidden(spec: ModelSpec) -> tuple[int, ...]:
+    return (spec.hidden_size,)
+
+
+def _head(spec: ModelSpec) -> tuple[int, ...]:
+    return (spec.head_dim,)
+
+
+def _vocab(spec: ModelSpec) -> tuple[int, ...]:
+    return (spec.vocab_size, spec.hidden_size)
+
+
+_HF_LAYER = "model.layers.{}."
+_LAYER = "decoder.layers.{}."
+_ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
+
+
+def _layer_norm(hf: str, local: str, te: str) -> Rule:
+    return Rule(
+        hf=_HF_LAYER + hf, local=_LAYER + local, te=_LAYER + te, split=Split.REPLICATED, kind=Kind.NORM, shape=_hidden
+    )
+
+
+def _qkv(part: Literal["q", "k", "v"], rows: Callable[[ModelSpec], int]) -> tuple[Rule, Rule]:
+    hf, megatron, split = f"{_HF_LAYER}self_attn.{part}_proj.", _ATTENTION + "linear_qkv.", Split(part)
+    return (
+        Rule(
+            hf=hf + "weight",
+            local=megatron + "weight",
+            split=split,
+            kind=Kind.LINEAR,
+            shape=lambda spec: (rows(spec), spec.hidden_size),
+        ),
+        Rule(
+            hf=hf + "bias",
+            local=megatron + "bias",
+            split=split,
+            kind=Kind.BIAS,
+            shape=lambda spec: (rows(spec),),
+            present=lambda spec: spec.qkv_bias,
+        ),
+    )
+
+
+def _qk_norm(part: Literal["q", "k"]) -> Rule:
+    return Rule(
+        hf=f"{_HF_LAYER}self_attn.{part}_norm.weight",
+        local=f"{_ATTENTION}{part}_layernorm.weight",
+        split=Split.REPLICATED,
+        kind=Kind.NORM,
+        shape=_head,
+        present=lambda spec: spec.qk_norm,
+    )
+
+
+def _fc1(half: Literal["gate", "up"]) -> Rule:
+    return Rule(
+        hf=f"{_HF_LAYER}mlp.{half}_proj.weight",
+        local=_MLP + "linear_fc1.weight",
+        split=Split(half),
+        kind=Kind.LINEAR,
+        shape=lambda spec: (spec.ffn_size, spec.hidden_size),
+    )
+
+
+TABLE: tuple[Rule, ...] = (
+    Rule(
+        hf="model.embed_tokens.weight",
+        local="embedding.word_embeddings.weight",
+        split=Split.VOCAB,
+        kind=Kind.EMBEDDING,
+        shape=_vocab,
+        where=Where.FIRST,
+    ),
+    _layer_norm("input_layernorm.weight", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    *_qkv("q", _q_rows),
+    *_qkv("k", _kv_rows),
+    *_qkv("v", _kv_rows),
+    _qk_norm("q"),
+    _qk_norm("k"),
+    Rule(
+        hf=_HF_LAYER + "self_attn.o_proj.weight",
+        local=_ATTENTION + "linear_proj.weight",
+        split=Split.COLUMNS,
+        kind=Kind.LINEAR,
+        shape=lambda spec: (spec.hidden_size, _q_rows(spec)),
+    ),
+    _layer_norm("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    _fc1("gate"),
+    _fc1("up"),
+    Rule(
+        hf=_HF_LAYER + "mlp.down_proj.weight",
+        local=_MLP + "linear_fc2.weight",
+        split=Split.COLUMNS,
+        kind=Kind.LINEAR,
+        shape=lambda spec: (spec.hidden_size, spec.ffn_size),
+    ),
+    Rule(
+        hf="model.norm.weight",
+        local="decoder.final_layernorm.weight",
+        split=Split.REPLICATED,
+        kind=Kind.NORM,
+        shape=_hidden,
+        where=Where.LAST,
+    ),
+    Rule(
+        hf="lm_head.weight",
+        local="output_layer.weight",
+        split=Split.VOCAB,
+        kind=Kind.OUTPUT,
+        shape=_vocab,
+        where=Where.LAST,
+        present=lambda spec: not spec.tied,
+    ),
+    Rule(
+        hf="model.embed_tokens.weight",
+        local="output_layer.weight",
+        split=Split.VOCAB,
+        kind=Kind.EMBEDDING,
+        shape=_vocab,
+        where=Where.LAST,
+        present=lambda spec: spec.tied,
+        tied_copy=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Offsets of one box along one dimension (0 rows, 1 columns)."""
+
+    dim: int
+    hf: int
+    megatron: int
+    size: int
+
+
+def _part(shape: tuple[int, ...], dim: int, tp: int, rank: int, *, megatron: int = 0) -> list[_Box]:
+    size = shape[dim] // tp
+    return [_Box(dim, rank * size, megatron, size)]
+
+
+def _vocab_part(spec: ModelSpec, tp: int, rank: int) -> list[_Box]:
+    rows = spec.padded_vocab_size(tp) // tp
+    size = min(rows, spec.vocab_size - rank * rows)
+    return [_Box(0, rank * rows, 0, size)] if size > 0 else []
+
+
+def _qkv_part(spec: ModelSpec, tp: int, rank: int, part: Split) -> list[_Box]:
+    """Boxes of q, k or v: one per query group of the rank."""
+    groups, heads, dim = spec.num_kv_heads // tp, spec.num_heads // spec.num_kv_heads, spec.head_dim
+    size = heads * dim if part is Split.Q else dim
+    offset = {Split.Q: 0, Split.K: heads * dim, Split.V: (heads + 1) * dim}[part]
+    stride = (heads + 2) * dim
+    return [_Box(0, (rank * groups + group) * size, group * stride + offset, size) for group in range(groups)]
+
+
+_SPLITS: dict[Split, Callable[[ModelSpec, tuple[int, ...], int, int], list[_Box]]] = {
+    Split.REPLICATED: lambda spec, shape, tp, rank: [_Box(0, 0, 0, shape[0])],
+    Split.COLUMNS: lambda spec, shape, tp, rank: _part(shape, 1, tp, rank),
+    Split.VOCAB: lambda spec, shape, tp, rank: _vocab_part(spec, tp, rank),
+    Split.Q: lambda spec, shape, tp, rank: _qkv_part(spec, tp, rank, Split.Q),
+    Split.K: lambda spec, shape, tp, rank: _qkv_part(spec, tp, rank, Split.K),
+    Split.V: lambda spec, shape, tp, rank: _qkv_part(spec, tp, rank, Split.V),
+    Split.GATE: lambda spec, shape, tp, rank: _part(shape, 0, tp, rank),
+    Split.UP: lambda spec, shape, tp, rank: _part(shape, 0, tp, rank, megatron=shape[0] // tp),
+}
+
+
+def placements(
+    spec: ModelSpec,
+    *,
+    tensor: int,
+    tensor_rank: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    te_names: bool = False,
+) -> tuple[Placement, ...]:
+    """All boxes that one rank holds, in the order of the model: embedding, layers, final norm, output.
+
+    `layers` are the global numbers of the stage's layers; `first` and `last` say whether the stage holds
+    the embedding and the output layer.
+    """
+    found: list[Placement] = []
+    for rule, hf_layer, local_layer in _rules(spec, layers, first=first, last=last):
+        shape = rule.shape(spec)
+        name = rule.te if te_names and rule.te is not None else rule.local
+        replicated = rule.split is Split.REPLICATED
+        for box in _SPLITS[rule.split](spec, shape, tensor, tensor_rank):
+            found.append(
+                Placement(
+                    hf_name=rule.hf.format(hf_layer),
+                    hf_full_shape=shape,
+                    hf_start=_along(box.dim, box.hf, len(shape)),
+                    shape=(*shape[: box.dim], box.size, *shape[box.dim + 1 :]),
+                    megatron_name=name.format(local_layer),
+                    megatron_start=_along(box.dim, box.megatron, len(shape)),
+                    kind=rule.kind,
+                    replicated=replicated,
+                    owned=not rule.tied_copy and (not replicated or tensor_rank == 0),
+                )
+            )
+    return tuple(found)
+
+
+def _rules(spec: ModelSpec, layers: range, *, first: bool, last: bool) -> Iterable[tuple[Rule, int, int]]:
+    """Rules of one stage with global and local layer number, in the order of the model."""
+    table = [rule for rule in TABLE if rule.present(spec)]
+    if first:
+        yield from ((rule, 0, 0) for rule in table if rule.where is Where.FIRST)
+    for local, layer in enumerate(layers):
+        yield from ((rule, layer, local) for rule in table if rule.where is Where.LAYER)
+    if last:
+        # A stage that is first and last uses the embedding itself.
+        yield from ((rule, 0, 0) for rule in table if rule.where is Where.LAST and not (rule.tied_copy and first))
+
+
+def _along(dim: int, offset: int, num_dims: int) -> tuple[int, ...]:
+    return tuple(offset if d == dim else 0 for d in range(num_dims))
+
+
+def rank_placements(
+    spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int, pipeline_rank: int, te_names: bool = False
+) -> tuple[Placement, ...]:
+    """`placements` of the rank at these coordinates of a partition."""
+    return placements(
+        spec,
+        tensor=parallel.tensor,
+        tensor_rank=tensor_rank,
+        layers=stage_layers(spec.num_layers, parallel.pipeline)[pipeline_rank],
+        first=pipeline_rank == 0,
+        last=pipeline_rank == parallel.pipeline - 1,
+        te_names=te_names,
+    )
+
+
+def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Hugging Face model with its shape, in the order of the model."""
+    whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    return {placement.hf_name: placement.hf_full_shape for placement in whole}

@@ -1,0 +1,96 @@
+"""Four trainer ranks without Ray: spawned once per pytest session, re-partitioned for every test.
+
+`pool.run(function, *arguments, parallel=...)` calls `function(position, parallel, *arguments)` on ranks
+0..n-1, all at once, in a world of n ranks joined for this call (kept while the partition stays the same),
+and returns their results in rank order. Functions and values travel by pickle.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from megatron_rl.config import ParallelConfig
+
+NUM_RANKS = 4
+DEADLINE_S = 120.0
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    import torch
+
+    from megatron_rl import cpu_shim
+
+    torch.set_num_threads(1)
+    cpu_shim.install()
+    from megatron_rl import parallel as ranks
+
+    joined = None
+    while (order := connection.recv()) is not None:
+        function, arguments, parallel, store = order
+        try:
+            if joined != (parallel, store):
+                if joined is not None:
+                    ranks.destroy()
+                joined = None
+                position = ranks.initialize(
+                    parallel,
+                    rank=rank,
+                    world_size=parallel.world_size,
+                    init_method=f"file://{store}",
+                    timeout_s=DEADLINE_S,
+                    seed=0,
+                )
+                joined = (parallel, store)
+            connection.send((True, function(position, parallel, *arguments)))
+        except Exception:  # process border: the parent raises it again with the rank's name
+            connection.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """Owns the processes; `close` ends them."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("spawn")
+        self._stores = tempfile.TemporaryDirectory()
+        self._worlds = 0
+        self._last = None
+        self._connections, self._processes = [], []
+        for rank in range(NUM_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function, *arguments, parallel=None):
+        """Results of `function` on every rank of `parallel`, in rank order."""
+        parallel = parallel or ParallelConfig()
+        if self._last is None or self._last[0] != parallel:
+            self._worlds += 1
+            self._last = (parallel, str(Path(self._stores.name) / f"world{self._worlds}"))
+        connections = self._connections[: parallel.world_size]
+        for connection in connections:
+            connection.send((function, arguments, *self._last))
+        results, failures = [], []
+        for rank, connection in enumerate(connections):
+            if not connection.poll(DEADLINE_S):
+                raise TimeoutError(f"rank {rank} of {parallel} has not answered {function.__name__} in {DEADLINE_S} s")
+            succeeded, result = connection.recv()
+            (results if succeeded else failures).append(result if succeeded else f"rank {rank}: {result}")
+        if failures:
+            self._last = None
+            raise RuntimeError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._stores.cleanup()

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.packed_batch import pack_batch
+from tests.megatron_rl.rank_functions import full_logits
+from tests.megatron_rl.tiny_models import FAMILIES, VOCAB, reference_logits, save_model
+
+PARTITIONS = {
+    "tp1": (ParallelConfig(), False),
+    "tp2": (ParallelConfig(tensor=2), False),
+    "tp2_sp": (ParallelConfig(tensor=2), True),
+    "pp2": (ParallelConfig(pipeline=2), False),
+    "tp2_pp2": (ParallelConfig(tensor=2, pipeline=2), False),
+    "tp2_pp2_sp": (ParallelConfig(tensor=2, pipeline=2), True),
+}
+
+
+def samples(seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.integers(0, VOCAB, prompt, dtype=np.int32), rng.integers(0, VOCAB, response, dtype=np.int32))
+        for prompt, response in lengths
+    ]
+
+
+MICRO_BATCHES = [samples(0, [(5, 9), (1, 1), (20, 70)]), samples(1, [(3, 4)])]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directory of each family's model and its reference logits of each micro batch."""
+    root = tmp_path_factory.mktemp("models")
+    found = {}
+    for family in FAMILIES:
+        directory = save_model(family, root / family)
+        found[family] = directory, [reference_logits(directory, [np.concatenate(s) for s in b]) for b in MICRO_BATCHES]
+    return found
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_of_every_partition_equal_those_of_hugging_face(ranks, models, family, partition):
+    directory, references = models[family]
+    parallel, sequence_parallel = PARTITIONS[partition]
+    batches = [pack_batch(batch, multiple_of=2) for batch in MICRO_BATCHES]
+    results = ranks.run(full_logits, directory, batches, sequence_parallel, parallel=parallel)
+    (logits,) = [result for result in results if result is not None]
+    for found, expected in zip(logits, references, strict=True):
+        torch.testing.assert_close(torch.from_numpy(found[: len(expected)]), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,52 @@
+"""Tiny random Hugging Face models of every supported family, and packed forwards of them by transformers."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+VOCAB = 150
+SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "qwen2_tied": lambda: Qwen2Config(**SHARED, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SHARED, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SHARED, head_dim=32, tie_word_embeddings=False),
+    "qwen3_tied": lambda: Qwen3Config(**SHARED, head_dim=32, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**SHARED, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "llama3": lambda: LlamaConfig(**SHARED, rope_parameters=LLAMA3_ROPE),
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def save_model(name, directory, *, dtype=torch.float32, max_shard_size="5GB"):
+    """A random model whose norms and biases are not the neutral ones they are initialised to."""
+    torch.manual_seed(FAMILIES.index(name))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def reference_logits(directory, sequences):
+    """FP32 logits [sum of lengths, VOCAB] of transformers, one sequence after another."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        return torch.cat([model(torch.as_tensor(ids, dtype=torch.int64)[None]).logits[0] for ids in sequences])
