@@ -350,7 +350,7 @@ class Engine:
         """Kernel of each linear layer of rank 0, by the layer's name."""
         (first, *_) = await self._ranks("kernel_classes")
         assert isinstance(first, list)
-        return {name: kernel for name, kernel in first}
+        return dict(first)
 
     async def _ranks(self, method: str, *args: object) -> list[object]:
         """Call a method of every rank's worker; returns their answers.

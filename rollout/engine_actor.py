@@ -34,7 +34,7 @@ class EngineActor:
         """See `Engine.shutdown`."""
         self._engine.shutdown()
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def generate_group(self, group: PromptGroup) -> tuple[GroupSummary, GroupColumns]:
         """See `Engine.generate_group`."""
         return await self._engine.generate_group(group)

@@ -37,7 +37,7 @@ class Response:
 
     @property
     def request_id(self) -> str:
-        """vLLM's own id of the request."""
+        """Id of the request inside vLLM."""
         return str(self.queue.request_id)
 
 
