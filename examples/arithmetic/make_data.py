@@ -1,0 +1,159 @@
+"""Makes the problems: training prompts, a held-out set and the data of the warm start.
+
+A problem is a chain of 3 to 24 digits to add and subtract whose running total stays within 0..19; its answer may be
+written with every step or as the result alone. In the warm start about half of the answers do one and half the other,
+so the model can do both, and reinforcement learning has something to find out: writing the steps pays. Steps are worded
+in one of several ways, so that sampling has entropy. Chain lengths, and with them answer lengths, are long-tailed.
+
+Invariants (tested): every answer is right; no held-out problem occurs in the other two sets; each set is a function of
+the seed alone.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_TOTAL = 19
+MIN_TERMS, MAX_TERMS = 3, 24
+MEAN_EXTRA_TERMS = 6.0
+"""Chains have `MIN_TERMS` terms plus an exponential number of further ones with this mean, cut at `MAX_TERMS`."""
+
+SOURCE = "arithmetic"
+ANSWER_MARK = "answer:"
+KEEP_WORDING = 0.8
+"""Probability that a step is worded like the one before it."""
+WORDINGS = (
+    "{before} {sign} {digit} = {after}",
+    "{before} {verb} {digit} is {after}",
+    "{verb} {digit} makes {after}",
+    "then {after}",
+)
+VERBS = {"+": "plus", "-": "minus"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """`first` followed by signed digits."""
+
+    first: int
+    terms: tuple[tuple[str, int], ...]
+    """(sign, digit) pairs."""
+
+    @property
+    def text(self) -> str:
+        """As it is asked: `7 + 5 - 3`."""
+        return " ".join([str(self.first), *(f"{sign} {digit}" for sign, digit in self.terms)])
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Running total after each term; the last one is the answer."""
+        total, totals = self.first, []
+        for sign, digit in self.terms:
+            total = total + digit if sign == "+" else total - digit
+            totals.append(total)
+        return tuple(totals)
+
+    @property
+    def answer(self) -> int:
+        """The result of the chain."""
+        return self.totals[-1]
+
+
+def make_problem(draw: random.Random) -> Problem:
+    """A random chain; every running total lies within 0..`MAX_TOTAL`."""
+    num_terms = min(MAX_TERMS, MIN_TERMS + int(draw.expovariate(1 / MEAN_EXTRA_TERMS)))
+    total = first = draw.randint(1, 9)
+    terms = []
+    for _ in range(num_terms - 1):
+        digit = draw.randint(1, 9)
+        signs = [sign for sign, after in (("+", total + digit), ("-", total - digit)) if 0 <= after <= MAX_TOTAL]
+        sign = draw.choice(signs)
+        total = total + digit if sign == "+" else total - digit
+        terms.append((sign, digit))
+    return Problem(first=first, terms=tuple(terms))
+
+
+def make_problems(draw: random.Random, count: int, taken: set[str]) -> list[Problem]:
+    """`count` problems whose texts are not in `taken`; adds them to it."""
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = make_problem(draw)
+        if problem.text not in taken:
+            taken.add(problem.text)
+            problems.append(problem)
+    return problems
+
+
+def write_steps(draw: random.Random, problem: Problem) -> str:
+    """An answer with every step, one per line, then the result."""
+    lines, before = [], problem.first
+    wording = draw.choice(WORDINGS)
+    for (sign, digit), after in zip(problem.terms, problem.totals, strict=True):
+        wording = wording if draw.random() < KEEP_WORDING else draw.choice(WORDINGS)
+        lines.append(wording.format(before=before, sign=sign, verb=VERBS[sign], digit=digit, after=after))
+        before = after
+    return "\n".join([*lines, write_result(problem)])
+
+
+def write_result(problem: Problem) -> str:
+    """An answer that is the result alone."""
+    return f"{ANSWER_MARK} {problem.answer}"
+
+
+def prompt_row(problem: Problem) -> dict[str, object]:
+    """A row for reinforcement learning and evaluation."""
+    return {
+        "prompt": [{"role": "user", "content": problem.text}],
+        "answer": str(problem.answer),
+        "data_source": SOURCE,
+        "extra_info": {"num_terms": len(problem.terms) + 1},
+    }
+
+
+def warm_start_row(draw: random.Random, problem: Problem) -> dict[str, object]:
+    """A row for the warm start: with a coin flip, every step or the result alone."""
+    response = write_steps(draw, problem) if draw.random() < 0.5 else write_result(problem)
+    return {"prompt": [{"role": "user", "content": problem.text}], "response": response}
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_data(out: Path, *, seed: int, num_train: int, num_held_out: int, num_warm_start: int) -> None:
+    """Writes `train.jsonl`, `held_out.jsonl` and `warm_start.jsonl` into `out`."""
+    draw = random.Random(seed)
+    taken: set[str] = set()
+    held_out = make_problems(draw, num_held_out, taken)
+    train = make_problems(draw, num_train, taken)
+    warm_start = make_problems(draw, num_warm_start, taken)
+    out.mkdir(parents=True, exist_ok=True)
+    write_jsonl(out / "held_out.jsonl", map(prompt_row, held_out))
+    write_jsonl(out / "train.jsonl", map(prompt_row, train))
+    write_jsonl(out / "warm_start.jsonl", [warm_start_row(draw, problem) for problem in warm_start])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m examples.arithmetic.make_data --out DIR`."""
+    parser = argparse.ArgumentParser(description="Make the arithmetic example's data.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=4096, help="prompts for reinforcement learning")
+    parser.add_argument("--held-out", type=int, default=512, help="problems that are only ever evaluated")
+    parser.add_argument("--warm-start", type=int, default=38400, help="supervised rows")
+    arguments = parser.parse_args(argv)
+    make_data(
+        arguments.out,
+        seed=arguments.seed,
+        num_train=arguments.train,
+        num_held_out=arguments.held_out,
+        num_warm_start=arguments.warm_start,
+    )
+
+
+if __name__ == "__main__":
+    main()

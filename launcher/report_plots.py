@@ -1,0 +1,88 @@
+"""Draws the report's charts as inline SVG text: no files, no fonts to load, no links.
+
+Each function takes plain series and returns one `<svg>` element; a chart whose metric was never recorded is left out by
+the caller. matplotlib is imported with its file backend only, so no display is needed.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, GRID = "#334155", "#e2e8f0"
+COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9")
+STYLE = {
+    "svg.fonttype": "none",
+    "font.family": ["sans-serif"],
+    "font.size": 9,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = False, limit: float | None = None) -> str:
+    """Lines over steps; `limit` draws a dashed bound. `name` must be unique in the page."""
+
+    def draw(axes: Axes) -> None:
+        for colour, one in zip(COLOURS, series, strict=False):
+            marker = "o" if len(one.steps) <= 40 else ""
+            axes.plot(one.steps, one.values, color=colour, label=one.label, linewidth=1.8, marker=marker, markersize=3)
+        if limit is not None:
+            axes.axhline(limit, color=COLOURS[4], linestyle="--", linewidth=1)
+        if log:
+            axes.set_yscale("log")
+        axes.set_ylabel(unit)
+
+    return _render(name, draw, legend=len(series) > 1)
+
+
+def stacked(name: str, steps: Sequence[float], parts: Mapping[str, Sequence[float]], *, unit: str) -> str:
+    """Bars over steps, one colour per part."""
+
+    def draw(axes: Axes) -> None:
+        bottom = [0.0] * len(steps)
+        for colour, (label, values) in zip(COLOURS, parts.items(), strict=False):
+            axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=0.85)
+            bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+        axes.set_ylabel(unit)
+
+    return _render(name, draw, legend=True)
+
+
+def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(5.4, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0)
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if legend:
+            axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+        text = io.StringIO()
+        figure.savefig(
+            text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
