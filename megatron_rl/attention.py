@@ -7,6 +7,8 @@ that CPU and CUDA share one packed batch format. Same place, same arguments, no 
 Shape legend: T rows of the packed batch, N query heads and M key/value heads of this rank, D head size.
 """
 
+from itertools import pairwise
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -75,6 +77,6 @@ def packed_causal_attention(
             is_causal=True,
             scale=scale,
         )[0].transpose(0, 1)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     return torch.cat(outputs)

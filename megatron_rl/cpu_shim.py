@@ -131,7 +131,8 @@ def _store(cache: Path, data: bytes) -> None:
 
 def renamed(source: str, filename: str) -> ast.Module:
     """Syntax tree of `source` with every mention of the CUDA device renamed as the file's docstring says."""
-    tree = _Rename().visit(ast.parse(source, filename))
+    tree = ast.parse(source, filename)
+    _Rename().visit(tree)
     place = 0
     while place < len(tree.body) and _must_stay_first(tree.body[place]):
         place += 1

@@ -17,10 +17,10 @@ Shape legend: R scored rows, C rows of one chunk, V vocabulary rows of this rank
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +68,22 @@ def token_scores(
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} of token_scores; needs a value above 0")
-    scores = _TokenScores.apply(hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens)
-    return TokenScores(logprobs=scores[0], entropy=scores[1])
+    logprobs_R, entropy_R = _TokenScores.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens
+    )
+    return TokenScores(logprobs=logprobs_R, entropy=entropy_R)
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+def _operand(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix as the logits' product wants it: CPU kernels end in FP32 only if they begin there."""
+    return matrix if matrix.is_cuda else matrix.float()
+
+
+def _logits(hidden_CH: torch.Tensor, operand_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    hidden_CH = _operand(hidden_CH)
     if hidden_CH.dtype is torch.float32:
-        product = hidden_CH @ weight_VH.t()
-    elif hidden_CH.is_cuda:
-        product = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
-    else:
-        product = hidden_CH.float() @ weight_VH.float().t()
-    return product.div_(temperature)
+        return (hidden_CH @ operand_VH.t()).div_(temperature)
+    return torch.mm(hidden_CH, operand_VH.t(), out_dtype=torch.float32).div_(temperature)
 
 
 def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> None:
@@ -88,22 +92,22 @@ def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, op: dist.Redu
 
 
 def _chunk_scores(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, targets_C: torch.Tensor, shard: VocabShard, temperature: float
+    hidden_CH: torch.Tensor, operand_VH: torch.Tensor, targets_C: torch.Tensor, shard: VocabShard, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability, entropy and log of the partition sum of each row, [C] each."""
     sums_3C = hidden_CH.new_zeros(3, len(targets_C), dtype=torch.float32)
     max_C = hidden_CH.new_full((len(targets_C),), -torch.inf, dtype=torch.float32)
-    logits_CV = _logits(hidden_CH, weight_VH, temperature) if shard.num_valid else None
-    if logits_CV is not None:
+    logits_CV = _logits(hidden_CH, operand_VH, temperature)
+    if shard.num_valid:
         max_C = logits_CV.amax(dim=1)
     _reduce(max_C, shard.group, dist.ReduceOp.MAX)
-    if logits_CV is not None:
+    if shard.num_valid:
         logits_CV -= max_C[:, None]
         local_C, is_local_C = _local_targets(targets_C, shard)
+        sums_3C[2] = logits_CV.gather(1, local_C[:, None])[:, 0] * is_local_C
         exp_CV = logits_CV.exp()
         sums_3C[0] = exp_CV.sum(dim=1)
         sums_3C[1] = exp_CV.mul_(logits_CV).sum(dim=1)
-        sums_3C[2] = logits_CV.gather(1, local_C[:, None])[:, 0] * is_local_C
     _reduce(sums_3C, shard.group, dist.ReduceOp.SUM)
     log_sum_C = sums_3C[0].log()
     return sums_3C[2] - log_sum_C, log_sum_C - sums_3C[1] / sums_3C[0], max_C + log_sum_C
@@ -116,10 +120,43 @@ def _local_targets(targets_C: torch.Tensor, shard: VocabShard) -> tuple[torch.Te
     return local_C.where(is_local_C, 0), is_local_C
 
 
+def _grad_logits(
+    logp_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    grad_logprobs_C: torch.Tensor | None,
+    grad_entropy_C: torch.Tensor | None,
+    shard: VocabShard,
+) -> torch.Tensor:
+    """Gradient of the scores' weighted sum in the logits over the temperature, [C, V]; changes `logp_CV`."""
+    p_CV = logp_CV.exp()
+    grad_CV = torch.zeros_like(p_CV)
+    if grad_logprobs_C is not None:
+        local_C, is_local_C = _local_targets(targets_C, shard)
+        grad_CV.addcmul_(p_CV, grad_logprobs_C[:, None], value=-1)
+        grad_CV.scatter_add_(1, local_C[:, None], (grad_logprobs_C * is_local_C)[:, None])
+    if grad_entropy_C is not None:
+        grad_CV.addcmul_(p_CV, logp_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None]), value=-1)
+    return grad_CV
+
+
+class _Context(Protocol):
+    """What forward leaves for backward."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    shard: VocabShard
+    temperature: float
+    chunk_tokens: int
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         hidden_RH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_R: torch.Tensor,
@@ -127,38 +164,41 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        valid_VH = weight_VH[: shard.num_valid]
+        operand_VH = _operand(weight_VH[: shard.num_valid])
         chunks = [
-            _chunk_scores(hidden_CH, valid_VH, targets_C, shard, temperature)
-            for hidden_CH, targets_C in zip(hidden_RH.split(chunk_tokens), targets_R.split(chunk_tokens), strict=True)
+            _chunk_scores(hidden_RH[rows], operand_VH, targets_R[rows], shard, temperature)
+            for rows in _chunks(len(targets_R), chunk_tokens)
         ]
         logprobs_R, entropy_R, log_z_R = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, log_z_R)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens  # type: ignore[attr-defined]
+        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs_R, entropy_R
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
-        hidden_RH, weight_VH, targets_R, entropy_R, log_z_R = ctx.saved_tensors  # type: ignore[attr-defined]
-        shard, temperature, chunk_tokens = ctx.shard, ctx.temperature, ctx.chunk_tokens  # type: ignore[attr-defined]
+        ctx: _Context, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+        hidden_RH, weight_VH, targets_R, entropy_R, log_z_R = ctx.saved_tensors
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        valid_VH, grad_valid_VH = weight_VH[: shard.num_valid], grad_weight_VH[: shard.num_valid]
-        for start in range(0, len(targets_R) if shard.num_valid else 0, chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logp_CV = _logits(hidden_RH[rows], valid_VH, temperature) - log_z_R[rows, None]
-            p_CV = logp_CV.exp()
-            grad_CV = torch.zeros_like(p_CV)
-            if grad_logprobs_R is not None:
-                local_C, is_local_C = _local_targets(targets_R[rows], shard)
-                grad_CV.addcmul_(p_CV, grad_logprobs_R[rows, None], value=-1)
-                grad_CV.scatter_add_(1, local_C[:, None], (grad_logprobs_R[rows] * is_local_C)[:, None])
-            if grad_entropy_R is not None:
-                grad_CV.addcmul_(p_CV, logp_CV.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]), value=-1)
-            grad_CV = grad_CV.div_(temperature).to(weight_VH.dtype)
-            grad_hidden_RH[rows] = grad_CV @ valid_VH
-            grad_valid_VH += grad_CV.t() @ hidden_RH[rows]
+        valid = slice(0, ctx.shard.num_valid)
+        operand_VH = _operand(weight_VH[valid])
+        # A rank whose rows are all padding has nothing to add; there is no collective to keep up with here.
+        for rows in _chunks(len(targets_R) if ctx.shard.num_valid else 0, ctx.chunk_tokens):
+            grad_CV = _grad_logits(
+                _logits(hidden_RH[rows], operand_VH, ctx.temperature) - log_z_R[rows, None],
+                targets_R[rows],
+                entropy_R[rows],
+                None if grad_logprobs_R is None else grad_logprobs_R[rows],
+                None if grad_entropy_R is None else grad_entropy_R[rows],
+                ctx.shard,
+            )
+            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            grad_hidden_RH[rows] = grad_CV @ weight_VH[valid]
+            grad_weight_VH[valid] += grad_CV.t() @ hidden_RH[rows]
         return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+
+
+def _chunks(num_rows: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, start + chunk_tokens) for start in range(0, num_rows, chunk_tokens)]

@@ -69,7 +69,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
         Without a temperature the last stage, too, gives hidden states.
         """
-        hidden = super().forward(
+        hidden: torch.Tensor = super().forward(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
@@ -84,7 +84,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output layer [V, H], padding included; last stage only."""
+        """Rows of the output layer that this rank holds, [V, H], padding included; last stage only."""
         weight: torch.Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -144,7 +144,7 @@ def build(
     random_weights: bool = False,
     megatron: Mapping[str, str | int | float | bool] | None = None,
 ) -> list[PolicyModel]:
-    """This rank's model chunks, on its device, in train mode; every rank of the partition calls it.
+    """Build the model chunks of this rank, on its device, in train mode; every rank of the partition calls it.
 
     Weights are uninitialised unless `random_weights`: load them (`megatron_rl.weights.hf_load`).
     `sequence_parallel` defaults to "tensor > 1". `megatron` are further fields of `TransformerConfig`.

@@ -10,6 +10,7 @@ Pure: imports neither torch nor megatron.
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -160,9 +161,8 @@ def _family(config: _Reader) -> Family:
         if name == family:
             known: Family = family
             return known
-    raise ValueError(
-        f"{config.path}: model_type {name!r} is not supported by the trainer; needs one of {', '.join(get_args(Family))}"
-    )
+    known_names = ", ".join(get_args(Family))
+    raise ValueError(f"{config.path}: model_type {name!r} is not supported by the trainer; needs one of {known_names}")
 
 
 def _refuse_unsupported(config: _Reader) -> None:
@@ -233,4 +233,4 @@ def stage_layers(num_layers: int, pipeline: int) -> tuple[range, ...]:
     """
     base, longer = divmod(num_layers, pipeline)
     starts = [stage * base + min(stage, longer) for stage in range(pipeline + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))

@@ -14,7 +14,7 @@ Shape legend: B sequences, T rows of the packed batch (padding included), R resp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,13 +48,14 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The batch with its tensors on `device`."""
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            if isinstance(value := getattr(self, f.name), torch.Tensor)
-            else value
-            for f in fields(self)
-        }
-        return PackedBatch(**moved)
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            score_rows=self.score_rows.to(device),
+            targets=self.targets.to(device),
+        )
 
 
 def pack_batch(samples: Sequence[tuple[TokenIds, TokenIds]], *, multiple_of: int = 1) -> PackedBatch:

@@ -36,11 +36,11 @@ class HfTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a tensor."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._files[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def box(self, placement: Placement) -> torch.Tensor:
         """The placement's box, in the dtype of the file, on the CPU."""
-        whole = self._files[placement.hf_name].get_slice(placement.hf_name)
+        whole = self._files[placement.hf_name].get_slice(placement.hf_name)  # type: ignore[no-untyped-call]
         box: torch.Tensor = whole[placement.hf_slices]
         return box
 

@@ -66,3 +66,45 @@ def full_logits(position, parallel, directory, batches, sequence_parallel):
     with torch.no_grad():
         found = run_schedule(model, batches, lambda data, chunk: (chunk(next(data)), finish), forward_only=True)
     return found if position.tensor == 0 and found else None
+
+
+def gradients(position, parallel, directory, batches, coefficients, sequence_parallel, recompute):
+    """Scores of every batch, and gradients [(placement, array)] of this rank after one pass of DDP and schedule.
+
+    The loss is the sum of `coefficients` [2, R] times (logprobs, entropy); each data-parallel rank has its share
+    of the batches.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    from megatron_rl.model import layer_names
+    from megatron_rl.weights.names import rank_placements
+
+    module = build_loaded(
+        position, parallel, directory, sequence_parallel=sequence_parallel, recompute=recompute
+    ).train()
+    model = DistributedDataParallel(
+        config=module.config, ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=module
+    )
+    model.zero_grad_buffer()
+
+    def step(data, chunk):
+        batch, weights = next(data)
+
+        def loss(scores):
+            value = (weights[0] * scores.logprobs + weights[1] * scores.entropy).sum()
+            return value, torch.tensor(1), (scores.logprobs.detach().numpy(), scores.entropy.detach().numpy())
+
+        return chunk(batch, temperature=0.7), loss
+
+    share = list(zip(batches, coefficients, strict=True))[position.data :: parallel.data]
+    found = run_schedule(model, share, step, forward_only=False)
+    finalize_model_grads([model])
+    parameters = dict(module.named_parameters())
+    placements = rank_placements(
+        module.spec,
+        parallel,
+        tensor_rank=position.tensor,
+        pipeline_rank=position.pipeline,
+        te_names=layer_names() == "te",
+    )
+    return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in placements]
