@@ -1,0 +1,172 @@
+"""Which prompt comes next: a fixed endless sequence over a weighted mixture, and what of it was consumed.
+
+Draw k of a data set is row k mod n of its epoch k div n; an epoch is the rows sorted by a hash of (seed, epoch, prompt
+id), so a row that is dropped leaves the order of the others alone. Data sets are merged by virtual time: draw k of a
+set with weight w falls at (k + 1/2) / w. The sequence is thus a pure function of the prompts, the weights and the seed;
+all that a checkpoint needs is which positions were *consumed* (trained on). Prompts that were issued but not consumed
+when a run stopped are issued again, in their old order.
+
+Invariants
+1. a data set's draws, in any epoch, hold each of its prompts exactly once
+2. among the first N draws a set of weight w has w / (sum of weights) * N of them, to within the number of sets
+3. resuming from any state continues with exactly the positions that were not consumed, in order
+"""
+
+import hashlib
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rollout.types import PromptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """One data set of the mixture."""
+
+    prompt_ids: tuple[PromptId, ...]
+    """Rows that may be drawn, in file order; unique over the mixture."""
+    weight: float = 1.0
+    """Relative share of draws; positive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One issued prompt."""
+
+    position: int
+    """In the endless sequence; unique."""
+    prompt_id: PromptId
+    epoch: int
+    """Of the prompt's data set, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderState:
+    """What a checkpoint keeps of an order."""
+
+    fingerprint: str
+    """Of prompts, weights, seed and shuffling: a state fits the sequence that it was taken from, and no other."""
+    cursor: int = 0
+    """All positions before it are consumed."""
+    consumed_ahead: tuple[int, ...] = ()
+    """Consumed positions after the cursor, ascending."""
+
+    def to_json(self) -> dict[str, str | int | list[int]]:
+        """Plain values for a JSON file."""
+        return {"fingerprint": self.fingerprint, "cursor": self.cursor, "consumed_ahead": list(self.consumed_ahead)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, object]) -> "OrderState":
+        """The inverse of `to_json`; raises ValueError for anything else."""
+        fingerprint, cursor, ahead = (values.get(key) for key in ("fingerprint", "cursor", "consumed_ahead"))
+        if not (isinstance(fingerprint, str) and isinstance(cursor, int) and isinstance(ahead, list)):
+            raise ValueError(f"prompt order: {values!r} is not a saved state (fingerprint, cursor, consumed_ahead)")
+        return cls(fingerprint=fingerprint, cursor=cursor, consumed_ahead=tuple(int(position) for position in ahead))
+
+
+class PromptOrder:
+    """Issues draws and remembers which of them were consumed."""
+
+    def __init__(
+        self, sets: Sequence[PromptSet], *, seed: int, shuffle: bool = True, state: OrderState | None = None
+    ) -> None:
+        """Start at the beginning, or behind what `state` says was consumed.
+
+        Raises ValueError for an empty set, a weight that is not positive, a prompt id that occurs twice, or a state
+        that belongs to another sequence.
+        """
+        _check(sets)
+        self._fingerprint = _fingerprint(sets, seed=seed, shuffle=shuffle)
+        if state is not None and state.fingerprint != self._fingerprint:
+            raise ValueError(
+                f"prompt order: the checkpoint was made with other training prompts, weights, seed or shuffling "
+                f"(fingerprint {state.fingerprint}, now {self._fingerprint}); restore them, or start a new run"
+            )
+        self._cursor = state.cursor if state else 0
+        self._ahead = set(state.consumed_ahead) if state else set()
+        self._in_flight: defaultdict[PromptId, deque[int]] = defaultdict(deque)
+        self._draws = self._unconsumed(_sequence(sets, seed=seed, shuffle=shuffle), frozenset(self._ahead))
+
+    def take(self, count: int) -> list[Draw]:
+        """Issue the next `count` draws."""
+        draws = [next(self._draws) for _ in range(count)]
+        for draw in draws:
+            self._in_flight[draw.prompt_id].append(draw.position)
+        return draws
+
+    def consume(self, prompt_ids: Iterable[PromptId]) -> None:
+        """Mark prompts as trained on (or given up on), each by its oldest issue.
+
+        Raises ValueError for a prompt that is not in flight.
+        """
+        for prompt_id in prompt_ids:
+            if not self._in_flight[prompt_id]:
+                raise ValueError(f"prompt order: {prompt_id!r} was consumed more often than issued")
+            self._ahead.add(self._in_flight[prompt_id].popleft())
+            if not self._in_flight[prompt_id]:
+                del self._in_flight[prompt_id]
+        while self._cursor in self._ahead:
+            self._ahead.remove(self._cursor)
+            self._cursor += 1
+
+    def state(self) -> OrderState:
+        """What was consumed so far, for a checkpoint."""
+        return OrderState(fingerprint=self._fingerprint, cursor=self._cursor, consumed_ahead=tuple(sorted(self._ahead)))
+
+    def _unconsumed(self, sequence: Iterator[Draw], consumed_ahead: frozenset[int]) -> Iterator[Draw]:
+        cursor = self._cursor
+        return (draw for draw in sequence if draw.position >= cursor and draw.position not in consumed_ahead)
+
+
+def _sequence(sets: Sequence[PromptSet], *, seed: int, shuffle: bool) -> Iterator[Draw]:
+    """The endless sequence of draws, from position 0."""
+    draws = [_draws_of(prompts, seed=seed, shuffle=shuffle) for prompts in sets]
+    counts = [0] * len(sets)
+    due = [(0.5 / prompts.weight, index) for index, prompts in enumerate(sets)]
+    heapq.heapify(due)
+    position = 0
+    while True:
+        _, index = due[0]
+        prompt_id, epoch = next(draws[index])
+        yield Draw(position=position, prompt_id=prompt_id, epoch=epoch)
+        position += 1
+        counts[index] += 1
+        heapq.heapreplace(due, ((counts[index] + 0.5) / sets[index].weight, index))
+
+
+def _draws_of(prompts: PromptSet, *, seed: int, shuffle: bool) -> Iterator[tuple[PromptId, int]]:
+    epoch = 0
+    while True:
+        order = prompts.prompt_ids
+        if shuffle:
+            order = tuple(sorted(order, key=lambda prompt_id: _hash(str(seed), str(epoch), prompt_id)))
+        yield from ((prompt_id, epoch) for prompt_id in order)
+        epoch += 1
+
+
+def _fingerprint(sets: Sequence[PromptSet], *, seed: int, shuffle: bool) -> str:
+    parts = [str(seed), str(shuffle)]
+    for prompts in sets:
+        parts += [repr(prompts.weight), str(len(prompts.prompt_ids)), *prompts.prompt_ids]
+    return _hash(*parts).hex()
+
+
+def _hash(*parts: str) -> bytes:
+    return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).digest()
+
+
+def _check(sets: Sequence[PromptSet]) -> None:
+    if not sets:
+        raise ValueError("prompt order: data.train holds no data set; needs at least 1")
+    seen: set[PromptId] = set()
+    for index, prompts in enumerate(sets):
+        if not prompts.prompt_ids:
+            raise ValueError(f"prompt order: data.train[{index}] holds no prompt; needs at least 1")
+        if not prompts.weight > 0:
+            raise ValueError(f"prompt order: data.train[{index}].weight {prompts.weight} must be positive")
+        for prompt_id in prompts.prompt_ids:
+            if prompt_id in seen:
+                raise ValueError(f"prompt order: {prompt_id!r} occurs twice; give every data set its own name")
+            seen.add(prompt_id)

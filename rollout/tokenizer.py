@@ -1,0 +1,142 @@
+"""The tokenizer of a Hugging Face directory: chat template, ids, text, and whether it fits the model.
+
+`transformers` (and with it torch) is imported when a tokenizer is loaded, so that processes which only name these
+types stay light. A mismatch between tokenizer and model is silent and deadly (wrong ids are still ids), so it is
+checked before anything starts.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypedDict, cast
+
+import numpy as np
+
+from rollout.types import TokenIds
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """What other processes need to know of a tokenizer."""
+
+    fingerprint: str
+    """Of everything that decides how text becomes ids and back."""
+    vocab_size: int
+    """Largest id + 1."""
+    eos_token_id: int
+    has_chat_template: bool
+
+
+class _Encoding(Protocol):
+    input_ids: list[list[int]]
+
+
+class _HubTokenizer(Protocol):
+    """What we use of `transformers`' tokenizers."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+    special_tokens_map: dict[str, object]
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[ChatMessage], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+    def __call__(self, text: Sequence[str], *, add_special_tokens: bool) -> _Encoding: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Tokenizer:
+    """A loaded tokenizer."""
+
+    def __init__(self, directory: str) -> None:
+        """Load from a Hugging Face directory; ValueError when there is no tokenizer in it."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._hub = cast(_HubTokenizer, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model: cannot load a tokenizer from {directory}: {error}") from error
+        self._directory = directory
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._hub.chat_template)
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """A conversation as text, generation prompt included; ValueError without a chat template or when it refuses."""
+        if not self.has_chat_template:
+            raise ValueError(
+                f"the tokenizer in {self._directory} has no chat template; add one, or give prompts as plain text"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            return self._hub.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template in {self._directory} refuses the conversation: {error}") from error
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
+        """Ids of each text, [P] each; rendered conversations already hold their special tokens."""
+        if not texts:
+            return []
+        encoded = self._hub(list(texts), add_special_tokens=add_special_tokens).input_ids
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """Text of [T] ids, special tokens left out."""
+        return self._hub.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def facts(self) -> TokenizerFacts:
+        """Facts for other processes; ValueError when there is no end-of-sequence token."""
+        if self._hub.eos_token_id is None:
+            raise ValueError(
+                f"model: the tokenizer in {self._directory} has no end-of-sequence token, so no response would ever "
+                "end; set eos_token in tokenizer_config.json"
+            )
+        vocabulary = self._hub.get_vocab()
+        return TokenizerFacts(
+            fingerprint=self._fingerprint(vocabulary),
+            vocab_size=max(vocabulary.values()) + 1,
+            eos_token_id=self._hub.eos_token_id,
+            has_chat_template=self.has_chat_template,
+        )
+
+    def _fingerprint(self, vocabulary: dict[str, int]) -> str:
+        backend = getattr(self._hub, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else ""
+        special = json.dumps({key: str(value) for key, value in self._hub.special_tokens_map.items()}, sort_keys=True)
+        parts = (json.dumps(sorted(vocabulary.items())), rules, special, self._hub.chat_template or "")
+        return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def check_fits_model(facts: TokenizerFacts, directory: str) -> None:
+    """ValueError when the tokenizer can produce ids that the model in `directory` does not have."""
+    config = _read_json(Path(directory) / "config.json")
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ValueError(f"model: {directory}/config.json has no vocab_size")
+    if facts.vocab_size > vocab_size:
+        raise ValueError(
+            f"model: the tokenizer in {directory} has ids up to {facts.vocab_size - 1}, but the model's vocab_size is "
+            f"{vocab_size}; use the tokenizer that the model was trained with, or resize the model's embeddings"
+        )
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.exists():
+        return {}
+    return cast(dict[str, object], json.loads(path.read_text()))
