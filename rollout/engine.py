@@ -13,73 +13,29 @@ before that byte changes nothing; tokens leave the engine once, when their whole
 """
 
 import asyncio
-import enum
 import pickle
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout import vllm_compat
 from rollout.engine_config import EngineSpec, end_of_sequence_ids, engine_arguments
-from rollout.engine_responses import Finished, Response, ResponseLedger, columns
+from rollout.engine_responses import Finished, Response, ResponseLedger, columns, sampling_params
+from rollout.engine_state import EngineFencedError, EngineState, EngineStats, EngineStatus, WeightsRefusedError
 from rollout.engine_trace import Forwards, decode_forwards
 from rollout.model_tensors import check_manifest, expected_tensors
 from rollout.receiver import UpdateOrder
-from rollout.transports.base import Channel, ShmChannel
+from rollout.transports.base import Channel, GlooChannel, ShmChannel
 from rollout.transports.shm import verify_segments
-from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup, SamplingSpec, WeightVersion
+from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup, WeightVersion
 from rollout.wire import TensorSpec, WeightManifest
 
-
-class EngineStatus(enum.Enum):
-    """What an engine may do now."""
-
-    SERVING = "serving"
-    PAUSED = "paused"
-    APPLYING = "applying"
-    FENCED = "fenced"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
-    """An engine's state as others see it."""
-
-    status: EngineStatus
-    weight_version: WeightVersion
-    """While applying: the version being applied. When fenced: the last one that was whole."""
-    held: bool
-    """Sampling waits for `release()` though the engine may be serving."""
-    fault: str
-    """Why it is fenced; empty otherwise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counters since the start."""
-
-    num_running: int
-    """Responses in flight, waiting ones included."""
-    num_finished: int
-    num_tokens: int
-    """Of finished responses."""
-    num_updates: int
-    num_refused: int
-    """Publishes refused before anything was touched."""
-    num_failed: int
-    """Publishes that left the engine fenced."""
-
-
-class WeightsRefusedError(RuntimeError):
-    """A publish was refused before its first byte was applied: the old weights stay, the engine serves on."""
-
-
-class EngineFencedError(RuntimeError):
-    """A publish failed while it was applied: the engine samples nothing until the next full publish."""
+ARRIVAL_POLL_S = 0.005
+GRACE_S = 30.0
+"""A rank names the peer that is late by itself; the engine waits so much longer before it gives the rank up."""
 
 
 class Engine:
@@ -221,6 +177,23 @@ class Engine:
             await self._ranks("init_weight_transfer_engine", {"channel": pickle.dumps(channel)})
             self._channel = channel
 
+    def check(self, manifest: WeightManifest) -> None:
+        """Find the faults that a manifest alone shows; costs nothing, so ask every engine before anything is sent.
+
+        Raises:
+            WeightsRefusedError: of another run or format, stale, inconsistent, or not what the model consists of.
+        """
+        try:
+            check_manifest(
+                manifest,
+                self._expected,
+                run_id=self.spec.run_id,
+                format=self.spec.config.format,
+                current=self._version,
+            )
+        except RuntimeError as error:
+            raise self._refusal(manifest, error) from error
+
     async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> None:
         """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
 
@@ -229,34 +202,41 @@ class Engine:
             segments: trainer rank to path of its segment; for staged transports.
 
         Raises:
-            WeightsRefusedError: nothing was touched, the engine goes on as before.
-            EngineFencedError: the weights are mixed, the engine is fenced.
+            WeightsRefusedError: nothing was touched, the engine goes on as before. A streaming channel is closed.
+            EngineFencedError: the weights are mixed, the engine is fenced. A streaming channel is closed.
         """
-        order = UpdateOrder(
-            manifest=manifest, segments=dict(segments or {}), timeout_s=self.spec.config.update_timeout_s
-        )
+        timeout_s = self.spec.config.update_timeout_s
+        order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s)
         async with self._updating:
-            await self._admit(order)
+            try:
+                self.check(manifest)
+                await self._announce(order)
+            except WeightsRefusedError:
+                await self._leave_stream()
+                raise
             await self._pause()
             await self._apply(order)
 
-    async def _admit(self, order: UpdateOrder) -> None:
+    async def _announce(self, order: UpdateOrder) -> None:
+        """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""
         try:
-            check_manifest(
-                order.manifest,
-                self._expected,
-                run_id=self.spec.run_id,
-                format=self.spec.config.format,
-                current=self._version,
-            )
             if isinstance(self._channel, ShmChannel):
                 await asyncio.to_thread(verify_segments, order.manifest, order.segments)
             await self._ranks("expect_weights", pickle.dumps(order))
+            while not all(await self._ranks("weights_arrived")):
+                await asyncio.sleep(ARRIVAL_POLL_S)
         except RuntimeError as error:
-            self._num_refused += 1
-            raise WeightsRefusedError(
-                f"{self.spec.name} refused weight version {order.manifest.weight_version}: {error}"
-            ) from error
+            raise self._refusal(order.manifest, error) from error
+
+    def _refusal(self, manifest: WeightManifest, error: RuntimeError) -> WeightsRefusedError:
+        self._num_refused += 1
+        return WeightsRefusedError(f"{self.spec.name} refused weight version {manifest.weight_version}: {error}")
+
+    async def _leave_stream(self) -> None:
+        """Close a channel whose senders would wait for us in vain."""
+        if isinstance(self._channel, GlooChannel):
+            self._channel = None
+            await self._ranks("shutdown_weight_transfer_engine")
 
     async def _pause(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -269,7 +249,7 @@ class Engine:
         version = order.manifest.weight_version
         self._status = EngineStatus.APPLYING
         try:
-            async with asyncio.timeout(order.timeout_s):
+            async with asyncio.timeout(order.timeout_s + GRACE_S):
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
                 await vllm_compat.finish_weight_update(self._llm, version)
@@ -278,6 +258,7 @@ class Engine:
             self._fence(f"weight version {version} failed: {error or type(error).__name__}")
             if not isinstance(error, TimeoutError):
                 await self._ranks("discard_update")
+                await self._leave_stream()
             raise EngineFencedError(f"{self.spec.name} is fenced: {self._fault}") from error
         self._num_updates += 1
         self._version = version
@@ -363,19 +344,3 @@ class Engine:
         except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
             raise RuntimeError(f"{self.spec.name}: {error or type(error).__name__}") from error
         return answers
-
-
-def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens,
-        seed=seed,
-        stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import ray
 
-from rollout.engine import Engine, EngineState, EngineStats
+from rollout.engine import Engine
 from rollout.engine_config import EngineSpec
+from rollout.engine_state import EngineState, EngineStats
 from rollout.engine_trace import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup

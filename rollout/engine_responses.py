@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rollout.types import (
@@ -18,6 +19,7 @@ from rollout.types import (
     GroupId,
     Logprobs,
     PromptGroup,
+    SamplingSpec,
     TokenIds,
     WeightSpan,
     WeightVersion,
@@ -51,6 +53,22 @@ class Finished:
     """[T]"""
     reason: FinishReason
     weight_spans: tuple[WeightSpan, ...]
+
+
+def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        seed=seed,
+        stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class ResponseLedger:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,6 +29,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout import vllm_quirks
 from rollout.transports.base import Channel, GlooChannel, Inbox
+from rollout.transports.gloo import GlooInbox
+from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox
 from rollout.wire import DTYPE_BYTES, Piece, WeightManifest
 
@@ -50,7 +53,7 @@ class UpdateOrder:
     segments: Mapping[int, str]
     """Trainer rank to path of its segment; empty for streaming transports."""
     timeout_s: float
-    """Deadline of one bucket."""
+    """Deadline of the whole publish."""
 
 
 @dataclass
@@ -76,30 +79,41 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     _channel: Channel | None = None
+    _stream: GlooInbox | None = None
     _order: UpdateOrder | None = None
-    _inbox: Inbox | None = None
+    _inbox: ShmInbox | Prefetch | None = None
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
         """Join a channel; an earlier one is left."""
         self.shutdown()
         channel: Channel = pickle.loads(init_info.channel)
+        if isinstance(channel, GlooChannel):
+            self._stream = GlooInbox(channel, engine_rank=get_tensor_model_parallel_rank())
         self._channel = channel
 
     def expect(self, order: UpdateOrder) -> None:
-        """Open the inbox of a publish without touching the model."""
+        """Open the inbox of a publish without touching the model; a streaming one begins to receive."""
         if self._channel is None:
-            raise RuntimeError("the engine has no channel: call init_transport before the first publish")
+            raise RuntimeError(
+                "there is no channel: init_transport comes before the first publish and after a failed one"
+            )
         self._order = order
-        self._inbox = self._open_inbox(order)
+        if self._stream is None:
+            self._inbox = ShmInbox(order.manifest, order.segments)
+        else:
+            self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
+            self._inbox = Prefetch(self._stream, order.manifest.buckets)
 
-    def _open_inbox(self, order: UpdateOrder) -> Inbox:
-        if isinstance(self._channel, GlooChannel):
-            raise NotImplementedError
-        return ShmInbox(order.manifest, order.segments)
+    def arrived(self) -> bool:
+        """Whether there is something verified to apply.
+
+        Raises:
+            RuntimeError: the first bucket is late, corrupt or of another publish.
+        """
+        return self._inbox.arrived() if isinstance(self._inbox, Prefetch) else True
 
     def start_weight_update(self) -> None:
         """Put the model back into checkpoint layout on the meta device."""
-        vllm_quirks.before_reload(self.model)
         layerwise.initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -127,8 +141,10 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Leave the channel."""
-        self._channel = self._order = self._inbox = None
+        """Leave the channel; its senders notice at once."""
+        if isinstance(self._inbox, Prefetch):
+            self._inbox.close()
+        self._channel = self._stream = self._order = self._inbox = None
 
     @staticmethod
     def trainer_send_weights(*args: object, **kwargs: object) -> None:

@@ -5,8 +5,11 @@ fault, or another kernel was picked, nothing happens. For each there is a test t
 fault is gone, so that the function can go too.
 """
 
+import logging
+
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
@@ -15,26 +18,53 @@ def first_small_batch_dies_with_illegal_instruction() -> None:
         torch.cpu._init_amx()
 
 
-def int8_logits_are_uniform_after_reload(model: nn.Module) -> None:
-    """Keep the scales alive that oneDNN's INT8 handles point to: a reload frees the tensors they were made from."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
-        if getattr(kernel, "dnnl_handler", None) is None:
-            continue
+def int8_logits_are_uniform_after_reload() -> None:
+    """Give oneDNN's INT8 handles a copy of the scales, and keep it as long as the handle.
+
+    A handle holds a raw pointer to the scales that it was made from. After a reload vLLM copies them into the layer's
+    old storage and frees the tensor that the handle points to.
+    """
+    create = getattr(ops, "create_onednn_scaled_mm", None)
+    if create is None or hasattr(create, "keeps_scales"):
+        return
+
+    def create_keeping_scales(
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        output_type: torch.dtype,
+        dynamic_quant: bool,
+        use_azp: bool,
+        primitive_cache_size: int = 128,
+    ) -> ops.CPUDNNLGEMMHandler:
+        kept = weight_scales.detach().clone()
+        handler = create(weight, kept, output_type, dynamic_quant, use_azp, primitive_cache_size)
+        handler.kept_scales = kept
+        return handler
+
+    create_keeping_scales.keeps_scales = True  # type: ignore[attr-defined]
+    ops.create_onednn_scaled_mm = create_keeping_scales
 
 
 def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None:
     """Pack a tied `lm_head` again: its packed copy was made from the embedding before the reload."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    if head is None or embedding is None:
+    if head is None or embedding is None or head is embedding or not hasattr(head, "cpu_linear"):
         return
-    if getattr(head, "cpu_linear", None) is not None and getattr(head, "weight", None) is embedding.weight:
+    if head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
 
 
-def before_reload(model: nn.Module) -> None:
-    """Run what has to happen before the model goes back to checkpoint layout."""
+class _NotAboutRotaryEmbeddings(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "RotaryEmbedding" not in record.getMessage()
+
+
+def reload_complains_about_rotary_embeddings() -> None:
+    """Drop the warning that a rotary embedding "failed to load weights": it has only a table that it makes itself."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    if not any(isinstance(each, _NotAboutRotaryEmbeddings) for each in logger.filters):
+        logger.addFilter(_NotAboutRotaryEmbeddings())
 
 
 def after_reload(model: nn.Module) -> None:

@@ -27,6 +27,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 vllm_quirks.first_small_batch_dies_with_illegal_instruction()
+vllm_quirks.int8_logits_are_uniform_after_reload()
+vllm_quirks.reload_complains_about_rotary_embeddings()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
@@ -75,6 +77,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))
+
+    def weights_arrived(self) -> bool:
+        """Whether the announced publish has something verified to apply."""
+        return self._receiver().arrived()
 
     def discard_update(self) -> None:
         """Leave an update that failed half way."""

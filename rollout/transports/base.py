@@ -33,7 +33,7 @@ class GlooChannel:
     """Trainer ranks that send, in the order of their ranks in the group."""
     num_engine_ranks: int
     timeout_s: float
-    """For joining the group and, unless an update brings its own deadline, for one bucket."""
+    """For joining the group."""
 
     @property
     def world_size(self) -> int:

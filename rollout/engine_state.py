@@ -1,0 +1,52 @@
+"""What others see of an engine: its state, its counters, and the two ways in which a publish can fail."""
+
+import enum
+from dataclasses import dataclass
+
+from rollout.types import WeightVersion
+
+
+class EngineStatus(enum.Enum):
+    """What an engine may do now."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    APPLYING = "applying"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """An engine's state as others see it."""
+
+    status: EngineStatus
+    weight_version: WeightVersion
+    """While applying: the version being applied. When fenced: the last one that was whole."""
+    held: bool
+    """Sampling waits for `release()` though the engine may be serving."""
+    fault: str
+    """Why it is fenced; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start."""
+
+    num_running: int
+    """Responses in flight, waiting ones included."""
+    num_finished: int
+    num_tokens: int
+    """Of finished responses."""
+    num_updates: int
+    num_refused: int
+    """Publishes refused before anything was touched."""
+    num_failed: int
+    """Publishes that left the engine fenced."""
+
+
+class WeightsRefusedError(RuntimeError):
+    """A publish was refused before its first byte was applied: the old weights stay, the engine serves on."""
+
+
+class EngineFencedError(RuntimeError):
+    """A publish failed while it was applied: the engine samples nothing until the next full publish."""

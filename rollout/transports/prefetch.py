@@ -1,0 +1,76 @@
+"""A streaming transport's buckets, received ahead of their use.
+
+A thread takes bucket after bucket while the engine still decodes, so that generation pauses only when
+the first one is there and verified, and the network works while the engine loads. At most `window`
+received buckets wait in the queue.
+
+Invariants: buckets are received in index order; the first failure ends the reception and is raised by
+`arrived` or `take`, whichever comes next.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from rollout.transports.base import Inbox
+from rollout.wire import Bucket
+
+_POLL_S = 0.2
+
+
+class Prefetch:
+    """Satisfies `rollout.transports.base.Inbox`."""
+
+    def __init__(self, inbox: Inbox, buckets: Sequence[Bucket], *, window: int = 2) -> None:
+        self._inbox = inbox
+        self._ready: queue.Queue[tuple[int, memoryview] | RuntimeError] = queue.Queue(maxsize=window)
+        self._held: dict[int, memoryview] = {}
+        self._error: RuntimeError | None = None
+        self._arrived = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._receive, args=(tuple(buckets),), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _receive(self, buckets: tuple[Bucket, ...]) -> None:
+        for bucket in buckets:
+            try:
+                view = self._inbox.take(bucket)
+            except RuntimeError as error:
+                self._error = error
+                self._put(error)
+                return
+            self._arrived = True
+            if not self._put((bucket.index, view)):
+                return
+
+    def _put(self, item: tuple[int, memoryview] | RuntimeError) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def arrived(self) -> bool:
+        """Whether the first bucket is there.
+
+        Raises:
+            RuntimeError: it will not come.
+        """
+        if self._error is not None and not self._arrived:
+            raise self._error
+        return self._arrived
+
+    def take(self, bucket: Bucket) -> memoryview:
+        """Return a bucket, waiting for it; the reception has a deadline of its own."""
+        while bucket.index not in self._held:
+            item = self._ready.get()
+            if isinstance(item, RuntimeError):
+                raise item
+            self._held[item[0]] = item[1]
+        return self._held.pop(bucket.index)
+
+    def close(self) -> None:
+        """Stop receiving after the bucket under way."""
+        self._closed.set()
