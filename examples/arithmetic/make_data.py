@@ -2,8 +2,9 @@
 
 A problem is a chain of 3 to 24 digits to add and subtract whose running total stays within 0..19; its answer may be
 written with every step or as the result alone. In the warm start about half of the answers do one and half the other,
-so the model can do both, and reinforcement learning has something to find out: writing the steps pays. Steps are worded
-in one of several ways, so that sampling has entropy. Chain lengths, and with them answer lengths, are long-tailed.
+short chains mostly with steps and long ones mostly without, as a lazy writer would. So the model can do both, and
+reinforcement learning has something to find out: on long chains writing the steps pays. Steps are worded in one of
+several ways, so that sampling has entropy. Chain lengths, and with them answer lengths, are long-tailed.
 
 Invariants (tested): every answer is right; no held-out problem occurs in the other two sets; each set is a function of
 the seed alone.
@@ -20,6 +21,11 @@ MAX_TOTAL = 19
 MIN_TERMS, MAX_TERMS = 3, 24
 MEAN_EXTRA_TERMS = 6.0
 """Chains have `MIN_TERMS` terms plus an exponential number of further ones with this mean, cut at `MAX_TERMS`."""
+
+LONG_TERMS = 7
+"""Chains of so many terms and more count as long; a little over half of them are."""
+STEPS_IF_SHORT, STEPS_IF_LONG = 0.8, 0.25
+"""Shares of the warm start's short and long chains that are answered with every step."""
 
 SOURCE = "arithmetic"
 ANSWER_MARK = "answer:"
@@ -114,8 +120,9 @@ def prompt_row(problem: Problem) -> dict[str, object]:
 
 
 def warm_start_row(draw: random.Random, problem: Problem) -> dict[str, object]:
-    """A row for the warm start: with a coin flip, every step or the result alone."""
-    response = write_steps(draw, problem) if draw.random() < 0.5 else write_result(problem)
+    """A row for the warm start: every step or the result alone, at random."""
+    share = STEPS_IF_LONG if len(problem.terms) + 1 >= LONG_TERMS else STEPS_IF_SHORT
+    response = write_steps(draw, problem) if draw.random() < share else write_result(problem)
     return {"prompt": [{"role": "user", "content": problem.text}], "response": response}
 
 

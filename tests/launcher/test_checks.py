@@ -1,0 +1,102 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.checks import check_eval, check_run, check_sft
+from launcher.config import EvalConfig, RunConfig, SftConfig
+from launcher.environment import NodeResources
+from launcher.errors import ConfigError
+from launcher.loading import load
+
+Write = Callable[[str], Path]
+
+
+def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_run(load(RunConfig, path, overrides), node)
+    return str(refused.value)
+
+
+def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) -> None:
+    memory = check_run(load(RunConfig, write_config("")), node)
+    assert 0 < memory.total_bytes < node.available_bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sampling.top_p=0.9"], ["`sampling.top_p` = 0.9", "need 1"]),
+        (["sampling.top_k=20"], ["`sampling.top_k` = 20", "need 0"]),
+        (["deterministic=true", "engine.num_engines=2"], ["`deterministic` = true", "`engine.num_engines` = 2"]),
+        (["algorithm.num_mini_batches=7"], ["64 x 8 = 512", "`algorithm.num_mini_batches` = 7"]),
+        (["trainer.parallel.data=3"], ["512", "`trainer.parallel.data` = 3"]),
+        (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "at least 2"]),
+        (
+            ["algorithm.correction.mode=icepop", "algorithm.correction.low=3"],
+            ["`algorithm.correction.low` = 3.0", "`algorithm.correction.cap` = 2.0"],
+        ),
+        (["trainer.optimizer.min_learning_rate=1"], ["min_learning_rate` = 1.0", "learning_rate` = 1e-06"]),
+        (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor = 3", "4 attention heads"]),
+        (["trainer.parallel.pipeline=5"], ["pipeline = 5", "4 layers"]),
+        (["engine.tensor_parallel=4"], ["`engine.tensor_parallel` = 4", "2 key/value heads"]),
+        (["sampling.max_response_tokens=500"], ["64 + `sampling.max_response_tokens` 500 = 564", "512 positions"]),
+        (["engine.kv_cache_bytes=1000"], ["`engine.kv_cache_bytes` = 1000", "raise it"]),
+        (["data.train.0.path=nowhere.jsonl"], ["`data.train.0.path` = nowhere.jsonl", "no such file"]),
+        (["evaluation.sets.held.path=nowhere.jsonl"], ["`evaluation.sets.held.path` = nowhere.jsonl"]),
+        (["reward.function=no_such.module.score"], ["`reward.function` = no_such.module.score", "no module"]),
+        (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
+    ],
+)
+def test_what_cannot_run_is_refused_naming_both_values(
+    write_config: Write, node: NodeResources, overrides: list[str], said: list[str]
+) -> None:
+    text = refusal(write_config(""), node, *overrides)
+    assert all(part in text for part in said), text
+    assert len(text.splitlines()) < 24
+
+
+def test_every_problem_is_found_in_one_go(write_config: Write, node: NodeResources) -> None:
+    text = refusal(write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl")
+    assert text.startswith("configuration: ")
+    assert all(key in text for key in ("top_p", "tensor = 3", "x.jsonl"))
+
+
+def test_too_little_memory_is_refused_naming_the_largest_knob(write_config: Write, node: NodeResources) -> None:
+    small = replace(node, available_bytes=4 << 30)
+    text = refusal(write_config(""), small, "engine.kv_cache_bytes=8589934592")
+    assert "4.00 GiB are available" in text
+    assert "`engine.kv_cache_bytes` (engine keys and values: 8.00 GiB)" in text
+
+
+def test_a_directory_without_weights_or_tokenizer_is_refused(
+    write_config: Write, node: NodeResources, model_dir: Path
+) -> None:
+    path = write_config("")
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "tokenizer.json").unlink()
+    text = refusal(path, node)
+    assert "holds no *.safetensors" in text
+    assert "holds no tokenizer" in text
+
+
+def test_a_warm_start_that_would_overwrite_its_model_is_refused(
+    tmp_path: Path, model_dir: Path, node: NodeResources
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    config = SftConfig.model_validate(
+        {"model": str(model_dir), "output_dir": str(model_dir), "data": {"path": str(data)}, "num_steps": 1}
+    )
+    with pytest.raises(ConfigError, match=r"(?s)`data.max_tokens` = 1024.*512 positions.*is the model itself"):
+        check_sft(config, node)
+
+
+def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    one = {"path": str(data), "samples_per_prompt": 4, "max_response_tokens": 64}
+    config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
+    with pytest.raises(ConfigError, match="`sets.a.samples_per_prompt` = 4 with temperature 0"):
+        check_eval(config)
