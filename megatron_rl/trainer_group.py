@@ -1,88 +1,81 @@
-"""The controller's hold on the trainer: one Ray actor per rank, called all at once.
+"""The controller's view of the trainer: typed calls on all ranks at once."""
 
-Every method of the trainer is SPMD: it enters collectives, so it must be entered by all ranks or by
-none. A call therefore goes to all ranks together and has one deadline. If a rank fails or is late, its
-peers may wait for ever inside a collective; the whole group is killed, and the error names who failed
-or who was late. Nothing is repaired in place: a group is rebuilt from the checkpoint.
-
-Must not import torch: the controller lives in this process.
-"""
-
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import ray
-from rollout.process_env import ProcessEnv
+
+from megatron_rl.batching import TrainBatch
+from megatron_rl.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.slots import TrainerSlot
+from megatron_rl.spmd import SpmdGroup
+from megatron_rl.trainer_actor import TrainerActor
+from megatron_rl.trainer_spec import TrainerSpec
+
+
+Result = TypeVar("Result")
 
 
 class TrainerGroup:
-    """All trainer ranks of a run.
+    """All trainer ranks of a run; errors of any call kill the group (see `SpmdGroup`)."""
 
-    `actors` are handles of `megatron_rl.trainer_actor.TrainerActor`, in rank order.
-    """
+    def __init__(self, ranks: SpmdGroup) -> None:
+        self.ranks = ranks
 
-    def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
-        self._actors = tuple(actors)
-        self._timeout_s = timeout_s
+    def train(self, batch: TrainBatch) -> StepResult:
+        """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
+        handle = ray.put(batch)
+        return _results(self.ranks.call("train", handle), StepResult)[-1]
 
-    @property
-    def num_ranks(self) -> int:
-        """Trainer ranks."""
-        return len(self._actors)
+    def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
+        """Quantise and stage a publish on every rank."""
+        return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)
 
-    def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[object]:
-        """Call `method(*args)` on every rank; results in rank order.
+    def unstage(self) -> None:
+        """Let go of the staged publish."""
+        self.ranks.call("unstage")
 
-        Raises:
-            RuntimeError: a rank raised, died, or had not returned after `timeout_s`; the group is dead then.
-        """
-        return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
+    def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
+        """Log-probabilities of the probe prompt under the weights as staged."""
+        found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
+        return _results([result for result in found if result is not None], ProbeResult)[0]
 
-    def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
-        """Start `method(*args)` on every rank and return at once; pass the result to `wait`."""
-        return [getattr(actor, method).remote(*args) for actor in self._actors]
+    def save(self, path: str) -> None:
+        """Write the trainer's part of a checkpoint."""
+        self.ranks.call("save", path)
 
-    def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float | None = None) -> list[object]:
-        """Results of a call that `begin` started, in rank order; errors as for `call`."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        pending = list(refs)
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
-            for ref in done:
-                self._raise_if_failed(ref, refs.index(ref), method)
-            if not done:
-                late = [refs.index(ref) for ref in pending]
-                self.kill()
-                raise RuntimeError(
-                    f"trainer.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s; "
-                    "the trainer group was killed, resume the run from its last checkpoint"
-                )
-        return list(ray.get(list(refs)))
+    def load(self, path: str) -> None:
+        """Restore the trainer's part of a checkpoint."""
+        self.ranks.call("load", path)
 
-    def _raise_if_failed(self, ref: ray.ObjectRef, rank: int, method: str) -> None:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayError as error:
-            self.kill()
-            raise RuntimeError(f"trainer.{method} failed on rank {rank} of {self.num_ranks}: {error}") from error
+    def export(self, path: str) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self.ranks.call("export", path)
 
     def kill(self) -> None:
-        """End every rank at once."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        """End every rank."""
+        self.ranks.kill()
 
 
-def start_trainer(
-    actor_class: type, arguments: Sequence[tuple[object, ...]], *, env: ProcessEnv, num_gpus: float, timeout_s: float
-) -> TrainerGroup:
-    """Start one actor per entry of `arguments` (its constructor's arguments) and let them find each other."""
-    remote = ray.remote(actor_class)
+def start_trainer(spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environment: Mapping[str, str]) -> TrainerGroup:
+    """Start one actor per slot, let them meet, and return when every rank has loaded its weights."""
+    remote = ray.remote(TrainerActor)
     actors = [
-        remote.options(num_cpus=1, num_gpus=num_gpus, runtime_env={"env_vars": env.variables}).remote(*args)
-        for args in arguments
+        remote.options(
+            name=f"{spec.run_id}/trainer-{slot.rank}",
+            num_cpus=1,
+            num_gpus=slot.num_gpus,
+            runtime_env={"env_vars": dict(environment)},
+        ).remote(spec, slot.rank)
+        for slot in slots
     ]
-    group = TrainerGroup(actors, timeout_s=timeout_s)
+    ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
     address = ray.get(actors[0].rendezvous.remote())
-    group.call("join", address)
-    return group
+    ranks.call("join", address)
+    return TrainerGroup(ranks)
+
+
+def _results(found: Sequence[object], kind: type[Result]) -> list[Result]:
+    checked = [result for result in found if isinstance(result, kind)]
+    assert len(checked) == len(found), f"a rank returned something else than {kind.__name__}"
+    return checked

@@ -200,4 +200,6 @@ class ScoredGroup:
     summary: GroupSummary
     rewards: tuple[float, ...]
     """[G], finite; a failed scoring has the configured substitute."""
+    scores: tuple[Score, ...] = ()
+    """[G], how each reward came about."""
     columns: ColumnsRef

@@ -16,9 +16,6 @@ import torch
 
 INT8_MAX: Final = 127.0
 
-QUANTIZED_KINDS: Final = frozenset({"linear"})
-"""Kinds of Hugging Face tensors that 8-bit formats quantise; the rest travels as bfloat16."""
-
 
 def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row in float32, [N]."""

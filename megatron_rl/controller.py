@@ -1,0 +1,140 @@
+"""The loop: one step is one trip round the ring.
+
+Everything that differs between runs is in an object that is passed in: *when* prompts are admitted in
+the planner, *where* engines and trainer live in the phases, *how* weights travel in the publisher, *what*
+is written down in the recorder. The loop itself only fixes the order, which is the protocol: the weights
+of policy version t are published before step t samples, step t trains on them, and the result is
+published as t + 1.
+
+The controller never holds tokens, only handles (`ScoredGroup.columns`), and never imports torch.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.planner import Planner
+
+from megatron_rl.batching import TrainBatch, build_batch
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.phases import Phases
+from megatron_rl.results import StepResult
+from megatron_rl.step_metrics import step_metrics
+from megatron_rl.trainer_group import TrainerGroup
+from megatron_rl.weights.publish_report import PublishReport
+from megatron_rl.weights.publisher import Publisher
+from rollout.evaluation import EvaluationRow
+from rollout.evaluator import Evaluator
+from rollout.pool import EnginePool
+from rollout.seeds import derive_seed
+from rollout.types import PromptId, ScoredGroup
+
+
+class Recorder(Protocol):
+    """Where a run writes itself down; `launcher.recorder.RunRecorder` in a run, a list in tests."""
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """A long phase has come this far."""
+
+    def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
+        """A step is over: its metrics and samples are to be kept."""
+
+    def on_evaluation(self, rows: list[EvaluationRow]) -> None:
+        """An evaluation is over."""
+
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+        """Write a checkpoint that `finished_steps` resumes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """The few numbers that the loop itself reads."""
+
+    num_steps: int
+    evaluate_every: int
+    """0: before the first and after the last step only."""
+    checkpoint_every: int
+    """0: after the last step only."""
+    max_micro_batch_tokens: int
+    data_parallel: int
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """One run, from `first_step` to the end."""
+
+    planner: Planner
+    pool: EnginePool
+    trainer: TrainerGroup
+    publisher: Publisher
+    phases: Phases
+    evaluator: Evaluator
+    recorder: Recorder
+    algorithm: AlgorithmConfig
+    settings: LoopSettings
+    first_step: int = 0
+
+    def run(self) -> None:
+        """Run every remaining step; returns when the last one is published, evaluated and saved."""
+        with self.phases.publish():
+            self.publisher.publish(self.first_step)
+        if self.first_step == 0:
+            self._evaluate(0)
+        for step in range(self.first_step, self.settings.num_steps):
+            self.phases.begin_step()
+            self.pool.admit(self.planner.due(step))
+            with self.phases.rollout():
+                groups = self.pool.take("train", step, progress=self._progress("rollout"))
+            batch = self._batch(groups, step)
+            with self.phases.train():
+                result = self.trainer.train(batch)
+            with self.phases.publish():
+                published = self.publisher.publish(step + 1)
+            self.planner.consumed(PromptId(group.group.prompt.prompt_id) for group in groups)
+            self._record(step, groups, batch, result, published)
+            self._after(step + 1)
+
+    def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
+        return build_batch(
+            groups,
+            step,
+            algorithm=self.algorithm,
+            dp_size=self.settings.data_parallel,
+            max_micro_batch_tokens=self.settings.max_micro_batch_tokens,
+            seed=derive_seed(self.settings.seed, purpose="batch", step=step, prompt_id=PromptId(""), sample=0),
+        )
+
+    def _record(
+        self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
+    ) -> None:
+        metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds())
+        self.recorder.on_step(step, metrics, groups)
+
+    def _after(self, finished_steps: int) -> None:
+        last = finished_steps == self.settings.num_steps
+        if last or _is_due(finished_steps, self.settings.evaluate_every):
+            self._evaluate(finished_steps)
+        if last or _is_due(finished_steps, self.settings.checkpoint_every):
+            with self.phases.checkpoint():
+                self.recorder.save(finished_steps, self.trainer, self.planner)
+
+    def _evaluate(self, finished_steps: int) -> None:
+        with self.phases.evaluate():
+            rows = self.evaluator.evaluate(self.pool, finished_steps, progress=self._progress("evaluate"))
+        self.recorder.on_evaluation(rows)
+
+    def _progress(self, phase: str) -> "_PhaseProgress":
+        return _PhaseProgress(recorder=self.recorder, phase=phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PhaseProgress:
+    recorder: Recorder
+    phase: str
+
+    def __call__(self, done: int, total: int) -> None:
+        self.recorder.on_progress(self.phase, done, total)
+
+
+def _is_due(finished_steps: int, every: int) -> bool:
+    return every > 0 and finished_steps % every == 0

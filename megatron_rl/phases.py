@@ -1,0 +1,70 @@
+"""The phases of a step as context managers: who may use the machine now, and how long it took.
+
+Trainer and engines share the node and work in turns. Every phase is a span (start and end on the wall
+clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+RecordSpan = Callable[[str, str, float, float], None]
+"""Called with (who, what, start_s, end_s), wall clock."""
+
+
+class Phases:
+    """Phases of a colocated run whose trainer and engines stay in memory side by side."""
+
+    def __init__(self, record_span: RecordSpan) -> None:
+        self._record_span = record_span
+        self._seconds: dict[str, float] = {}
+        self._step_started = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Start counting the seconds of a step."""
+        self._seconds = {}
+        self._step_started = time.perf_counter()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since `begin_step`, and `step` for all of it."""
+        return {**self._seconds, "step": time.perf_counter() - self._step_started}
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Engines sample, scorers score."""
+        with self._phase("engines", "rollout"):
+            yield
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """The trainer computes."""
+        with self._phase("trainer", "train"):
+            yield
+
+    @contextmanager
+    def publish(self) -> Iterator[None]:
+        """Weights travel."""
+        with self._phase("publisher", "publish"):
+            yield
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Engines sample evaluation sets."""
+        with self._phase("engines", "evaluate"):
+            yield
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """The trainer writes itself to disk."""
+        with self._phase("trainer", "checkpoint"):
+            yield
+
+    @contextmanager
+    def _phase(self, who: str, what: str) -> Iterator[None]:
+        started_at, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self._seconds[what] = self._seconds.get(what, 0.0) + elapsed
+            self._record_span(who, what, started_at, started_at + elapsed)

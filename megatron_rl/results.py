@@ -1,0 +1,37 @@
+"""What trainer ranks report to the controller: small, picklable, free of tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Outcome of one step's training, reported by the last pipeline stage's first rank."""
+
+    metrics: dict[str, float]
+    """By verl's names where the meaning is the same: `actor/...`, `rollout_corr/...`."""
+    num_optimizer_steps: int
+    num_skipped_updates: int
+    """Updates left out because a gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """One trainer rank's share of a publish, ready to be read."""
+
+    rank: int
+    path: str
+    """File under shared memory that holds this rank's buckets one after another; empty if it has none."""
+    num_bytes: int
+    reshard_s: float
+    """Seconds for cutting, quantising and packing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """The trainer's log-probabilities of the probe prompt under the weights as published."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[probe tokens - 1], at temperature 1."""

@@ -1,0 +1,147 @@
+"""One trainer rank: the model, its learner, its share of publishing, its checkpoints.
+
+Plain and SPMD: knows torch.distributed, not Ray. `megatron_rl.trainer_actor` puts it into an actor; tests
+call it in a pool of processes. All ranks enter every method at once.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl import checkpoint, probe
+from megatron_rl.batching import TrainBatch
+from megatron_rl.learner import Learner
+from megatron_rl.loaded_batch import FetchColumns
+from megatron_rl.model import build, layer_names
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.optimizer import build_optimizer, build_schedule, wrap
+from megatron_rl.parallel import Position, device
+from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.weights import hf_export, hf_load
+from megatron_rl.weights.names import rank_placements
+from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
+from rollout.transports.base import Sender
+from rollout.types import WeightVersion
+
+FP8_ROW_ALIGNMENT = 16
+"""Rows that FP8 matmuls want packed batches padded to; CUDA only."""
+
+
+class Trainer:
+    """One rank that has joined the world (`parallel.initialize`)."""
+
+    def __init__(self, spec: TrainerSpec, position: Position) -> None:
+        """Build this rank's part of the model and load the directory."""
+        self.spec = spec
+        self._position = position
+        parallel = spec.config.parallel
+        self._model_spec = read_model_spec(Path(spec.model))
+        self._te_names = layer_names() == "te"
+        self._held = rank_placements(
+            self._model_spec,
+            parallel,
+            tensor_rank=self._position.tensor,
+            pipeline_rank=self._position.pipeline,
+            te_names=self._te_names,
+        )
+        models = build(
+            self._model_spec,
+            parallel,
+            self._position,
+            dtype=spec.config.dtype,
+            recompute=spec.config.recompute,
+            chunk_tokens=spec.config.logprob_chunk_tokens,
+            megatron=spec.config.megatron,
+        )
+        (self._model,) = models
+        hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
+        self._learner = self._build_learner()
+        self._packer = self._build_packer()
+
+    def _build_learner(self) -> Learner:
+        config = self.spec.config
+        chunks = wrap([self._model], distributed_optimizer=config.optimizer.distributed)
+        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+        optimizer = build_optimizer(config.optimizer, chunks, params_dtype=dtype)
+        return Learner(
+            chunks,
+            optimizer,
+            build_schedule(config.optimizer, optimizer, total_steps=self.spec.total_updates),
+            algorithm=self.spec.algorithm,
+            temperature=self.spec.temperature,
+            data_rank=self._position.data,
+            row_multiple=self.row_multiple,
+            device=device(),
+        )
+
+    def _build_packer(self) -> WeightPacker:
+        self.plan: ReshardPlan = plan_reshard(
+            self._model_spec,
+            self.spec.config.parallel,
+            format=self.spec.format,
+            bucket_bytes=self.spec.publish.bucket_bytes,
+            te_names=self._te_names,
+        )
+        tensor_parallel = self.spec.config.parallel.tensor > 1
+        return WeightPacker(
+            self.plan,
+            rank=self._position.rank,
+            held=self._held,
+            parameters=dict(self._model.named_parameters()),
+            tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a packed batch are padded to a multiple of this."""
+        tensor = self.spec.config.parallel.tensor
+        return tensor * FP8_ROW_ALIGNMENT if torch.cuda.is_available() else tensor
+
+    def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
+        """One step of policy learning; complete metrics on the last pipeline stage only."""
+        return self._learner.train(batch, fetch)
+
+    def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
+        """Quantise with fresh scales and hand this rank's buckets to `sender`."""
+        started = time.perf_counter()
+        self._packer.refresh_scales()
+        path, num_bytes = "", 0
+        if own := self.plan.buckets_of(self._position.rank):
+            path = self._packer.send(sender, weight_version)
+            num_bytes = sum(bucket.num_bytes for bucket in own)
+        return StagedWeights(
+            rank=self._position.rank, path=path, num_bytes=num_bytes, reshard_s=time.perf_counter() - started
+        )
+
+    def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
+        """Log-probabilities of the probe prompt under the weights that the last `stage` published."""
+        return probe.probe(
+            self._learner.chunks,
+            self._packer.published_values,
+            token_ids,
+            row_multiple=self.row_multiple,
+            device=device(),
+        )
+
+    def save(self, path: str) -> None:
+        """Write model, optimizer, schedule and generator states below `path`."""
+        checkpoint.save(Path(path), self._learner)
+
+    def load(self, path: str) -> None:
+        """Restore what `save` wrote, possibly under another partition."""
+        checkpoint.load(Path(path), self._learner)
+
+    def export(self, path: str) -> None:
+        """Write the policy as a Hugging Face directory in the trainer's dtype."""
+        hf_export.export(
+            self._model,
+            self.spec.config.parallel,
+            self._position,
+            source=Path(self.spec.model),
+            destination=Path(path),
+        )

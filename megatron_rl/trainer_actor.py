@@ -1,0 +1,108 @@
+"""A trainer rank as a Ray actor: joins the world, then passes every call on to `Trainer`.
+
+Importing this module is cheap: torch and Megatron come with `join`, in the actor's own process, after
+the CPU shim. Nothing is decided here.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ray
+
+from megatron_rl.batching import TrainBatch
+from megatron_rl.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer_spec import TrainerSpec
+from rollout.types import ColumnsRef, GroupColumns, WeightVersion
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer import Trainer
+    from rollout.transports.base import Sender
+
+
+class TrainerActor:
+    """One trainer rank in a process of its own."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        from megatron_rl import cpu_shim
+
+        cpu_shim.install()
+        self._spec = spec
+        self._rank = rank
+        self._trainer: Trainer | None = None
+        self._sender: Sender | None = None
+
+    def rendezvous(self) -> str:
+        """An address on this rank's node where the world can meet; asked of rank 0 only."""
+        import socket
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def join(self, init_method: str) -> None:
+        """Meet the other ranks, build the model, load the directory."""
+        import torch
+
+        from megatron_rl.parallel import initialize
+        from megatron_rl.trainer import Trainer
+
+        config = self._spec.config
+        torch.set_num_threads(config.cpu_threads)
+        position = initialize(
+            config.parallel,
+            rank=self._rank,
+            world_size=config.parallel.world_size,
+            init_method=init_method,
+            timeout_s=config.timeout_s,
+            seed=self._spec.seed,
+        )
+        self._trainer = Trainer(self._spec, position)
+
+    @property
+    def _joined(self) -> "Trainer":
+        if self._trainer is None:
+            raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
+        return self._trainer
+
+    def train(self, batch: TrainBatch) -> StepResult:
+        """See `Trainer.train`."""
+        return self._joined.train(batch, _fetch)
+
+    def open_shm(self) -> None:
+        """Publish through shared memory from now on."""
+        from rollout.transports.shm import ShmSender
+
+        self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
+
+    def stage(self, weight_version: WeightVersion) -> StagedWeights:
+        """See `Trainer.stage`."""
+        if self._sender is None:
+            raise RuntimeError(f"trainer rank {self._rank} has no transport; open one before the first publish")
+        return self._joined.stage(weight_version, self._sender)
+
+    def unstage(self) -> None:
+        """Let go of the staged publish."""
+        if self._sender is not None:
+            self._sender.abandon()
+
+    def probe(self, token_ids: list[int]) -> ProbeResult | None:
+        """See `Trainer.probe`."""
+        return self._joined.probe(token_ids)
+
+    def save(self, path: str) -> None:
+        """See `Trainer.save`."""
+        self._joined.save(path)
+
+    def load(self, path: str) -> None:
+        """See `Trainer.load`."""
+        self._joined.load(path)
+
+    def export(self, path: str) -> None:
+        """See `Trainer.export`."""
+        self._joined.export(path)
+
+
+def _fetch(refs: Sequence[ColumnsRef]) -> list[GroupColumns]:
+    columns: list[GroupColumns] = ray.get(list(refs))
+    return columns

@@ -1,0 +1,30 @@
+"""What one publish moved, how long its stages took, and how it was proven."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """One publish to all engines."""
+
+    weight_version: int
+    wire_bytes: int
+    """Bytes of all buckets."""
+    stage_s: float
+    """Reshard, quantise and pack, slowest trainer rank."""
+    apply_s: float
+    """From the first engine's pause to the last engine's new weights."""
+    probe_s: float
+    probe_gaps: tuple[float, ...]
+    """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics."""
+        return {
+            "publish/weight_version": float(self.weight_version),
+            "publish/wire_bytes": float(self.wire_bytes),
+            "publish/stage_s": self.stage_s,
+            "publish/apply_s": self.apply_s,
+            "publish/probe_s": self.probe_s,
+            "publish/probe_gap_max": max(self.probe_gaps),
+        }

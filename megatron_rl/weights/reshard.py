@@ -1,0 +1,181 @@
+"""Plans a publish: which trainer rank puts which box of which tensor into which bucket.
+
+Pure metadata, computed alike by every rank and by the controller from the model's description and the
+partition: no communication, no torch. Executing the plan is `megatron_rl.weights.packer`.
+
+Each box is sent by the one rank that owns it (`Placement.owned`, first data-parallel replica), as the
+rank holds it: nothing is gathered. In an 8-bit format a matrix becomes codes, cut as the matrix is, and
+a scale per output channel: rows of scales travel with rows of codes; where a matrix is cut by columns
+all ranks agree on the scales (see `quantize`) and the owner of the first columns sends them.
+
+Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
+order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
+of the first tensor they hold.
+"""
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model_config import ModelSpec
+from megatron_rl.slots import trainer_slots
+from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
+from rollout.types import WeightVersion
+from rollout.wire import DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
+
+QUANTIZED_KINDS = frozenset({Kind.LINEAR})
+"""What an 8-bit format quantises; everything else travels as bfloat16."""
+
+SCALE_SUFFIX = "_scale"
+"""`X.weight` has its scales in `X.weight_scale`, as in compressed-tensors checkpoints."""
+
+
+class Role(enum.Enum):
+    """What a piece holds of its placement."""
+
+    VALUES = "values"
+    """The box itself, as bfloat16."""
+    CODES = "codes"
+    """The box's 8-bit codes."""
+    SCALES = "scales"
+    """The scales of the box's rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSource:
+    """Where the bytes of one piece come from, on the rank that sends it."""
+
+    placement: Placement
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardPlan:
+    """Every piece of a publish, and its source."""
+
+    format: str
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    sources: tuple[tuple[PieceSource, ...], ...]
+    """[bucket][piece], beside `buckets[i].pieces`."""
+
+    def manifest(self, run_id: str, weight_version: WeightVersion) -> WeightManifest:
+        """The manifest of one publish that follows this plan."""
+        return WeightManifest(
+            run_id=run_id,
+            weight_version=weight_version,
+            format=self.format,
+            tensors=self.tensors,
+            buckets=self.buckets,
+        )
+
+    def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
+        """What one trainer rank sends, in order."""
+        return tuple(bucket for bucket in self.buckets if bucket.source_rank == rank)
+
+    @property
+    def source_ranks(self) -> tuple[int, ...]:
+        """Trainer ranks that send anything, ascending."""
+        return tuple(sorted({bucket.source_rank for bucket in self.buckets}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A piece before it has a place."""
+
+    tensor: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    num_bytes: int
+    source: PieceSource
+
+
+def plan_reshard(
+    spec: ModelSpec, parallel: ParallelConfig, *, format: str, bucket_bytes: int, te_names: bool
+) -> ReshardPlan:
+    """The plan of every publish of a run; `te_names` as the model was built (`model.layer_names`)."""
+    tensors = wire_tensors(spec, format)
+    index = {tensor.name: number for number, tensor in enumerate(tensors)}
+    filled: list[tuple[int, list[_Item]]] = []
+    for slot in trainer_slots(parallel, cpu_threads=1):
+        if slot.data_rank == 0:
+            held = rank_placements(
+                spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=te_names
+            )
+            items = [item for placement in held if placement.owned for item in _items(placement, tensors, index)]
+            filled += [(slot.rank, bucket) for bucket in _fill(items, bucket_bytes)]
+    filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0]))
+    return ReshardPlan(
+        format=format,
+        tensors=tensors,
+        buckets=tuple(_bucket(number, rank, items) for number, (rank, items) in enumerate(filled)),
+        sources=tuple(tuple(item.source for item in items) for _, items in filled),
+    )
+
+
+def wire_tensors(spec: ModelSpec, format: str) -> tuple[TensorSpec, ...]:
+    """Every tensor of a publish, in the order of the model.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    if format not in ("bf16", "int8"):
+        raise ValueError(f"format {format!r} cannot be published; use 'bf16' or 'int8'")
+    whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    kinds = {placement.hf_name: (placement.kind, placement.hf_full_shape) for placement in whole}
+    tensors: list[TensorSpec] = []
+    for name, (kind, shape) in kinds.items():
+        if format == "int8" and kind in QUANTIZED_KINDS:
+            tensors.append(TensorSpec(name=name, shape=shape, dtype="int8"))
+            tensors.append(TensorSpec(name=name + SCALE_SUFFIX, shape=(shape[0], 1), dtype="float32"))
+        else:
+            tensors.append(TensorSpec(name=name, shape=shape, dtype="bfloat16"))
+    return tuple(tensors)
+
+
+def _items(placement: Placement, tensors: tuple[TensorSpec, ...], index: dict[str, int]) -> Iterator[_Item]:
+    number = index[placement.hf_name]
+    quantized = tensors[number].dtype == "int8"
+    role = Role.CODES if quantized else Role.VALUES
+    yield _item(number, tensors[number], placement.hf_start, placement.shape, placement, role)
+    if quantized and placement.hf_start[1] == 0:
+        scales = index[placement.hf_name + SCALE_SUFFIX]
+        start, shape = (placement.hf_start[0], 0), (placement.shape[0], 1)
+        yield _item(scales, tensors[scales], start, shape, placement, Role.SCALES)
+
+
+def _item(
+    number: int, tensor: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...], placement: Placement, role: Role
+) -> _Item:
+    num_bytes = math.prod(shape) * DTYPE_BYTES[tensor.dtype]
+    return _Item(number, start, shape, num_bytes, PieceSource(placement=placement, role=role))
+
+
+def _fill(items: list[_Item], bucket_bytes: int) -> Iterator[list[_Item]]:
+    """Cut one rank's pieces, in order, into runs of at most `bucket_bytes`; a larger piece stands alone."""
+    bucket: list[_Item] = []
+    used = 0
+    for item in items:
+        size = _aligned(item.num_bytes)
+        if bucket and used + size + TRAILER.size > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(item)
+        used += size
+    if bucket:
+        yield bucket
+
+
+def _bucket(number: int, rank: int, items: list[_Item]) -> Bucket:
+    pieces: list[Piece] = []
+    offset = 0
+    for item in items:
+        pieces.append(Piece(tensor=item.tensor, start=item.start, shape=item.shape, offset=offset))
+        offset += _aligned(item.num_bytes)
+    return Bucket(index=number, source_rank=rank, num_bytes=offset + TRAILER.size, pieces=tuple(pieces))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT

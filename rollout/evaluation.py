@@ -1,0 +1,124 @@
+"""Evaluation sets: the groups that sample them, and avg@k and pass@k of what came back.
+
+The score of a response is what its reward function calls `acc` where it reports one (the convention of
+verl's data sets), its reward otherwise. avg@k is the mean score over all samples; pass@k the share of
+prompts with at least one sample that scored above `PASS_SCORE`.
+
+Every row says in which format the engine held the weights: an 8-bit figure is never shown as if it were
+the BF16 one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Self
+
+from rollout.config import EvalSetConfig
+from rollout.seeds import derive_seed
+from rollout.types import GroupId, Prompt, PromptGroup, SamplingSpec, Score, ScoredGroup
+
+PASS_SCORE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """avg@k and pass@k of one named set under one weight format."""
+
+    set_name: str
+    data_source: str
+    """The rows of the set that this figure is about; `all` for the whole set."""
+    format: str
+    """Format of the engine that sampled: `bf16`, `int8`, ..."""
+    step: int
+    """Finished steps of the run whose weights were evaluated; 0 is before training."""
+    num_prompts: int
+    samples_per_prompt: int
+    """k"""
+    average: float
+    """avg@k: mean score over all samples."""
+    passed: float
+    """pass@k: share of prompts with at least one sample that scored above `PASS_SCORE`."""
+    truncated: float
+    """Share of samples cut by the token limit."""
+    mean_length: float
+    """Response tokens."""
+
+    def as_row(self) -> dict[str, object]:
+        """For `RunDirectory.append_evaluation`."""
+        return dict(asdict(self))
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, object]) -> Self:
+        """The inverse of `as_row`; raises `TypeError` for a row with other fields."""
+        return cls(**row)  # type: ignore[arg-type]
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics: `eval/SET/SOURCE/FORMAT/avg@K` and so on."""
+        source = "" if self.data_source == "all" else f"/{self.data_source}"
+        prefix = f"eval/{self.set_name}{source}/{self.format}"
+        return {
+            f"{prefix}/avg@{self.samples_per_prompt}": self.average,
+            f"{prefix}/pass@{self.samples_per_prompt}": self.passed,
+            f"{prefix}/truncated": self.truncated,
+            f"{prefix}/mean_length": self.mean_length,
+        }
+
+
+def evaluation_groups(
+    name: str, config: EvalSetConfig, prompts: Sequence[Prompt], *, run_seed: int, step: int, first_id: GroupId
+) -> list[PromptGroup]:
+    """The groups of one evaluation set, numbered from `first_id`; the same seeds at every step."""
+    sampling = SamplingSpec(
+        temperature=config.temperature, top_p=config.top_p, max_response_tokens=config.max_response_tokens
+    )
+    return [
+        PromptGroup(
+            group_id=GroupId(first_id + index),
+            step=step,
+            purpose=name,
+            prompt=prompt,
+            sampling=sampling,
+            seeds=tuple(
+                derive_seed(run_seed, purpose=name, step=0, prompt_id=prompt.prompt_id, sample=sample)
+                for sample in range(config.samples_per_prompt)
+            ),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def evaluation_rows(name: str, groups: Sequence[ScoredGroup], *, format: str, step: int) -> list[EvaluationRow]:
+    """One row for the whole set, then one per `data_source` if the set has several."""
+    sources = sorted({group.group.prompt.data_source for group in groups})
+    rows = [_row(name, "all", groups, format=format, step=step)]
+    if len(sources) > 1:
+        for source in sources:
+            members = [group for group in groups if group.group.prompt.data_source == source]
+            rows.append(_row(name, source, members, format=format, step=step))
+    return rows
+
+
+def _row(name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, step: int) -> EvaluationRow:
+    accuracies = [[accuracy(score) for score in group.scores] for group in groups]
+    lengths = [length for group in groups for length in group.summary.lengths]
+    return EvaluationRow(
+        set_name=name,
+        data_source=source,
+        format=format,
+        step=step,
+        num_prompts=len(groups),
+        samples_per_prompt=len(groups[0].group.seeds),
+        average=fmean(_flat(accuracies)),
+        passed=fmean(max(samples) > PASS_SCORE for samples in accuracies),
+        truncated=fmean(reason.is_truncated for group in groups for reason in group.summary.finish_reasons),
+        mean_length=fmean(lengths),
+    )
+
+
+def accuracy(score: Score) -> float:
+    """`acc` of the reward function's own report, or the reward."""
+    return dict(score.details).get("acc", score.reward)
+
+
+def _flat(values: Iterable[Iterable[float]]) -> list[float]:
+    return [value for row in values for value in row]

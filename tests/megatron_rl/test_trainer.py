@@ -1,0 +1,247 @@
+"""One trainer, cut in several ways: same learning, same published weights, same state after a reload."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.batching import build_batch
+from megatron_rl.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PublishConfig,
+    TrainerConfig,
+)
+from megatron_rl.trainer_spec import TrainerSpec
+from rollout.types import (
+    ColumnsRef,
+    FinishReason,
+    GroupColumns,
+    GroupId,
+    GroupSummary,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    ScoredGroup,
+    WeightSpan,
+    WeightVersion,
+)
+from rollout.wire import DTYPE_BYTES
+from tests.megatron_rl.tiny_models import save_model
+
+TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
+LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
+
+
+def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
+    generator = np.random.default_rng(number)
+    lengths = generator.integers(2, 9, num_samples)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    prompt = generator.integers(1, 60, 5).astype(np.int32)
+    columns = GroupColumns(
+        prompt_ids=prompt,
+        response_ids=generator.integers(1, 60, offsets[-1]).astype(np.int32),
+        rollout_logprobs=generator.normal(-4.1, 0.3, offsets[-1]).astype(np.float32),
+        offsets=offsets,
+    )
+    group = PromptGroup(
+        group_id=GroupId(number),
+        step=0,
+        prompt=Prompt(
+            prompt_id=PromptId(f"t/{number}"),
+            data_source="t",
+            token_ids=prompt,
+            ground_truth="",
+            extra_info_json="null",
+        ),
+        sampling=SamplingSpec(temperature=0.9, max_response_tokens=16),
+        seeds=tuple(range(num_samples)),
+    )
+    summary = GroupSummary(
+        group_id=group.group_id,
+        engine_id=0,
+        num_prompt_tokens=5,
+        lengths=tuple(int(n) for n in lengths),
+        finish_reasons=(FinishReason.STOP,) * num_samples,
+        weight_spans=tuple((WeightSpan(weight_version=WeightVersion(0), num_tokens=int(n)),) for n in lengths),
+        started_at_s=0.0,
+        finished_at_s=1.0,
+    )
+    rewards = tuple(float(x) for x in generator.normal(size=num_samples))
+    return ScoredGroup(group=group, summary=summary, rewards=rewards, columns=ColumnsRef(columns))
+
+
+def trainer_spec(
+    directory: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, *, format: str = "bf16", **optimizer
+):
+    return TrainerSpec(
+        model=str(directory),
+        run_id="test",
+        config=TrainerConfig(
+            parallel=parallel,
+            dtype="fp32",
+            optimizer=OptimizerConfig(learning_rate=1e-2, **optimizer),
+            logprob_chunk_tokens=7,
+        ),
+        algorithm=algorithm,
+        publish=PublishConfig(bucket_bytes=20_000, probe_tokens=12),
+        format=format,
+        temperature=0.9,
+        total_updates=10,
+        seed=0,
+    )
+
+
+def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: int = 4, max_tokens: int = 40):
+    scored = [scored_group(number) for number in range(groups)]
+    return build_batch(scored, 0, algorithm=algorithm, dp_size=parallel.data, max_micro_batch_tokens=max_tokens, seed=3)
+
+
+class MemorySender:
+    def __init__(self):
+        self.buckets = {}
+
+    def open(self, weight_version, buckets):
+        self.buckets = {bucket.index: bytearray(bucket.num_bytes) for bucket in buckets}
+
+    def buffer(self, index):
+        return memoryview(self.buckets[index])
+
+    def commit(self, index):
+        pass
+
+    def finish(self):
+        return "memory"
+
+    def abandon(self):
+        self.buckets = {}
+
+
+def train_and_publish(position, parallel, spec, batches):
+    """Train on every batch, then return metrics, the filled buckets, the probe and the plan."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    results = [trainer.train(batch, lambda refs: refs) for batch in batches]
+    sender = MemorySender()
+    trainer.stage(WeightVersion(1), sender)
+    probe = trainer.probe(list(range(1, 13)))
+    return results, sender.buckets, probe, trainer.plan
+
+
+def assembled(outcomes) -> dict[str, np.ndarray]:
+    """Whole tensors from the buckets of all ranks, as raw integers or floats."""
+    plan = outcomes[0][3]
+    plan.manifest("test", WeightVersion(1)).check()
+    numpy_of = {"bfloat16": np.int16, "int8": np.int8, "float32": np.float32}
+    whole = {spec.name: np.zeros(spec.shape, numpy_of[spec.dtype]) for spec in plan.tensors}
+    for rank, outcome in enumerate(outcomes):
+        for bucket in plan.buckets_of(rank):
+            data = bytes(outcome[1][bucket.index])
+            for piece in bucket.pieces:
+                spec = plan.tensors[piece.tensor]
+                size = int(np.prod(piece.shape)) * DTYPE_BYTES[spec.dtype]
+                box = np.frombuffer(data[piece.offset : piece.offset + size], numpy_of[spec.dtype]).reshape(piece.shape)
+                whole[spec.name][tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] = box
+    return whole
+
+
+ALGORITHMS = {
+    "one update": AlgorithmConfig(group_size=4, prompts_per_step=4),
+    "two mini batches, two epochs, normalised sequence TIS": AlgorithmConfig(
+        group_size=4,
+        prompts_per_step=4,
+        num_mini_batches=2,
+        num_epochs=2,
+        aggregation="sequence_mean",
+        entropy_bonus=0.01,
+        correction=CorrectionConfig(mode="tis_sequence", batch_normalize=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, name):
+    algorithm = ALGORITHMS[name]
+    save_model("qwen3", tmp_path)
+    single = ParallelConfig()
+    (reference,) = ranks.run(
+        train_and_publish,
+        trainer_spec(tmp_path, single, algorithm),
+        [batch_for(single, algorithm)] * 2,
+        parallel=single,
+    )
+    wanted, metrics = assembled([reference]), reference[0][-1].metrics
+    for parallel in LAYOUTS:
+        spec = trainer_spec(tmp_path, parallel, algorithm)
+        outcomes = ranks.run(train_and_publish, spec, [batch_for(parallel, algorithm)] * 2, parallel=parallel)
+        found = outcomes[-1][0][-1].metrics
+        assert found.keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert found[key] == pytest.approx(value, rel=2e-3, abs=2e-5), (parallel, key)
+        for key, tensor in assembled(outcomes).items():
+            a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, wanted[key]))
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama"])
+def test_published_int8_equals_a_naive_quantiser_of_the_directory_under_every_partition(ranks, tmp_path, family):
+    algorithm = ALGORITHMS["one update"]
+    tensors = load_file(save_model(family, tmp_path) / "model.safetensors")
+    for parallel in [ParallelConfig(), TP2, ParallelConfig(tensor=2, pipeline=2)]:
+        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        found = assembled(ranks.run(train_and_publish, spec, [], parallel=parallel))
+        for name, tensor in tensors.items():
+            if ".layers." in name and tensor.ndim == 2:
+                weight = tensor.float().numpy()
+                scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
+                np.testing.assert_array_equal(found.pop(name + "_scale"), scale)
+                np.testing.assert_array_equal(found.pop(name), np.clip(np.rint(weight / scale), -127, 127))
+            else:
+                assert np.array_equal(found.pop(name), tensor.bfloat16().view(torch.int16).numpy()), name
+        assert not found
+
+
+def test_the_probe_sees_the_weights_as_published_and_leaves_the_model_alone(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    probes = {}
+    for parallel in [ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)]:
+        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        outcomes = ranks.run(probe_twice, spec, parallel=parallel)
+        published, dequantised = outcomes[-1]
+        np.testing.assert_allclose(published, dequantised, atol=1e-5)
+        probes[parallel] = published
+    first, second = probes.values()
+    np.testing.assert_allclose(first, second, atol=1e-4)
+
+
+def probe_twice(position, parallel, spec):
+    """The probe's log-probabilities, and those of a model into which the published values were written."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.stage(WeightVersion(0), MemorySender())
+    before = {name: p.clone() for name, p in trainer._model.named_parameters()}
+    first = trainer.probe(list(range(1, 13)))
+    for name, p in trainer._model.named_parameters():
+        assert torch.equal(p, before[name]), name
+    published = {name: trainer._packer.published_values(name) for name in before}
+    for name, p in trainer._model.named_parameters():
+        p.data.copy_(published[name])
+    import megatron_rl.probe as probe
+    from megatron_rl.parallel import device
+
+    second = probe.probe(
+        trainer._learner.chunks,
+        lambda name: published[name],
+        list(range(1, 13)),
+        row_multiple=trainer.row_multiple,
+        device=device(),
+    )
+    return (None, None) if first is None else (first.logprobs, second.logprobs)
