@@ -1,0 +1,27 @@
+"""A byte-level tokenizer with a chat template, as a Hugging Face directory: one id a byte, so tests can count."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def write_byte_tokenizer(
+    directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, eos: bool = True, model_vocab_size: int = 260
+) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>" if eos else None)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": model_vocab_size}))

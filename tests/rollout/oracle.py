@@ -1,0 +1,126 @@
+"""What vLLM computes by its own loader, and what it computes after a push: run as a script in a process of its own.
+
+One process holds many engines one after another (0.2 s each after the first), which AsyncLLM cannot do. Reads a list
+of jobs as JSON from its first argument's path, writes answers as JSON to its second.
+"""
+
+import gc
+import json
+import pickle
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+PROMPTS = [[5, 9, 17, 33, 65, 129, 3, 200], [7] * 3, list(range(40, 80))]
+PROBE = list(range(10, 42))
+NUM_TOKENS = 20
+
+
+@dataclass
+class Job:
+    """One engine, the checkpoints it goes through, and how it is to be disturbed."""
+
+    name: str
+    format: str
+    directories: list[str]
+    """Loaded by vLLM if there is one; pushed in this order into an engine with dummy weights if there are more."""
+    without_quirk: str = ""
+    onednn: bool = False
+    """Take the INT8 kernel of CPUs without AMX."""
+    answers: list[dict] = field(default_factory=list)
+
+
+def answer(llm) -> dict:
+    from vllm import SamplingParams
+
+    answers: dict = {"tokens": [], "logprobs": []}
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True)
+    for prompt in PROMPTS:
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+        ids = list(out.outputs[0].token_ids)
+        answers["tokens"].append(ids)
+        answers["logprobs"].append([d[t].logprob for t, d in zip(ids, out.outputs[0].logprobs, strict=True)])
+    forced = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (out,) = llm.generate([{"prompt_token_ids": PROBE}], forced, use_tqdm=False)
+    answers["probe"] = [d[t].logprob for t, d in zip(PROBE[1:], out.prompt_logprobs[1:], strict=True)]
+    return answers
+
+
+def push(llm, directory: str, version: int, format: str) -> None:
+    from safetensors.torch import load_file
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    from rollout.receiver import UpdateOrder
+    from rollout.transports.shm import ShmSender
+    from tests.rollout.packing import RUN_ID, pack
+
+    publish = pack(load_file(Path(directory) / "model.safetensors"), version, format, num_ranks=2)
+    publish.manifest.check()
+    senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
+    segments = {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
+    order = UpdateOrder(manifest=publish.manifest, segments=segments, timeout_s=60)
+    llm.collective_rpc("expect_weights", args=(pickle.dumps(order),))
+    llm.start_weight_update()
+    llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    for sender in senders:
+        sender.abandon()
+
+
+def run(job: Job) -> None:
+    from vllm import LLM
+
+    import rollout.worker  # noqa: F401  the quirks are installed by it
+    from rollout import vllm_quirks
+    from rollout.engine_config import quantization_config
+    from rollout.transports.base import ShmChannel
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    kept = (cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm, getattr(vllm_quirks, job.without_quirk, None))
+    if job.onednn:
+        cpu.check_cpu_sgl_kernel = lambda *args: False
+    if job.without_quirk:
+        setattr(vllm_quirks, job.without_quirk, lambda *args: None)
+    fresh = len(job.directories) == 1
+    overrides = {} if fresh or job.format == "bf16" else {"quantization_config": quantization_config(job.format)}
+    llm = LLM(
+        job.directories[0],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        kv_cache_memory_bytes=32 << 20,
+        load_format="auto" if fresh else "dummy",
+        hf_overrides=overrides,
+        worker_cls="rollout.worker.Worker",
+        weight_transfer_config={"backend": "megatron_rl"},
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    if fresh:
+        job.answers.append(answer(llm))
+    else:
+        llm.init_weight_transfer_engine(
+            WeightTransferInitRequest(init_info={"channel": pickle.dumps(ShmChannel())})
+        )
+        for version, directory in enumerate(job.directories):
+            push(llm, directory, version, job.format)
+            job.answers.append(answer(llm) | {"kernels": llm.collective_rpc("kernel_classes")[0]})
+    del llm
+    gc.collect()
+    cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm = kept[:2]
+    if job.without_quirk:
+        setattr(vllm_quirks, job.without_quirk, kept[2])
+
+
+def main() -> None:
+    jobs = [Job(**job) for job in json.loads(Path(sys.argv[1]).read_text())]
+    for job in jobs:
+        run(job)
+    Path(sys.argv[2]).write_text(json.dumps([asdict(job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main()

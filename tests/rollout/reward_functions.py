@@ -1,0 +1,26 @@
+"""Reward functions for the tests of scoring; they live in a module because workers import them by path."""
+
+import os
+import time
+
+
+def length(data_source, solution_str, ground_truth, extra_info):
+    return {
+        "score": len(solution_str),
+        "same": solution_str == ground_truth,
+        "index": (extra_info or {}).get("index", -1),
+    }
+
+
+def moody(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        time.sleep(3600)
+    if solution_str == "die":
+        os._exit(3)
+    if solution_str == "raise":
+        raise KeyError("not\nthere")
+    return 1.0
+
+
+def textual(data_source, solution_str, ground_truth, extra_info):
+    return "good"

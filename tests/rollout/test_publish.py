@@ -1,0 +1,46 @@
+"""After a push, an engine computes exactly what vLLM computes from a directory that it loaded by itself."""
+
+import numpy as np
+import pytest
+
+FAMILIES = ["qwen3", "qwen2", "llama"]
+
+
+def gap(found: list, expected: list) -> float:
+    return max(float(np.abs(np.subtract(a, b)).max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(oracle, family, format):
+    pushed = oracle.answers[f"push-{family}-ABA-{format}"]
+    for weights, answer in zip("ABA", pushed, strict=True):
+        expected = oracle.fresh(family, weights, format)
+        assert answer["tokens"] == expected["tokens"]
+        assert gap(answer["logprobs"], expected["logprobs"]) == 0
+        assert gap([answer["probe"]], [expected["probe"]]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_two_checkpoints_differ_so_that_equality_means_something(oracle, family):
+    a, b = oracle.fresh(family, "A", "bf16"), oracle.fresh(family, "B", "bf16")
+    assert gap([a["probe"]], [b["probe"]]) > 0.5
+
+
+def test_int8_differs_from_bf16_but_not_by_much(oracle):
+    exact, quantised = oracle.fresh("qwen3", "A", "bf16"), oracle.fresh("qwen3", "A", "int8")
+    difference = np.abs(np.subtract(exact["probe"], quantised["probe"])).mean()
+    assert 0 < difference < 0.2
+
+
+def test_int8_linears_are_multiplied_by_an_int8_kernel(oracle):
+    kernels = dict(oracle.answers["push-qwen3-ABA-int8"][0]["kernels"])
+    layers = {name: kernel for name, kernel in kernels.items() if ".layers." in name}
+    assert len(layers) == 8
+    assert all("Int8ScaledMMLinearKernel" in kernel for kernel in layers.values())
+    assert "Int8" not in kernels["lm_head"]
+
+
+def test_bf16_linears_are_not_quantised(oracle):
+    kernels = dict(oracle.answers["push-qwen3-ABA-bf16"][0]["kernels"])
+    assert not any("Int8" in kernel for kernel in kernels.values())

@@ -1,0 +1,87 @@
+"""Tiny Hugging Face models with random weights, and checkpoints that vLLM's own loader reads.
+
+The quantiser here is the independent one: five lines, written from the rule, sharing nothing with the product.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.auto import AutoModelForCausalLM
+
+VOCABULARY = 256
+END_ID = 2
+
+_SIZES = dict(
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=256,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=END_ID,
+    torch_dtype="bfloat16",
+)
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False),
+}
+
+
+def make_weights(family: str, seed: int) -> dict[str, torch.Tensor]:
+    """Random bfloat16 weights under Hugging Face names, in layer order; a tied head is left out."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def in_format(weights: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in `format`."""
+    if format == "bf16":
+        return dict(weights)
+    quantised: dict[str, torch.Tensor] = {}
+    for name, w in weights.items():
+        if ".layers." in name and w.ndim == 2:
+            scale = w.float().abs().amax(dim=1, keepdim=True) / 127
+            quantised[name] = (w.float() / scale).round().clamp(-127, 127).to(torch.int8)
+            quantised[name + "_scale"] = scale
+        else:
+            quantised[name] = w
+    return quantised
+
+
+def save_checkpoint(directory: Path, family: str, tensors: dict[str, torch.Tensor], format: str) -> Path:
+    """Write a directory as a user would find it on a hub."""
+    directory.mkdir(parents=True)
+    config = FAMILIES[family].to_dict()
+    config["architectures"] = [type(FAMILIES[family]).__name__.replace("Config", "ForCausalLM")]
+    if format == "int8":
+        number = {"num_bits": 8, "type": "int", "symmetric": True}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {**number, "strategy": "channel", "dynamic": False},
+                    "input_activations": {**number, "strategy": "token", "dynamic": True},
+                }
+            },
+        }
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    return directory
