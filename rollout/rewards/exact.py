@@ -1,72 +1,71 @@
-"""Exact or numeric match of a response's final answer with the ground truth: 1.0 or 0.0.
+r"""Exact or numeric match of a response's final answer with the ground truth: 1.0 or 0.0.
 
 The final answer is the text after the *last* marker in the response: `\boxed{...}`, `####`, or `answer:` / `answer is`
 (any case), up to the end of its line. Without a marker it is the last number; without a number the response is wrong.
 The ground truth is read the same way if it holds a marker (GSM8K's solutions do), and as it is otherwise.
 
-Two answers are equal when both are numbers of equal value (`1,000`, `$1000`, `1000.0` and `2/4`, `0.5` are; a
-tolerance of one part in 10^6), or when they are the same text apart from case, surrounding punctuation and spaces.
+Where the ground truth is a number, the answer must have its value, to one part in 10^6: `1,000`, `$1000` and `1000.0`
+are equal, so are `2/4` and `0.5`; a percent sign is ignored; of an answer with words (`42 apples`) the last number
+counts. Otherwise both must be the same text apart from case, spaces and surrounding punctuation.
 """
 
 import math
 import re
 
 _MARKERS = re.compile(r"####|answer\s*(?:is\b\s*:?|:)|\\boxed\s*\{", re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:\s*/\s*\d+)?%?|[-+]?\.\d+", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?(?:\s*/\s*\d+)?", re.IGNORECASE)
 _TOLERANCE = 1e-6
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> dict[str, float]:
     """`score` 1.0 for the right final answer, else 0.0; `parsed` 1.0 when a final answer was found at all."""
     answer = final_answer(solution_str)
-    marked = _after_last_marker(ground_truth)
-    truth = ground_truth if marked is None else marked
-    right = answer is not None and same_answer(answer, truth)
+    right = answer is not None and same_answer(answer, _after_last_marker(ground_truth) or ground_truth)
     return {"score": float(right), "parsed": float(answer is not None)}
 
 
 def final_answer(text: str) -> str | None:
-    """The final answer of a response, None when it holds neither a marker nor a number."""
+    """The final answer of a response; None when its last marker has nothing behind it, or without marker and number."""
     marked = _after_last_marker(text)
     if marked is not None:
-        return marked
+        return marked or None
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
 
-def same_answer(left: str, right: str) -> bool:
-    """Whether two answers are equal as numbers or as text."""
-    left_number, right_number = as_number(left), as_number(right)
-    if left_number is not None and right_number is not None:
-        return math.isclose(left_number, right_number, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    return _normal(left) == _normal(right) != ""
+def same_answer(answer: str, truth: str) -> bool:
+    """Whether an answer equals the ground truth, as a number where the ground truth is one, else as text."""
+    expected = as_number(truth)
+    if expected is None:
+        return _normal(answer) == _normal(truth) != ""
+    numbers = _NUMBER.findall(answer)
+    value = as_number(answer) if as_number(answer) is not None else as_number(numbers[-1]) if numbers else None
+    return value is not None and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def as_number(text: str) -> float | None:
-    """The value of a text that is one number, with units of money, thousands commas, a fraction or percent."""
-    plain = text.strip().strip("$€£ .*").replace(",", "")
+    """The value of a text that is one number, with thousands commas, a fraction, a currency or a percent sign."""
+    plain = text.strip(" \t\n$€£*%").rstrip(".").rstrip("%*")
     if not _NUMBER.fullmatch(plain):
         return None
-    numerator, _, denominator = plain.rstrip("%").partition("/")
-    if denominator and float(denominator) == 0:
-        return None
-    value = float(numerator) / float(denominator or 1)
-    return value / 100 if plain.endswith("%") else value
+    numerator, _, denominator = plain.replace(",", "").partition("/")
+    divisor = float(denominator or 1)
+    return float(numerator) / divisor if divisor else None
 
 
 def _after_last_marker(text: str) -> str | None:
-    last = None
-    for last in _MARKERS.finditer(text):
-        pass
-    if last is None:
+    """None without a marker, empty when nothing follows it."""
+    markers = list(_MARKERS.finditer(text))
+    if not markers:
         return None
-    rest = text[last.end() :]
-    found = _braced(rest) if last.group().endswith("{") else rest.strip().split("\n", 1)[0]
-    return found.strip() or None
+    rest = text[markers[-1].end() :]
+    if markers[-1].group().endswith("{"):
+        return _braced(rest).strip()
+    return rest.strip().split("\n", 1)[0].strip()
 
 
 def _braced(text: str) -> str:
-    """The text up to the brace that closes an opening one before it."""
+    """The text up to the brace that closes the one before it; empty when none does."""
     depth = 1
     for index, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)

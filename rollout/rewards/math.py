@@ -6,7 +6,7 @@ they are off here, and the scorer's limit (`reward.timeout_s`) kills a compariso
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> dict[str, float]:
-    """`score` 1.0 when the response's final answer equals the ground truth, else 0.0; `parsed` 1.0 when one was found."""
+    """`score` 1.0 when the final answer equals the ground truth, else 0.0; `parsed` 1.0 when one was found."""
     from math_verify import parse, verify
 
     answer = parse(solution_str, parsing_timeout=None)
