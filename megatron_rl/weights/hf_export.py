@@ -1,0 +1,165 @@
+"""Writes the model as a Hugging Face directory, from any partition.
+
+Every rank that owns a box of a tensor sends it to the writer (global rank 0), tensor after tensor in the
+order of the model; the writer holds one shard of the files at a time, nobody holds the model. The order
+follows from the placements alone, so that senders and writer agree without a word.
+
+The directory is written under a temporary name and renamed when it is complete. Weights keep the
+trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model import PolicyModel, layer_names
+from megatron_rl.parallel import Position, rank_at
+from megatron_rl.weights.names import Placement, hf_shapes, rank_placements
+
+WRITER = 0
+
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+"""Tokenizer, chat template and generation settings; weights and their indices are ours to write."""
+
+Roster = dict[str, list[tuple[int, tuple[Placement, ...]]]]
+"""By Hugging Face name: which rank owns which boxes."""
+
+
+@torch.no_grad()
+def export(
+    model: PolicyModel,
+    parallel: ParallelConfig,
+    position: Position,
+    *,
+    source: Path,
+    destination: Path,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Write `destination`, with configuration and tokenizer of `source`; every rank calls it at once.
+
+    When it returns on any rank, the directory is complete.
+
+    Raises:
+        ValueError: on every rank, when `destination` exists.
+    """
+    is_writer = position.rank == WRITER
+    _refuse_existing(destination, is_writer=is_writer)
+    if position.data == 0:
+        tensors = _whole_tensors(model, parallel, position.rank)
+        if is_writer:
+            _write(tensors, _shards(model, max_shard_bytes), _dtype(model), source, destination)
+        else:
+            for _ in tensors:
+                pass
+    dist.barrier()
+
+
+def _refuse_existing(destination: Path, *, is_writer: bool) -> None:
+    exists = [is_writer and destination.exists()]
+    dist.broadcast_object_list(exists, src=WRITER)
+    if exists[0]:
+        raise ValueError(f"{destination} exists; an export does not overwrite: name another directory or remove it")
+
+
+def _dtype(model: PolicyModel) -> torch.dtype:
+    dtype: torch.dtype = model.config.params_dtype
+    return dtype
+
+
+def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
+    """Owners of every Hugging Face tensor within the first data-parallel replica."""
+    found: Roster = {name: [] for name in hf_shapes(model.spec)}
+    for pipeline in range(parallel.pipeline):
+        for tensor in range(parallel.tensor):
+            boxes: dict[str, list[Placement]] = {}
+            for placement in rank_placements(
+                model.spec, parallel, tensor_rank=tensor, pipeline_rank=pipeline, te_names=layer_names() == "te"
+            ):
+                if placement.owned:
+                    boxes.setdefault(placement.hf_name, []).append(placement)
+            for name, owned in boxes.items():
+                found[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline), tuple(owned)))
+    return found
+
+
+def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """On the writer every tensor, whole, on the CPU; on other ranks nothing, but their boxes are sent on the way."""
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    for name, owners in roster(model, parallel).items():
+        whole = torch.empty(owners[0][1][0].hf_full_shape, dtype=_dtype(model)) if rank == WRITER else None
+        for owner, boxes in owners:
+            if owner == rank:
+                flat = torch.cat([parameters[box.megatron_name][box.megatron_slices].reshape(-1) for box in boxes])
+            elif whole is not None:
+                flat = torch.empty(sum(math.prod(box.shape) for box in boxes), dtype=_dtype(model), device=device)
+                dist.recv(flat, src=owner)
+            else:
+                continue
+            if whole is None:
+                dist.send(flat, dst=WRITER)
+            else:
+                _paste(whole, boxes, flat.cpu())
+        if whole is not None:
+            yield name, whole
+
+
+def _paste(whole: torch.Tensor, boxes: tuple[Placement, ...], flat: torch.Tensor) -> None:
+    for box, values in zip(boxes, flat.split([math.prod(box.shape) for box in boxes]), strict=True):  # type: ignore[no-untyped-call]
+        whole[box.hf_slices] = values.view(box.shape)
+
+
+def _shards(model: PolicyModel, max_shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in the order of the model."""
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, shape in hf_shapes(model.spec).items():
+        num_bytes = math.prod(shape) * _dtype(model).itemsize
+        if shards[-1] and num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= num_bytes
+    return shards
+
+
+def _write(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    shards: list[list[str]],
+    dtype: torch.dtype,
+    source: Path,
+    destination: Path,
+) -> None:
+    partial = destination.with_name(destination.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        shard = dict(next(tensors) for _ in names)
+        save_file(shard, partial / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    _copy_rest(source, partial, dtype)
+    partial.rename(destination)
+
+
+def _copy_rest(source: Path, destination: Path, dtype: torch.dtype) -> None:
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, destination / path.name)
+    config = json.loads((source / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
