@@ -7,6 +7,7 @@ reserves on a device is the rest, shared with the other engines there.
 Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; on no device do the fractions sum to more than 1.
 """
 
+import math
 from dataclasses import dataclass
 
 from launcher.config import RunConfig
@@ -109,4 +110,4 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
             f"engine.tensor_parallel = {config.engine.tensor_parallel}, but the node has {devices} devices"
         )
     share = config.cluster.trainer_gpu_fraction
-    return share, round((1 - share) / engines_on_a_device, 3)
+    return share, math.floor(1000 * (1 - share) / engines_on_a_device) / 1000

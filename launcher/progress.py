@@ -92,14 +92,14 @@ class RunProgress:
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
-        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = console or Console(file=sys.stdout)
         self._bars: Progress | None = None
         self._task: TaskID | None = None
 
     def say(self, text: str) -> None:
         """One line of plain text."""
         self._end_bar()
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str, done: int, total: int) -> None:
         """A long phase has come to `done` of `total`; its bar disappears when they are equal."""

@@ -36,6 +36,7 @@ class RunLock:
         """Gives the lock back; a second call does nothing. The file stays, so that a waiting opener locks the same."""
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing alone would wait for a child between fork and exec
             os.close(self._descriptor)
             self._descriptor = -1
 

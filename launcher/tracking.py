@@ -18,9 +18,6 @@ from typing import Protocol, Self
 from launcher.config import WandbConfig
 from launcher.durable import replace_text
 
-QUIET = {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_DISABLE_GIT": "true", "WANDB_ERROR_REPORTING": "false"}
-"""Environment of an embedded wandb: no output capture, no git calls, no reports of its own errors."""
-
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
 
@@ -77,8 +74,7 @@ class Tracker:
 
 
 def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     run: _WandbRun = wandb.init(
@@ -89,7 +85,14 @@ def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mappin
         mode=config.mode,
         dir=str(run_dir),
         config=dict(settings),
-        settings=wandb.Settings(x_disable_stats=True, x_disable_meta=True, save_code=False, init_timeout=120),
+        settings=wandb.Settings(
+            silent=config.mode == "offline",
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
+        ),
     )
     return run
 

@@ -58,7 +58,9 @@ def test_what_cannot_run_is_refused_naming_both_values(
 
 
 def test_every_problem_is_found_in_one_go(write_config: Write, node: NodeResources) -> None:
-    text = refusal(write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl")
+    text = refusal(
+        write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl"
+    )
     assert text.startswith("configuration: ")
     assert all(key in text for key in ("top_p", "tensor = 3", "x.jsonl"))
 
@@ -98,5 +100,5 @@ def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, mod
     data.write_text("{}\n")
     one = {"path": str(data), "samples_per_prompt": 4, "max_response_tokens": 64}
     config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
-    with pytest.raises(ConfigError, match="`sets.a.samples_per_prompt` = 4 with temperature 0"):
+    with pytest.raises(ConfigError, match=r"`sets.a.samples_per_prompt` = 4 with temperature 0"):
         check_eval(config)

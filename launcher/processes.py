@@ -1,0 +1,130 @@
+"""Starts and ends the processes of a command: Ray, scorers, engines, trainer ranks.
+
+Everything is started before anything is waited for, since an engine and a trainer rank each take many
+seconds to come up. Whatever happens, `Processes.close` ends what was started: a command leaves no
+process, no shared memory and no Ray behind.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from launcher.config import ClusterConfig
+from megatron_rl.slots import TrainerSlot
+from megatron_rl.trainer_group import TrainerGroup, start_trainer
+from megatron_rl.trainer_spec import TrainerSpec
+from rollout.config import RewardConfig
+from rollout.engine_actor import EngineActor
+from rollout.engine_spec import EngineSpec
+from rollout.process_env import ProcessEnv
+from rollout.scoring import ScorerActor
+from rollout.tokenizer import TokenizerFacts
+from rollout.transports.shm import sweep
+from rollout.types import EngineSlot
+
+START_TIMEOUT_S = 600.0
+"""A process that has not come up by then will not."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Processes:
+    """What a command has running."""
+
+    environment: ProcessEnv
+    log_dir: Path | None
+    """Folder of `ROLE-RANK.log` files; None leaves output to Ray."""
+    started: list[ray.actor.ActorHandle] = field(default_factory=list)
+    trainers: list[TrainerGroup] = field(default_factory=list)
+
+    def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
+        """Start the process that holds the tokenizer and the reward workers."""
+        variables = self._variables(self.environment.scorer(), "scorer-0")
+        scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
+        self.started.append(scorer)
+        facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+        return scorer, facts
+
+    def begin_engines(
+        self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]
+    ) -> tuple[list[ray.actor.ActorHandle], list[ray.ObjectRef]]:
+        """Start engine processes; wait for them with `finish_engines`."""
+        engines = []
+        for spec, slot in zip(specs, slots, strict=True):
+            variables = self._variables(
+                self.environment.engine(threads=slot.cpu_cores), f"engine-{slot.engine_id}"
+            )
+            engines.append(
+                EngineActor.options(
+                    num_cpus=1, num_gpus=slot.num_gpus * slot.num_ranks, runtime_env={"env_vars": variables}
+                ).remote(spec)
+            )
+        self.started += engines
+        return engines, [engine.start.remote() for engine in engines]
+
+    def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
+        """Start all trainer ranks and let them load the model."""
+        environments = [
+            self._variables(self.environment.trainer_rank(threads=slot.cpu_threads), f"trainer-{slot.rank}")
+            for slot in slots
+        ]
+        trainer = start_trainer(spec, slots, environments=environments)
+        self.trainers.append(trainer)
+        return trainer
+
+    def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
+        """End some actors now."""
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+            self.started.remove(actor)
+
+    def close(self) -> None:
+        """End everything."""
+        for trainer in self.trainers:
+            trainer.kill()
+        self.end(list(self.started))
+
+    def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
+        log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
+        return {**variables, **log}
+
+
+def finish_engines(starting: Sequence[ray.ObjectRef]) -> None:
+    """Wait until every engine is up.
+
+    Raises:
+        RuntimeError: naming the engines that were not, or that failed.
+    """
+    done, late = ray.wait(list(starting), num_returns=len(starting), timeout=START_TIMEOUT_S)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"engine {list(starting).index(ref)} did not start: {error}") from error
+    if late:
+        numbers = [list(starting).index(ref) for ref in late]
+        raise RuntimeError(f"engine(s) {numbers} had not started after {START_TIMEOUT_S:.0f} s; see their logs")
+
+
+@contextmanager
+def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) -> Iterator[Processes]:
+    """Join or start Ray for the body of a command, and end everything afterwards."""
+    local = cluster.address == "local"
+    sweep()
+    ray.init(
+        address=cluster.address,
+        include_dashboard=False if local else None,
+        num_cpus=num_actors if local else None,
+        object_store_memory=cluster.object_store_bytes if local else None,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="megatron_rl",
+    )
+    running = Processes(environment=ProcessEnv(single_node=local), log_dir=log_dir)
+    try:
+        yield running
+    finally:
+        running.close()
+        ray.shutdown()

@@ -1,0 +1,80 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+
+Write = Callable[[str], Path]
+HEAVY = ("torch", "ray", "vllm", "megatron", "wandb", "matplotlib", "transformers")
+REPORT_HEAVY = (
+    "import json, sys\n"
+    "from launcher.cli import main\n"
+    "try:\n"
+    "    code = main(sys.argv[1:])\n"
+    "except SystemExit as done:\n"
+    "    code = done.code\n"
+    f"print(json.dumps([code, [name for name in {HEAVY} if name in sys.modules]]))\n"
+)
+
+
+def run_apart(*arguments: str) -> tuple[int, list[str], str, str]:
+    """Exit code, heavy modules imported, standard output and error of a command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT_HEAVY, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    *lines, last = done.stdout.splitlines()
+    code, imported = json.loads(last)
+    return code, imported, "\n".join(lines), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["export", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code, imported, out, _ = run_apart(*arguments)
+    assert (code, imported) == (0, [])
+    assert "usage: megatron-rl" in out
+
+
+def test_a_dry_run_prints_configuration_placement_and_memory_and_starts_nothing(write_config: Write) -> None:
+    path = write_config("engine:\n  format: int8\n")
+    code, imported, out, _ = run_apart("run", str(path), "--dry-run", "trainer.parallel.tensor=2")
+    assert (code, imported) == (0, [])
+    assert "format: int8" in out
+    assert "tensor: 2" in out
+    assert "trainer 1: tp 1 pp 0 dp 0" in out
+    assert "engine 0: 1 rank(s)" in out
+    assert "available (this node, now)" in out
+
+
+def test_a_refusal_is_one_screen_without_traceback_and_before_any_heavy_import(write_config: Write) -> None:
+    code, imported, out, error = run_apart("run", str(write_config("lr: 3\n")), "sampling.top_p=0.5")
+    assert (code, imported) == (2, [])
+    assert "unknown key `lr`" in error
+    assert "Traceback" not in error + out
+    assert len(error.splitlines()) < 24
+
+
+def test_overrides_may_stand_before_and_after_options(write_config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(write_config("")), "seed=5", "--dry-run", "num_steps=9"]) == 0
+    out = capsys.readouterr().out
+    assert "seed: 5" in out
+    assert "num_steps: 9" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "x.yaml", "--drye"], ["run", "x.yaml", "--dry-run", "nonsense"], ["export", "a", "b", "seed=1"], []],
+)
+def test_unknown_arguments_are_refused_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    assert "usage: megatron-rl" in capsys.readouterr().err
+
+
+def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "nowhere.yaml"]) == 2
+    assert "no configuration file `nowhere.yaml`" in capsys.readouterr().err

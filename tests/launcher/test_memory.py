@@ -1,0 +1,89 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.config import RunConfig
+from launcher.environment import NodeResources
+from launcher.memory_plan import run_memory
+from megatron_rl.config import ParallelConfig, TrainerConfig
+from megatron_rl.memory import kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
+from megatron_rl.model_config import ModelSpec, read_model_spec
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 200,
+    "max_position_embeddings": 64,
+}
+
+
+def spec_of(tmp_path: Path, **more: object) -> ModelSpec:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": "qwen3", **more}))
+    return read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_parameters_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPE if family != "qwen2" else {**SHAPE, "head_dim": 16}
+    config = AutoConfig.for_model(family, **shape, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "model_type": family}, default=str))
+    assert num_parameters(read_model_spec(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_int8_halves_the_linears_and_leaves_the_rest(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    linear = 3 * (64 * (4 + 2 + 2 + 4) * 32 + 3 * 64 * 96)
+    assert weight_bytes(spec, "bf16") == 2 * num_parameters(spec)
+    assert weight_bytes(spec, "bf16") - weight_bytes(spec, "int8") == linear
+
+
+def test_keys_and_values_of_a_token(tmp_path: Path) -> None:
+    assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=1) == 3 * 2 * 2 * 32 * 2
+    assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=2) == 3 * 2 * 1 * 32 * 2
+
+
+def test_each_knob_named_shrinks_its_item(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    base = TrainerConfig(parallel=ParallelConfig(data=2), max_micro_batch_tokens=4096)
+
+    def item(what: str, trainer: TrainerConfig) -> int:
+        return next(one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == what)
+
+    smaller = {
+        "parameters": base.model_copy(update={"parallel": ParallelConfig(data=2, tensor=2)}),
+        "gradients": base.model_copy(update={"parallel": ParallelConfig(data=2, tensor=2)}),
+        "optimizer": base.model_copy(update={"optimizer": base.optimizer.model_copy(update={"distributed": True})}),
+        "activations": base.model_copy(update={"max_micro_batch_tokens": 2048}),
+        "logits": base.model_copy(update={"logprob_chunk_tokens": 512}),
+    }
+    for what, trainer in smaller.items():
+        assert item(what, trainer) < item(what, base)
+
+
+def test_fp32_training_of_the_model_holds_sixteen_bytes_a_parameter(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    items = {item.what: item.num_bytes for item in trainer_rank(spec, TrainerConfig(dtype="fp32"), longest_sample=10)}
+    held = items["parameters"] + items["gradients"] + items["optimizer"]
+    assert held == 16 * num_parameters(spec)
+
+
+def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}, "engine": {"num_engines": 4}}
+    )
+    node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
+    memory = run_memory(config, spec_of(tmp_path), node)
+    assert memory.available_bytes == 80 << 30
+    kept = next(item for item in memory.items if item.what == "engine keys and values")
+    assert kept.num_bytes == 2 * config.engine.kv_cache_bytes

@@ -1,0 +1,110 @@
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from launcher.config import RunConfig
+from launcher.loading import resolved_yaml
+from launcher.report import main, write_report
+from launcher.run_directory import RunDirectory
+from rollout.evaluation import EvaluationRow
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Balance(HTMLParser):
+    """Fails on a closing tag that does not match; counts elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def fill(path: Path, num_steps: int = 6) -> None:
+    config = RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 6, "data": {"train": [{"path": "x"}]}, "engine": {"format": "int8"}}
+    )
+    with RunDirectory(path) as run:
+        run.write_config(resolved_yaml(config))
+        run.write_environment({"commit": "0123456789abcdef"})
+        for step in range(num_steps):
+            run.append_metrics(
+                step,
+                {
+                    "reward/mean": 0.4 + 0.05 * step,
+                    "response_length/mean": 20.0 + step,
+                    "response_length/max": 90.0,
+                    "rollout_corr/k3_kl": 2e-4,
+                    "rollout_corr/rollout_is_eff_sample_size": 0.999,
+                    "timing_s/rollout": 1.5,
+                    "timing_s/train": 1.0,
+                    "timing_s/step": 2.6,
+                },
+            )
+            sample = {"prompt": "1 < 2 & 3", "response": "<script>alert(1)</script>", "ground_truth": "2", "length": 3}
+            run.write_samples(step, [{**sample, "reward": reward} for reward in (0.0, 1.0, 0.5, 0.25)])
+        for step, average in ((0, 0.42), (3, 0.6), (6, 0.8)):
+            for weight_format in ("bf16", "int8"):
+                one = EvaluationRow(
+                    set_name="held_out",
+                    data_source="all",
+                    format=weight_format,
+                    step=step,
+                    num_prompts=512,
+                    samples_per_prompt=1,
+                    average=average,
+                    passed=average,
+                    truncated=0.0,
+                    mean_length=20.0,
+                )
+                run.append_evaluation([one.as_row()])
+
+
+def test_the_report_is_one_well_formed_page_that_needs_no_network(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    text = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    page = Balance()
+    page.feed(text)
+    assert page.open == []
+    assert page.count["svg"] == 6
+    assert not set(page.count) & {"script", "link", "img", "iframe"}
+    outside = [
+        url for url in re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')\s>]+)""", text) if not url.startswith("#")
+    ]
+    assert outside == []
+
+
+def test_the_report_shows_accuracy_per_format_and_escapes_what_the_model_wrote(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    text = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert text.count("42.0 → 80.0 %") == 2
+    assert "INT8 (8-bit engine)" in text and "BF16" in text
+    assert "+38.0" in text
+    assert "int8 rollouts" in text and "commit 0123456789ab" in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_charts_of_metrics_that_were_not_recorded_are_left_out(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {"reward/mean": 0.5})
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert text.count("<svg") == 1
+    assert "Evaluation" not in text
+
+
+def test_a_directory_without_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
