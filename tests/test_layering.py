@@ -1,0 +1,134 @@
+"""Imports go left only; heavy libraries appear only where the design lets them. Read from the sources."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINE = ("history", "rollout", "megatron_rl", "launcher")
+"""Data goes right, imports go left."""
+
+VLLM_ADAPTERS = {
+    "rollout/engine.py",
+    "rollout/engine_config.py",
+    "rollout/engine_responses.py",
+    "rollout/engine_trace.py",
+    "rollout/model_tensors.py",
+    "rollout/receiver.py",
+    "rollout/vllm_compat.py",
+    "rollout/vllm_quirks.py",
+    "rollout/worker.py",
+}
+RAY_USERS = {
+    "rollout/engine_actor.py",
+    "rollout/pool.py",
+    "rollout/scoring.py",
+    "megatron_rl/spmd.py",
+    "megatron_rl/trainer_actor.py",
+    "megatron_rl/trainer_group.py",
+    "megatron_rl/weights/publisher.py",
+    "launcher/cluster.py",
+    "launcher/processes.py",
+    "launcher/run.py",
+}
+PURE = {
+    "rollout/config.py",
+    "rollout/types.py",
+    "rollout/wire.py",
+    "rollout/planner.py",
+    "rollout/seeds.py",
+    "rollout/prompt_order.py",
+    "rollout/evaluation.py",
+    "megatron_rl/config.py",
+    "megatron_rl/model_config.py",
+    "megatron_rl/memory.py",
+    "megatron_rl/slots.py",
+    "megatron_rl/batching.py",
+    "megatron_rl/balancing.py",
+    "megatron_rl/advantages.py",
+    "megatron_rl/phases.py",
+    "megatron_rl/results.py",
+    "megatron_rl/step_metrics.py",
+}
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "wandb", "matplotlib")
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Top-level package of every import in a file, those inside functions included; no relative import is used."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)} has a relative import"
+            yield (node.module or "").partition(".")[0]
+
+
+def users(library: str) -> set[str]:
+    return {name_of(path) for package in LINE for path in sources(package) if library in imports(path)}
+
+
+@pytest.mark.parametrize("package", LINE)
+def test_imports_go_left_only(package: str) -> None:
+    right = set(LINE[LINE.index(package) + 1 :])
+    wrong = {name_of(path): right & set(imports(path)) for path in sources(package) if right & set(imports(path))}
+    assert wrong == {}
+
+
+def test_nothing_in_the_packages_imports_tests_benchmarks_or_examples() -> None:
+    assert users("tests") | users("benchmarks") | users("examples") == set()
+
+
+def test_megatron_is_imported_only_under_megatron_rl() -> None:
+    assert {name for name in users("megatron") if not name.startswith("megatron_rl/")} == set()
+
+
+def test_vllm_is_imported_only_by_its_adapters() -> None:
+    assert users("vllm") <= VLLM_ADAPTERS
+
+
+def test_ray_is_imported_only_where_processes_are_made() -> None:
+    assert users("ray") <= RAY_USERS
+
+
+def test_torch_is_not_imported_by_history_launcher_or_pure_modules() -> None:
+    assert {name for name in users("torch") if name.startswith(("history/", "launcher/")) or name in PURE} == set()
+
+
+def test_pure_modules_exist() -> None:
+    assert {name for name in PURE if not (ROOT / name).exists()} == set()
+
+
+def test_pure_modules_import_nothing_heavy_directly_or_through_others() -> None:
+    modules = [name.removesuffix(".py").replace("/", ".") for name in sorted(PURE)]
+    code = f"import {', '.join(modules)}, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_controllers_process_imports_no_torch_vllm_or_megatron() -> None:
+    code = "import megatron_rl.controller, sys; print([n for n in ('torch', 'vllm', 'megatron') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("package", LINE)
+def test_importing_a_package_has_no_effects(package: str) -> None:
+    code = f"import {package}, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"

