@@ -32,7 +32,10 @@ RAY_USERS = {
     "megatron_rl/trainer_group.py",
     "megatron_rl/weights/publisher.py",
     "launcher/cluster.py",
+    "launcher/bf16_evaluation.py",
     "launcher/processes.py",
+    "launcher/prompt_loading.py",
+    "launcher/recorder.py",
     "launcher/run.py",
 }
 PURE = {
