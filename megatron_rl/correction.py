@@ -112,6 +112,19 @@ def normalize(weights: Tensor, sums: Tensor) -> Tensor:
     return weights / mean if mean > NEGLIGIBLE_MEAN else weights
 
 
+def final_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig, sums: Tensor | None = None) -> Tensor:
+    """What the loss multiplies with, [T] float32: mode, then batch normalisation, then veto and rejections.
+
+    `sums` are the step's reduced `normalization_sums`. Raises ValueError when `batch_normalize` is on without them.
+    """
+    weights = correction_weights(logprobs, config=config)
+    if config.batch_normalize:
+        if sums is None:
+            raise ValueError("correction.batch_normalize is on, but the step's normalization_sums were not given")
+        weights = normalize(weights, sums)
+    return torch.where(kept_tokens(logprobs, config=config), weights, torch.zeros_like(weights))
+
+
 def kept_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor:
     """Which tokens pass the veto and every rejection, [T] bool."""
     keep = torch.ones_like(logprobs.old_logprobs, dtype=torch.bool)

@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from history.dotted import load_dotted
-
-LOG_RATIO_BOUND = 20.0
-"""Log ratios are clamped to +-20 before exp."""
+from megatron_rl.correction import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

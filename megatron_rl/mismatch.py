@@ -5,7 +5,7 @@ three vectors (sums, maxima, a histogram of |lr|) that merge by adding and by ta
 all-reduce (`MismatchSums.vectors` and `from_vectors`). `finalize` turns the merged vectors into metrics.
 
 Names and definitions are those of verl 0.9.1 (`rollout_corr/...`) where the meaning is the same; ours are
-`ratio_*`, `clip_fraction`, `veto_fraction` and `abs_log_ratio_*` (quantiles are exact to the histogram's 4 %).
+`ratio_*`, `clip_fraction`, `kept_fraction`, `veto_seq_fraction`, `abs_log_ratio_*` (quantiles exact to a 4 % bin).
 All sums are float64. T: response tokens of a micro batch, B: its sequences, lr = old_logprobs - rollout_logprobs.
 
 Invariants: any cut of the same sequences into micro batches, in any order, merges to the same metrics; an empty micro

@@ -15,6 +15,7 @@ from megatron_rl.config import CorrectionConfig, RejectionConfig
 from megatron_rl.correction import (
     PackedLogprobs,
     correction_weights,
+    final_weights,
     kept_by_rule,
     kept_tokens,
     normalization_sums,
@@ -29,7 +30,10 @@ REJECTION_CASES = [(name, i) for name, case in CASES.items() for i in range(len(
 
 
 def unpad(rows, mask):
-    return [[value for value, used in zip(row, used_row, strict=True) if used] for row, used_row in zip(rows, mask)]
+    return [
+        [value for value, used in zip(row, used_row, strict=True) if used]
+        for row, used_row in zip(rows, mask, strict=True)
+    ]
 
 
 def packed(sequences_old, sequences_rollout):
@@ -123,6 +127,37 @@ def test_the_veto_drops_the_whole_sequence_that_holds_an_impossible_token():
     assert metrics["rollout_corr/kept_fraction"] == 0.25
 
 
+def test_final_weights_are_normalised_before_tokens_are_rejected():
+    logprobs = packed([[-1.0, -1.0], [-1.0, -1.0]], [[-1.5, -1.0], [-4.0, -1.0]])
+    config = CorrectionConfig(
+        cap=2.0, batch_normalize=True, rejections=(RejectionConfig(statistic="seq_max_k2", high=1.0),)
+    )
+    mean = (math.exp(0.5) + 1 + 2 + 1) / 4
+    sums = normalization_sums(correction_weights(logprobs, config=config), logprobs.lengths, config=config)
+    weights = final_weights(logprobs, config=config, sums=sums)
+    assert weights.tolist() == pytest.approx([math.exp(0.5) / mean, 1 / mean, 0.0, 0.0])
+    with pytest.raises(ValueError, match="normalization_sums were not given"):
+        final_weights(logprobs, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["tis_token", "tis_sequence", "mis_geometric"])
+def test_weights_and_metrics_on_cuda_equal_those_on_the_cpu(mode):
+    logprobs = packed_case("fp8like")
+    on_device = PackedLogprobs(
+        old_logprobs=logprobs.old_logprobs.cuda(),
+        rollout_logprobs=logprobs.rollout_logprobs.cuda(),
+        lengths=logprobs.lengths.cuda(),
+    )
+    config = CorrectionConfig(
+        mode=mode, cap=1.1, low=0.9, rejections=(RejectionConfig(statistic="seq_sum_k3", high=0.05),)
+    )
+    torch.testing.assert_close(final_weights(on_device, config=config).cpu(), final_weights(logprobs, config=config))
+    whole = MismatchSums.of(logprobs, config=config)
+    assert MismatchSums.of(on_device, config=config).finalize() == pytest.approx(whole.finalize(), rel=1e-5, abs=1e-7)
+
+
 def test_log_ratios_beyond_twenty_are_clamped():
     logprobs = packed([[-1.0, -200.0]], [[-100.0, -1.0]])
     weights = correction_weights(logprobs, config=CorrectionConfig(mode="icepop", low=0.0, cap=1e12))
@@ -174,13 +209,16 @@ def test_normalised_weights_have_mean_one_over_all_parts(data, mode):
     old, rollout, homes = data
     config = CorrectionConfig(mode=mode, cap=1.5, low=0.1, batch_normalize=True)
     parts = [
-        packed([r for r, h in zip(old, homes) if h == part], [r for r, h in zip(rollout, homes) if h == part])
+        packed(
+            [row for row, home in zip(old, homes, strict=True) if home == part],
+            [row for row, home in zip(rollout, homes, strict=True) if home == part],
+        )
         for part in set(homes)
     ]
     weights = [correction_weights(part, config=config) for part in parts]
-    sums = sum(normalization_sums(w, part.lengths, config=config) for w, part in zip(weights, parts))
+    sums = sum(normalization_sums(w, part.lengths, config=config) for w, part in zip(weights, parts, strict=True))
     normalised = [normalize(w, sums) for w in weights]
-    totals = sum(normalization_sums(w, part.lengths, config=config) for w, part in zip(normalised, parts))
+    totals = sum(normalization_sums(w, part.lengths, config=config) for w, part in zip(normalised, parts, strict=True))
     if sums[0] > 0:
         assert float(totals[0] / totals[1]) == pytest.approx(1.0, rel=1e-5)
 
