@@ -11,11 +11,11 @@ main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { margin: 0; font-size: 28px; } h2 { margin: 40px 0 12px; font-size: 19px; }
 h3 { margin: 20px 0 8px; font-size: 15px; }
 .subtitle { margin: 4px 0 24px; color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 12px; }
 .tile, figure, .card { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
 .tile, figure, .card { padding: 14px 16px; margin: 0; }
 .tile .label, .tile .note { color: var(--soft); font-size: 13px; }
-.tile .value { font-size: 21px; font-weight: 650; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile .value { font-size: 20px; font-weight: 650; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 12px; }
 figure svg { width: 100%; height: auto; } figure.wide { margin-top: 12px; max-width: 560px; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px; }

@@ -5,6 +5,7 @@ the caller. matplotlib is imported with its file backend only, so no display is 
 """
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,10 +49,18 @@ def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = Fa
         if limit is not None:
             axes.axhline(limit, color=COLOURS[4], linestyle="--", linewidth=1)
         if log:
-            axes.set_yscale("log")
+            _decades(axes)
         axes.set_ylabel(unit)
 
     return _render(name, draw, legend=len(series) > 1)
+
+
+def _decades(axes: Axes) -> None:
+    """A logarithmic axis over whole decades, labelled at those alone."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
+    axes.minorticks_off()
 
 
 def stacked(name: str, steps: Sequence[float], parts: Mapping[str, Sequence[float]], *, unit: str) -> str:
