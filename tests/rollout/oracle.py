@@ -70,13 +70,13 @@ def push(llm, directory: str, version: int, format: str) -> None:
 
 def run(job: Job) -> None:
     from vllm import LLM
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     import rollout.worker  # noqa: F401  the quirks are installed by it
     from rollout import vllm_quirks
     from rollout.engine_config import quantization_config
     from rollout.transports.base import ShmChannel
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-    from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     kept = (cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm, getattr(vllm_quirks, job.without_quirk, None))
     if job.onednn:
@@ -102,9 +102,7 @@ def run(job: Job) -> None:
     if fresh:
         job.answers.append(answer(llm))
     else:
-        llm.init_weight_transfer_engine(
-            WeightTransferInitRequest(init_info={"channel": pickle.dumps(ShmChannel())})
-        )
+        llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"channel": pickle.dumps(ShmChannel())}))
         for version, directory in enumerate(job.directories):
             push(llm, directory, version, job.format)
             job.answers.append(answer(llm) | {"kernels": llm.collective_rpc("kernel_classes")[0]})

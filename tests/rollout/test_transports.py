@@ -1,0 +1,252 @@
+"""Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rollout.receiver import assemble
+from rollout.transports import shm
+from rollout.transports.base import GlooChannel
+from rollout.transports.gloo import GlooInbox, GlooSender, open_store
+from rollout.transports.prefetch import Prefetch
+from rollout.transports.shm import ShmInbox, ShmSender, verify_segments
+from rollout.wire import Bucket
+from tests.rollout.packing import Publish, pack
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed.weight": torch.randn(100, 16).bfloat16(),
+        "layers.0.q_proj.weight": torch.randint(-127, 128, (64, 16), dtype=torch.int8),
+        "layers.0.q_proj.weight_scale": torch.rand(64, 1),
+        "layers.0.o_proj.weight": torch.randint(-127, 128, (16, 64), dtype=torch.int8),
+        "layers.0.norm.weight": torch.randn(16).bfloat16(),
+    }
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# -- shared memory -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage():
+    senders = [ShmSender(run_id="transporttest", rank=rank) for rank in range(2)]
+
+    def send(publish: Publish) -> dict[int, str]:
+        return {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
+
+    yield send
+    for sender in senders:
+        sender.abandon()
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1000, 1 << 20])
+def test_shared_memory_brings_every_tensor_back_from_pieces_of_two_ranks(stage, bucket_bytes):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
+    segments = stage(publish)
+    verify_segments(publish.manifest, segments)
+    assert equal(dict(assemble(publish.manifest, ShmInbox(publish.manifest, segments))), tensors())
+
+
+def test_a_tensor_in_one_piece_is_not_copied(stage):
+    publish = pack(tensors(), 7, "int8")
+    inbox = ShmInbox(publish.manifest, stage(publish) | {})
+    start = torch.frombuffer(inbox.take(publish.manifest.buckets[0]), dtype=torch.uint8).data_ptr()
+    _, first = next(assemble(publish.manifest, inbox))
+    assert first.data_ptr() == start
+
+
+def test_a_segment_appears_whole_or_not_at_all():
+    sender = ShmSender(run_id="transporttest", rank=0)
+    publish = pack(tensors(), 7, "int8")
+    sender.open(publish.manifest.weight_version, publish.manifest.buckets)
+    path = shm.segment_path(run_id="transporttest", pid=os.getpid(), weight_version=7, rank=0)
+    assert not path.exists()
+    assert sender.finish() == str(path)
+    assert path.exists()
+    sender.abandon()
+    assert not path.exists()
+
+
+def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
+    publish = pack(tensors(), 7, "int8")
+    sender = ShmSender(run_id="transporttest", rank=5)
+    inbox = ShmInbox(publish.manifest, {0: publish.send(sender)})
+    sender.abandon()
+    assert equal(dict(assemble(publish.manifest, inbox)), tensors())
+
+
+def test_a_corrupt_bucket_of_a_segment_is_named(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
+    segments = stage(publish)
+    offsets, _ = shm.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
+    index = max(offsets)
+    with open(segments[1], "r+b") as file:
+        file.seek(offsets[index])
+        byte = file.read(1)
+        file.seek(offsets[index])
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
+        verify_segments(publish.manifest, segments)
+
+
+def test_a_missing_segment_names_its_rank(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2)
+    segments = stage(publish)
+    with pytest.raises(RuntimeError, match="trainer rank 1"):
+        verify_segments(publish.manifest, {0: segments[0]})
+    with pytest.raises(RuntimeError, match="trainer rank 1"):
+        verify_segments(publish.manifest, {0: segments[0], 1: segments[1] + "x"})
+
+
+def test_a_truncated_segment_is_refused(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2)
+    segments = stage(publish)
+    os.truncate(segments[0], 10)
+    with pytest.raises(RuntimeError, match="has 10 bytes"):
+        verify_segments(publish.manifest, segments)
+
+
+def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
+    before = set(shm.SHM.iterdir())
+    size = 1 << 50
+    with pytest.raises((RuntimeError, OSError)) as error:
+        shm._reserve(shm.SHM / ".mrl-transporttest-1-w0-r0.part", size)
+    assert "room" in str(error.value) or error.value.errno
+    assert not [path for path in set(shm.SHM.iterdir()) - before if "transporttest" in path.name]
+
+
+def test_sweep_takes_segments_of_dead_processes_and_of_the_named_run_only():
+    dead = shm.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
+    part = dead.with_name(f".{dead.name}.part")
+    alive = shm.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
+    other = shm.SHM / "sweeptest-something-else"
+    for path in (dead, part, alive, other):
+        path.write_bytes(b"x")
+    try:
+        removed = shm.sweep()
+        assert {dead, part} <= set(removed)
+        assert alive.exists() and other.exists()
+        assert alive in shm.sweep("sweeptest-2")
+        assert other.exists()
+    finally:
+        for path in (dead, part, alive, other):
+            path.unlink(missing_ok=True)
+
+
+# -- gloo ----------------------------------------------------------------------------------------------
+
+
+def in_threads(*jobs: Callable[[], object]) -> list[object]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(60) for future in [pool.submit(job) for job in jobs]]
+
+
+def connect(num_engine_ranks: int, timeout_s: float) -> tuple[list[GlooSender], list[GlooInbox], object]:
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    channel = GlooChannel(
+        host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
+    )
+    senders = [GlooSender(rank=rank, timeout_s=timeout_s) for rank in (4, 6)]
+    found = in_threads(
+        *(lambda s=sender: s.attach(0, channel) for sender in senders),
+        *(lambda r=rank: GlooInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
+    )
+    return senders, found[2:], store
+
+
+def publish_of_ranks_4_and_6(version: int, bucket_bytes: int = 1000) -> Publish:
+    import dataclasses
+
+    publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
+    buckets = tuple(dataclasses.replace(b, source_rank=(4, 6)[b.source_rank]) for b in publish.manifest.buckets)
+    return Publish(dataclasses.replace(publish.manifest, buckets=buckets), publish.payloads)
+
+
+def receive(inbox: GlooInbox, publish: Publish, timeout_s: float = 20) -> dict[str, torch.Tensor]:
+    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
+    return dict(assemble(publish.manifest, Prefetch(inbox, publish.manifest.buckets)))
+
+
+def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
+    senders, inboxes, _store = connect(2, 20)
+    for version in (0, 1):
+        publish = publish_of_ranks_4_and_6(version)
+        found = in_threads(
+            lambda p=publish: p.send(senders[0], 4),
+            lambda p=publish: p.send(senders[1], 6),
+            *(lambda i=inbox, p=publish: receive(i, p) for inbox in inboxes),
+        )
+        assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
+
+
+def test_gloo_does_not_touch_the_default_group():
+    connect(1, 20)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_trainer_rank_that_sends_nothing_is_named():
+    senders, (inbox,), _store = connect(1, 20)
+    publish = publish_of_ranks_4_and_6(0)
+    first_of_6 = next(bucket.index for bucket in publish.manifest.buckets if bucket.source_rank == 6)
+    sender = threading.Thread(target=lambda: publish.send(senders[0], 4, only=first_of_6))
+    sender.start()
+    with pytest.raises(RuntimeError, match=r"engine rank 0 waited in vain .* trainer rank 6 to send bucket"):
+        receive(inbox, publish, timeout_s=2)
+    sender.join()
+
+
+def test_an_engine_that_takes_nothing_is_named_and_left():
+    senders, _inboxes, _store = connect(1, 1)
+    publish = publish_of_ranks_4_and_6(0)
+    with pytest.raises(RuntimeError, match=r"trainer rank 4 waited in vain .* engine 0 rank 0 to take bucket 0"):
+        publish.send(senders[0], 4)
+    publish.send(senders[0], 4)  # nobody is attached any more
+
+
+def test_a_bucket_of_another_version_is_refused():
+    senders, (inbox,), _store = connect(1, 20)
+    sent, expected = publish_of_ranks_4_and_6(3), publish_of_ranks_4_and_6(4)
+    sender = threading.Thread(target=lambda: sent.send(senders[0], 4, only=1))
+    sender.start()
+    with pytest.raises(RuntimeError, match="carries weight version 3, the manifest says 4"):
+        receive(inbox, expected)
+    sender.join()
+
+
+def test_whoever_does_not_join_a_channel_is_named():
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    channel = GlooChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
+    with pytest.raises(RuntimeError, match="trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
+        GlooSender(rank=3, timeout_s=1).attach(0, channel)
+
+
+def test_a_prefetch_takes_no_more_than_its_window_ahead():
+    taken: list[int] = []
+
+    class Source:
+        def take(self, bucket):
+            taken.append(bucket.index)
+            return memoryview(bytearray(1))
+
+    buckets = [Bucket(index=index, source_rank=0, num_bytes=100, pieces=()) for index in range(20)]
+    ahead = Prefetch(Source(), buckets, window=2)
+    ahead.take(buckets[0])
+    ahead.take(buckets[1])
+    # two were used, two wait in the queue, one is in the thread's hand
+    assert taken == list(range(len(taken))) and len(taken) <= 5
+    assert ahead.arrived()
+    ahead.close()
