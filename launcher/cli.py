@@ -89,32 +89,32 @@ def _run(path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
         print(resolved_yaml(config))
         print("\n".join(["# placement", *placement.lines(), "", "# memory (estimate)", *memory.lines()]))
         return 0
-    from launcher import run
+    from launcher.run import run
 
-    run.run(config)
+    run(config)
     return 0
 
 
 def _eval(path: str, overrides: Sequence[str]) -> int:
     config = load(EvalConfig, path, overrides)
     check_eval(config)
-    from launcher import run
+    from launcher.evaluate import evaluate
 
-    run.evaluate(config)
+    evaluate(config)
     return 0
 
 
 def _sft(path: str, overrides: Sequence[str]) -> int:
     config = load(SftConfig, path, overrides)
     check_sft(config, node_resources())
-    from launcher import run
+    from launcher.sft import sft
 
-    run.sft(config)
+    sft(config)
     return 0
 
 
 def _export(config: ExportConfig) -> int:
-    from launcher import run
+    from launcher.export import export
 
-    run.export(config)
+    export(config)
     return 0

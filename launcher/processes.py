@@ -28,6 +28,9 @@ from rollout.types import EngineSlot
 START_TIMEOUT_S = 600.0
 """A process that has not come up by then will not."""
 
+CLOSE_TIMEOUT_S = 15.0
+"""How long an engine or a scorer may take to end its children."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
@@ -36,6 +39,8 @@ class Processes:
     environment: ProcessEnv
     log_dir: Path | None
     """Folder of `ROLE-RANK.log` files; None leaves output to Ray."""
+    num_gpus_per_engine_rank: float
+    """What an engine without a trainer beside it takes of a device; 0 on CPU."""
     started: list[ray.actor.ActorHandle] = field(default_factory=list)
     trainers: list[TrainerGroup] = field(default_factory=list)
 
@@ -51,13 +56,12 @@ class Processes:
         self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]
     ) -> tuple[list[ray.actor.ActorHandle], list[ray.ObjectRef]]:
         """Start engine processes; wait for them with `finish_engines`."""
+        actor_class: ray.actor.ActorClass = EngineActor
         engines = []
         for spec, slot in zip(specs, slots, strict=True):
-            variables = self._variables(
-                self.environment.engine(threads=slot.cpu_cores), f"engine-{slot.engine_id}"
-            )
+            variables = self._variables(self.environment.engine(threads=slot.cpu_cores), f"engine-{slot.engine_id}")
             engines.append(
-                EngineActor.options(
+                actor_class.options(
                     num_cpus=1, num_gpus=slot.num_gpus * slot.num_ranks, runtime_env={"env_vars": variables}
                 ).remote(spec)
             )
@@ -75,16 +79,24 @@ class Processes:
         return trainer
 
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        """End some actors now."""
+        """End engines and scorers, and what they have started themselves."""
+        closing = [actor.close.remote() for actor in actors]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
             self.started.remove(actor)
 
+    def end_trainer(self, trainer: TrainerGroup) -> None:
+        """End all ranks of a trainer."""
+        trainer.kill()
+        self.trainers.remove(trainer)
+
     def close(self) -> None:
         """End everything."""
-        for trainer in self.trainers:
-            trainer.kill()
-        self.end(list(self.started))
+        for trainer in list(self.trainers):
+            self.end_trainer(trainer)
+        if self.started:
+            self.end(list(self.started))
 
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
@@ -122,7 +134,11 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
         logging_level="ERROR",
         namespace="megatron_rl",
     )
-    running = Processes(environment=ProcessEnv(single_node=local), log_dir=log_dir)
+    running = Processes(
+        environment=ProcessEnv(single_node=local),
+        log_dir=log_dir,
+        num_gpus_per_engine_rank=1.0 if ray.cluster_resources().get("GPU") else 0.0,
+    )
     try:
         yield running
     finally:

@@ -12,8 +12,6 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.planner import Planner
-
 from megatron_rl.batching import TrainBatch, build_batch
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.phases import Phases
@@ -24,6 +22,7 @@ from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.publisher import Publisher
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
+from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.seeds import derive_seed
 from rollout.types import PromptId, ScoredGroup

@@ -21,13 +21,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.batching import TrainBatch
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.correction import correction_weights, kept_tokens, normalization_sums, normalize
+from megatron_rl.correction import PackedLogprobs, correction_weights, final_weights, normalization_sums
 from megatron_rl.gradients import gradients_are_finite
 from megatron_rl.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
 from megatron_rl.logprobs import TokenScores
-from megatron_rl.loss import LossInputs, LossOutput, LossSettings, coefficients, load_loss
+from megatron_rl.loss import LossInputs, LossOutput, LossSettings, coefficients, load_loss, sft_loss
 from megatron_rl.mismatch import MismatchSums
-from megatron_rl.pipeline import run_schedule
+from megatron_rl.packed_batch import PackedBatch
+from megatron_rl.pipeline import OnScores, run_schedule
 from megatron_rl.results import StepResult
 
 
@@ -44,6 +45,13 @@ class _Tally:
     def add(self, metrics: dict[str, torch.Tensor]) -> None:
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def count(self, grad_norm: float | None) -> None:
+        if grad_norm is None:
+            self.skipped += 1
+        else:
+            self.updates += 1
+            self.grad_norms.append(grad_norm)
 
 
 class Learner:
@@ -108,26 +116,30 @@ class Learner:
         self, mini_batches: Sequence[LoadedMiniBatch], old: Sequence[list[torch.Tensor]], tally: _Tally
     ) -> list[list[torch.Tensor]]:
         """Correction weights of the whole step, [R] each, and its mismatch; empty lists before the last stage."""
-        config = self._algorithm.correction
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        weights: list[list[torch.Tensor]] = []
-        for mini, old_logprobs in zip(mini_batches, old, strict=True):
-            weights.append([])
-            for micro, of_micro in zip(mini.micro_batches, old_logprobs, strict=self._is_last):
-                raw = self._micro_weights(micro, of_micro, tally)
-                sums += normalization_sums(raw, micro.lengths, config=config)
-                weights[-1].append(raw)
-        if not config.batch_normalize:
-            return weights
-        if self._is_last:
-            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        return [[normalize(of_micro, sums) for of_micro in of_mini] for of_mini in weights]
+        if not self._is_last:
+            return [[] for _ in mini_batches]
+        pairs = [
+            [micro.against(_real(micro, logprobs)) for micro, logprobs in zip(mini.micro_batches, of_mini, strict=True)]
+            for mini, of_mini in zip(mini_batches, old, strict=True)
+        ]
+        sums = self._normalization([pair for of_mini in pairs for pair in of_mini])
+        return [[self._micro_weights(pair, tally, sums) for pair in of_mini] for of_mini in pairs]
 
-    def _micro_weights(self, micro: LoadedMicroBatch, old_logprobs: torch.Tensor, tally: _Tally) -> torch.Tensor:
+    def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
+        """Sum and count of the step's weights over data-parallel ranks, where the algorithm normalises by them."""
         config = self._algorithm.correction
-        pair = micro.against(_real(micro, old_logprobs))
+        if not config.batch_normalize:
+            return None
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for pair in pairs:
+            sums += normalization_sums(correction_weights(pair, config=config), pair.lengths, config=config)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        return sums
+
+    def _micro_weights(self, pair: PackedLogprobs, tally: _Tally, sums: torch.Tensor | None) -> torch.Tensor:
+        config = self._algorithm.correction
         tally.mismatch = tally.mismatch.merge(MismatchSums.of(pair, config=config))
-        return correction_weights(pair, config=config) * kept_tokens(pair, config=config)
+        return final_weights(pair, config=config, sums=sums)
 
     def _update(
         self,
@@ -142,18 +154,17 @@ class Learner:
             micro = mini.micro_batches[number]
             logprobs = _real(micro, scores.logprobs)
             old_logprobs = logprobs.detach() if old is None else _real(micro, old[number])
-            micro_weights = self._micro_weights(micro, old_logprobs, tally) if weights is None else weights[number]
+            micro_weights = (
+                self._micro_weights(micro.against(old_logprobs), tally, None) if weights is None else weights[number]
+            )
             output = self._micro_loss(mini, micro, logprobs, _real(micro, scores.entropy), old_logprobs, micro_weights)
             return output.loss, output
 
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         packed = [micro.packed for micro in mini.micro_batches]
-        outputs = run_schedule(self.chunks, packed, loss, temperature=self._temperature, backward=True)
+        outputs, grad_norm = self._optimizer_step(packed, loss, temperature=self._temperature)
         for output in outputs:
             tally.add(output.metrics)
-        self.apply_gradients(tally)
+        tally.count(grad_norm)
 
     def _micro_loss(
         self,
@@ -188,15 +199,34 @@ class Learner:
         )
         return self._loss(inputs, settings)
 
-    def apply_gradients(self, tally: _Tally) -> None:
-        """Clip and step, unless a gradient anywhere is not finite: then the update is skipped and counted."""
+    def imitate(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
+        """One optimizer step on given responses: mean negative log-probability over `num_tokens`, temperature 1."""
+
+        def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
+            share = torch.full_like(scores.logprobs, 0.0 if is_dummy[number] else 1.0 / num_tokens)
+            output = sft_loss(scores.logprobs, coefficients=share)
+            return output.loss, output
+
+        tally = _Tally(MismatchSums.empty(config=self._algorithm.correction))
+        outputs, grad_norm = self._optimizer_step(packed, loss, temperature=1.0)
+        for output in outputs:
+            tally.add(output.metrics)
+        tally.count(grad_norm)
+        return self._result(tally)
+
+    def _optimizer_step(
+        self, packed: Sequence[PackedBatch], loss: OnScores[LossOutput], *, temperature: float
+    ) -> tuple[list[LossOutput], float | None]:
+        """Forward, backward, clip, step. A gradient that is not finite anywhere skips the update: no norm then."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True)
         if not gradients_are_finite(self.chunks):
-            tally.skipped += 1
-            return
+            return outputs, None
         self.schedule.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
-        tally.grad_norms.append(float(grad_norm))
-        tally.updates += 1
+        return outputs, float(grad_norm)
 
     def _result(self, tally: _Tally) -> StepResult:
         attempts = tally.updates + tally.skipped

@@ -8,23 +8,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 
 from megatron_rl import checkpoint, probe
 from megatron_rl.batching import TrainBatch
+from megatron_rl.imitation import ImitationBatch
 from megatron_rl.learner import Learner
 from megatron_rl.loaded_batch import FetchColumns
 from megatron_rl.model import build, layer_names
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.optimizer import build_optimizer, build_schedule, wrap
+from megatron_rl.packed_batch import pack_batch
 from megatron_rl.parallel import Position, device
-from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.names import rank_placements
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
+from rollout.imitation_rows import ImitationRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 
@@ -105,6 +109,19 @@ class Trainer:
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
         """One step of policy learning; complete metrics on the last pipeline stage only."""
         return self._learner.train(batch, fetch)
+
+    def imitate(self, batch: ImitationBatch, rows: ImitationRows) -> StepResult:
+        """One optimizer step of a warm start; complete metrics on the last pipeline stage only."""
+        own = batch.micro_batches[self._position.data]
+        dummy = np.zeros(1, dtype=np.int32)
+        packed = [
+            pack_batch(
+                [(rows.prompts[row], rows.responses[row]) for row in micro] or [(dummy, dummy)],
+                multiple_of=self.row_multiple,
+            ).to(device())
+            for micro in own
+        ]
+        return self._learner.imitate(packed, [not micro for micro in own], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
         """Quantise with fresh scales and hand this rank's buckets to `sender`."""

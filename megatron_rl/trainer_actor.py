@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import ray
 
 from megatron_rl.batching import TrainBatch
+from megatron_rl.imitation import ImitationBatch
 from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer_spec import TrainerSpec
+from rollout.imitation_rows import ImitationRows
+from rollout.process_log import redirect_output
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 
 if TYPE_CHECKING:
@@ -25,11 +28,13 @@ class TrainerActor:
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         from megatron_rl import cpu_shim
 
+        redirect_output()
         cpu_shim.install()
         self._spec = spec
         self._rank = rank
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
+        self._rows: ImitationRows | None = None
 
     def rendezvous(self) -> str:
         """An address on this rank's node where the world can meet; asked of rank 0 only."""
@@ -65,9 +70,24 @@ class TrainerActor:
             raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
         return self._trainer
 
+    def te_names(self) -> bool:
+        """Whether parameters bear Transformer Engine's names (`model.layer_names`)."""
+        from megatron_rl.model import layer_names
+
+        return layer_names() == "te"
+
     def train(self, batch: TrainBatch) -> StepResult:
         """See `Trainer.train`."""
         return self._joined.train(batch, _fetch)
+
+    def load_rows(self, rows: ImitationRows) -> None:
+        """Keep the rows of a warm start."""
+        self._rows = rows
+
+    def imitate(self, batch: ImitationBatch) -> StepResult:
+        """See `Trainer.imitate`; `load_rows` comes first."""
+        assert self._rows is not None, "load_rows comes first"
+        return self._joined.imitate(batch, self._rows)
 
     def open_shm(self) -> None:
         """Publish through shared memory from now on."""

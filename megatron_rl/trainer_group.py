@@ -6,12 +6,12 @@ from typing import TypeVar
 import ray
 
 from megatron_rl.batching import TrainBatch
+from megatron_rl.imitation import ImitationBatch
 from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.slots import TrainerSlot
 from megatron_rl.spmd import SpmdGroup
 from megatron_rl.trainer_actor import TrainerActor
 from megatron_rl.trainer_spec import TrainerSpec
-
 
 Result = TypeVar("Result")
 
@@ -22,10 +22,22 @@ class TrainerGroup:
     def __init__(self, ranks: SpmdGroup) -> None:
         self.ranks = ranks
 
+    def te_names(self) -> bool:
+        """Whether the ranks' parameters bear Transformer Engine's names."""
+        return _results(self.ranks.call("te_names"), bool)[0]
+
     def train(self, batch: TrainBatch) -> StepResult:
         """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
         handle = ray.put(batch)
         return _results(self.ranks.call("train", handle), StepResult)[-1]
+
+    def load_rows(self, rows: ray.ObjectRef) -> None:
+        """Give every rank the rows of a warm start (an `ImitationRows` in the object store)."""
+        self.ranks.call("load_rows", rows)
+
+    def imitate(self, batch: ImitationBatch) -> StepResult:
+        """One optimizer step of a warm start."""
+        return _results(self.ranks.call("imitate", batch), StepResult)[-1]
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""
@@ -57,17 +69,18 @@ class TrainerGroup:
         self.ranks.kill()
 
 
-def start_trainer(spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environment: Mapping[str, str]) -> TrainerGroup:
-    """Start one actor per slot, let them meet, and return when every rank has loaded its weights."""
+def start_trainer(
+    spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environments: Sequence[Mapping[str, str]]
+) -> TrainerGroup:
+    """Start one actor per slot in its own environment; returns when all have met and loaded their weights."""
     remote = ray.remote(TrainerActor)
     actors = [
         remote.options(
-            name=f"{spec.run_id}/trainer-{slot.rank}",
             num_cpus=1,
             num_gpus=slot.num_gpus,
             runtime_env={"env_vars": dict(environment)},
         ).remote(spec, slot.rank)
-        for slot in slots
+        for slot, environment in zip(slots, environments, strict=True)
     ]
     ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
     address = ray.get(actors[0].rendezvous.remote())

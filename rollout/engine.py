@@ -22,8 +22,9 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout import vllm_compat
-from rollout.engine_config import EngineSpec, end_of_sequence_ids, engine_arguments
+from rollout.engine_config import end_of_sequence_ids, engine_arguments
 from rollout.engine_responses import Finished, Response, ResponseLedger, columns, sampling_params
+from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStats, EngineStatus, WeightsRefusedError
 from rollout.engine_trace import Forwards, decode_forwards
 from rollout.model_tensors import check_manifest, expected_tensors

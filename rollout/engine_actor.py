@@ -1,5 +1,7 @@
 """The engine as a Ray actor: the same methods, reachable from other processes.
 
+Importing this module is cheap: vLLM comes with the actor's construction, in its own process.
+
 Invariant: nothing is decided here. A group comes back as two objects, so that the controller fetches
 the summary and keeps only a reference to the tokens.
 """
@@ -8,10 +10,10 @@ from collections.abc import Mapping
 
 import ray
 
-from rollout.engine import Engine
-from rollout.engine_config import EngineSpec
+from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineState, EngineStats
 from rollout.engine_trace import Forwards
+from rollout.process_log import redirect_output
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
 from rollout.wire import WeightManifest
@@ -25,13 +27,16 @@ class EngineActor:
     """One engine in a process of its own."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        redirect_output()
+        from rollout.engine import Engine
+
         self._engine = Engine(spec)
 
     async def start(self) -> None:
         """See `Engine.start`."""
         await self._engine.start()
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """See `Engine.shutdown`."""
         self._engine.shutdown()
 

@@ -11,14 +11,14 @@ what to do instead.
 import dataclasses
 import difflib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from rollout.config import EngineConfig, Format
+from rollout.config import Format
+from rollout.engine_spec import EngineSpec
 
 WORKER = "rollout.worker.Worker"
 BACKEND = "megatron_rl"
@@ -45,27 +45,6 @@ OWNED = {
     "generation_config": "sampling",
 }
 """Arguments of vLLM that we set ourselves, and the field of our configuration to use instead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Everything one engine is made from."""
-
-    engine_id: int
-    run_id: str
-    """Manifests of another run are refused."""
-    config: EngineConfig
-    directory: str
-    """A Hugging Face model directory; only `config.json` (and the end-of-sequence ids) are read."""
-    max_model_len: int
-    """Prompt and response tokens of the longest request."""
-    load_from_directory: bool = False
-    """Load the directory's own weights, in the format they are in, and serve them as version 0."""
-
-    @property
-    def name(self) -> str:
-        """How errors and logs call this engine."""
-        return f"engine {self.engine_id}"
 
 
 class QuantizationGroup(TypedDict):

@@ -37,7 +37,7 @@ def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
     Raises ValueError for a file that is missing, of another kind or empty, and for any row of the wrong shape.
     """
     rows: list[PromptRow] = []
-    for where, values in _raw_rows(path):
+    for where, values in raw_rows(path):
         rows.append(_row(values, where=where))
         if len(rows) == limit:
             break
@@ -46,7 +46,8 @@ def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
     return rows
 
 
-def _raw_rows(path: str) -> Iterator[tuple[str, object]]:
+def raw_rows(path: str) -> Iterator[tuple[str, object]]:
+    """(file and line, row) of a jsonl or parquet file; ValueError for a missing or unreadable one."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{path}: no such file")
@@ -92,14 +93,15 @@ def _row(values: object, *, where: str) -> PromptRow:
         raise ValueError(f"{where}: `data_source` {_brief(source)} must be text")
     return PromptRow(
         where=where,
-        prompt=_prompt(values, where=where),
+        prompt=prompt_of(values, where=where),
         data_source=source or "",
         ground_truth=_ground_truth(values, where=where),
         extra_info_json=json.dumps(values.get("extra_info"), default=str, ensure_ascii=False),
     )
 
 
-def _prompt(values: Mapping[str, object], *, where: str) -> str | tuple[ChatMessage, ...]:
+def prompt_of(values: Mapping[str, object], *, where: str) -> str | tuple[ChatMessage, ...]:
+    """The `prompt` column of a row; ValueError when it is neither text nor chat messages."""
     prompt = values.get("prompt")
     if isinstance(prompt, str) and prompt.strip():
         return prompt

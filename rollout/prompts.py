@@ -69,21 +69,26 @@ def load_prompts(
 
 
 def _tokenise(rows: list[PromptRow], tokenizer: Tokenizer) -> list[TokenIds]:
-    ids = tokenizer.encode([_text(row, tokenizer) for row in rows], add_special_tokens=not tokenizer.has_chat_template)
+    texts = [render(row.prompt, tokenizer, where=row.where) for row in rows]
+    ids = tokenizer.encode(texts, add_special_tokens=not tokenizer.has_chat_template)
     for row, token_ids in zip(rows, ids, strict=True):
         if not len(token_ids):
             raise ValueError(f"{row.where}: the prompt has no tokens")
     return ids
 
 
-def _text(row: PromptRow, tokenizer: Tokenizer) -> str:
-    if isinstance(row.prompt, str) and not tokenizer.has_chat_template:
-        return row.prompt
-    messages = [ChatMessage(role="user", content=row.prompt)] if isinstance(row.prompt, str) else list(row.prompt)
+def render(prompt: str | tuple[ChatMessage, ...], tokenizer: Tokenizer, *, where: str) -> str:
+    """A row's prompt as the model sees it; plain text is a user's message where there is a chat template.
+
+    Raises ValueError, naming `where`, when the chat template is missing or refuses.
+    """
+    if isinstance(prompt, str) and not tokenizer.has_chat_template:
+        return prompt
+    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
     try:
         return tokenizer.render(messages)
     except ValueError as error:
-        raise ValueError(f"{row.where}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _prompt(row: PromptRow, token_ids: TokenIds, *, prompt_id: PromptId, name: str) -> Prompt:

@@ -12,18 +12,22 @@ that does not fit) raises instead.
 import importlib
 import logging
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 import ray
 from pebble import ProcessExpired, ProcessPool
 
 from rollout.config import RewardConfig
+from rollout.process_log import redirect_output
 from rollout.prompts import LoadedPrompts, Overlong, load_prompts
 from rollout.reward_call import RewardOutcome, RewardRequest, call_reward, load_reward
+from rollout.samples import SampleRow, group_traces, replace_traces, sample_rows, write_rows
 from rollout.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
-from rollout.types import GroupColumns, PromptGroup, Score, ScoreStatus
+from rollout.types import GroupColumns, PromptGroup, Score, ScoredGroup, ScoreStatus
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 500
@@ -45,6 +49,7 @@ class Scorer:
 
         Raises ValueError when there is no tokenizer, it does not fit the model, or the reward function's path is bad.
         """
+        redirect_output()
         facts = self._loaded().facts()
         check_fits_model(facts, self._directory)
         self._started()
@@ -75,6 +80,22 @@ class Scorer:
             for text in texts
         ]
         return tuple(self._score(group, text, call) for text, call in zip(texts, calls, strict=True))
+
+    def write_samples(
+        self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
+    ) -> list[SampleRow]:
+        """Write a step's samples, and its traces unless their path is empty; returns the first few rows."""
+        columns: list[GroupColumns] = ray.get([group.columns for group in groups])
+        rows = [
+            row
+            for group, of_group in zip(groups, columns, strict=True)
+            for row in sample_rows(group, of_group, self._loaded())
+        ]
+        write_rows(Path(samples_path), rows)
+        if traces_path:
+            pairs = zip(groups, columns, strict=True)
+            replace_traces(Path(traces_path), [trace for pair in pairs for trace in group_traces(*pair)])
+        return rows[:num_returned]
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -119,7 +140,7 @@ class Scorer:
             raise TypeError(outcome.misuse)
         if outcome.error:
             return self._failed(group, text, ScoreStatus.ERROR, outcome.error)
-        return Score(reward=outcome.reward, status=ScoreStatus.OK, response_text=text, details=outcome.details)
+        return Score(reward=outcome.reward, status=ScoreStatus.OK, details=outcome.details)
 
     def _failed(self, group: PromptGroup, text: str, status: ScoreStatus, error: str) -> Score:
         line = " ".join(error.split())
@@ -128,7 +149,7 @@ class Scorer:
             self._shown.add(status)
             sample = f"; ground truth {group.prompt.ground_truth!r}, response {text[:_SHOWN_CHARACTERS]!r}"
         _LOG.warning("scoring of a response to %s: %s: %s%s", group.prompt.prompt_id, status.value, line, sample)
-        return Score(reward=self._config.failure_score, status=status, response_text=text, error=line)
+        return Score(reward=self._config.failure_score, status=status, error=line)
 
 
 ScorerActor = ray.remote(Scorer)

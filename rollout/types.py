@@ -167,7 +167,6 @@ class Score:
 
     reward: float
     status: ScoreStatus
-    response_text: str
     details: tuple[tuple[str, float], ...] = ()
     """Further numbers that the reward function returned beside `score`, by name."""
     error: str = ""

@@ -1,0 +1,78 @@
+"""Evaluates Hugging Face directories in BF16 engines that load them by vLLM's own loader.
+
+Used at the ends of a run, for the figures that are not coloured by 8-bit weights, and by
+`megatron-rl eval`.
+"""
+
+from collections.abc import Mapping
+
+from launcher.config import EvalConfig, RunConfig
+from launcher.processes import Processes, finish_engines
+from launcher.progress import RunProgress
+from launcher.prompt_loading import load_evaluation_prompts
+from rollout.engine_spec import EngineSpec
+from rollout.evaluation import EvaluationRow
+from rollout.evaluator import Evaluator
+from rollout.pool import EnginePool
+from rollout.types import EngineSlot
+
+
+def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
+    """A run's evaluation as a configuration of its own."""
+    return EvalConfig(
+        model=model,
+        sets=config.evaluation.sets,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        engine=config.engine.model_copy(update={"format": "bf16"}),
+        reward=config.reward,
+        seed=config.seed,
+        cluster=config.cluster,
+    )
+
+
+def evaluate_directories(
+    config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress
+) -> list[EvaluationRow]:
+    """Evaluate one directory after another; `models` maps the finished steps of its weights to the directory."""
+    rows: list[EvaluationRow] = []
+    for step, model in models.items():
+        found = evaluate_directory(evaluation_of(config, model), running, progress, step=step)
+        progress.evaluation(found)
+        rows += found
+    return rows
+
+
+def evaluate_directory(
+    config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
+) -> list[EvaluationRow]:
+    """Start BF16 engines on one directory, sample and score every set, end them."""
+    slots = [
+        EngineSlot(
+            engine_id=number,
+            num_ranks=config.engine.tensor_parallel,
+            cpu_cores=config.engine.cpu_cores,
+            num_gpus=running.num_gpus_per_engine_rank,
+        )
+        for number in range(config.engine.num_engines)
+    ]
+    longest = max(evaluation_set.max_response_tokens for evaluation_set in config.sets.values())
+    specs = [
+        EngineSpec(
+            engine_id=slot.engine_id,
+            run_id="evaluation",
+            config=config.engine,
+            directory=config.model,
+            max_model_len=config.max_prompt_tokens + longest,
+            load_from_directory=True,
+        )
+        for slot in slots
+    ]
+    engines, starting = running.begin_engines(specs, slots)
+    scorer, _ = running.start_scorer(config.model, config.reward)
+    prompts = load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
+    finish_engines(starting)
+    pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
+    evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
+    rows = evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
+    running.end([*engines, scorer])
+    return rows

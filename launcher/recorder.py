@@ -1,0 +1,106 @@
+"""Writes a run down as it goes: the one place where the loop meets the run directory, wandb and the console.
+
+A step's row goes to `metrics.jsonl` first, then to wandb, then to the console; its samples are written
+by the scorer's process (the controller holds no text) while the next step runs, and are waited for
+before the next step's samples and before a checkpoint.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from launcher.durable import replace_text
+from launcher.progress import RunProgress
+from launcher.run_directory import RunDirectory
+from launcher.tracking import Tracker
+from megatron_rl.trainer_group import TrainerGroup
+from rollout.evaluation import EvaluationRow
+from rollout.planner import Planner
+from rollout.types import ScoredGroup
+
+STATE = "state.json"
+"""The controller's part of a checkpoint."""
+
+
+class RunRecorder:
+    """Satisfies `megatron_rl.controller.Recorder`."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        tracker: Tracker,
+        progress: RunProgress,
+        *,
+        scorer: ray.actor.ActorHandle,
+        engines: Sequence[ray.actor.ActorHandle],
+        table_rows: int,
+        record_traces: bool,
+        keep_last: int,
+    ) -> None:
+        """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay."""
+        self._directory = directory
+        self._tracker = tracker
+        self._progress = progress
+        self._scorer = scorer
+        self._engines = tuple(engines)
+        self._table_rows = table_rows
+        self._record_traces = record_traces
+        self._keep_last = keep_last
+        self._pending: ray.ObjectRef | None = None
+        self._unlogged: tuple[int, dict[str, float]] | None = None
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """Move the bar."""
+        self._progress.phase(phase, done, total)
+
+    def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
+        """Keep a step's metrics, samples, traces and forwards."""
+        self._directory.append_metrics(step, metrics)
+        self._progress.step(step, metrics)
+        self.flush()
+        self._pending = self._scorer.write_samples.remote(
+            groups,
+            samples_path=str(self._directory.path / "samples" / f"step-{step}.jsonl"),
+            traces_path=str(self._directory.path / "traces" / f"step-{step}.jsonl") if self._record_traces else "",
+            num_returned=self._table_rows,
+        )
+        self._unlogged = (step, metrics)
+        self._keep_forwards()
+
+    def _keep_forwards(self) -> None:
+        """Append every engine's forwards since the last step (`rollout.engine_trace.FORWARD`) to `traces/`."""
+        drained = ray.get([engine.drain_trace.remote() for engine in self._engines])
+        for number, forwards in enumerate(drained):
+            with (self._directory.path / "traces" / f"engine-{number}.forwards").open("ab") as file:
+                file.write(forwards.tobytes())
+
+    def flush(self) -> None:
+        """Wait for the samples that are being written, and log their step."""
+        if self._pending is None or self._unlogged is None:
+            return
+        rows: list[dict[str, object]] = ray.get(self._pending)
+        step, metrics = self._unlogged
+        self._tracker.log_step(step, metrics, rows)
+        self._pending = self._unlogged = None
+
+    def on_evaluation(self, rows: list[EvaluationRow]) -> None:
+        """Keep an evaluation."""
+        self._directory.append_evaluation([row.as_row() for row in rows])
+        self._progress.evaluation(rows)
+
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+        """Write a checkpoint and make it the newest."""
+        self.flush()
+        folder = self._directory.begin_checkpoint(finished_steps)
+        trainer.save(str(folder / "trainer"))
+        state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
+        replace_text(folder / STATE, json.dumps(state) + "\n")
+        self._directory.finish_checkpoint(finished_steps, self._keep_last)
+
+
+def read_state(checkpoint: Path) -> dict[str, object]:
+    """The controller's part of a checkpoint: `finished_steps` and `prompt_order`."""
+    state: dict[str, object] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state

@@ -1,0 +1,256 @@
+"""`megatron-rl run`: puts a run together, runs it, evaluates its first and last weights, writes the report.
+
+Everything is built here and nowhere else; each object gets the values it needs, none gets the whole
+configuration. A run directory that holds a checkpoint is resumed from it.
+"""
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from launcher import placement
+from launcher.bf16_evaluation import evaluate_directories
+from launcher.config import RunConfig
+from launcher.environment import describe, node_resources
+from launcher.loading import resolved_yaml
+from launcher.processes import Processes, finish_engines, processes
+from launcher.progress import RunProgress
+from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
+from launcher.recorder import RunRecorder, read_state
+from launcher.report import write_report
+from launcher.run_directory import RunDirectory
+from launcher.tracking import Tracker
+from megatron_rl.controller import Controller, LoopSettings
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.phases import Phases
+from megatron_rl.trainer_group import TrainerGroup
+from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.weights.publisher import Publisher
+from megatron_rl.weights.reshard import plan_reshard
+from rollout.engine_spec import EngineSpec
+from rollout.evaluation import EvaluationRow
+from rollout.evaluator import Evaluator
+from rollout.planner import Planner
+from rollout.pool import EnginePool
+from rollout.prompt_order import OrderState
+from rollout.transports.base import ShmChannel
+from rollout.types import Prompt, SamplingSpec
+
+EXPORT = "policy"
+"""Folder of the run directory with the last weights as a Hugging Face directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resume:
+    """Where a run starts: at 0, or behind its newest checkpoint."""
+
+    first_step: int = 0
+    trainer: str = ""
+    """Folder of the trainer's checkpoint."""
+    order: OrderState | None = None
+
+
+def run(config: RunConfig) -> None:
+    """Run `config` to its end; see `docs/configuration.md` for what the run directory holds afterwards."""
+    with RunDirectory(config.run_dir) as directory:
+        resume = _resume(directory, config)
+        directory.write_config(resolved_yaml(config))
+        directory.write_environment(describe())
+        progress = RunProgress(config.num_steps)
+        if resume.first_step:
+            progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
+        slots = placement.plan(config, node_resources())
+        log_dir = directory.path / "logs"
+        with processes(config.cluster, num_actors=slots.num_actors, log_dir=log_dir) as running:
+            if resume.first_step < config.num_steps:
+                _train(config, directory, progress, running, slots, resume)
+            if config.evaluation.sets and config.evaluation.bf16_before_after:
+                _evaluate_ends(config, directory, progress, running)
+        rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
+        if rows:
+            progress.table(rows)
+        write_report(directory.path)
+        progress.say(f"report: {directory.path / 'report.html'}")
+
+
+def _resume(directory: RunDirectory, config: RunConfig) -> _Resume:
+    newest = directory.latest_checkpoint()
+    if newest is None:
+        directory.resume_at(0)
+        return _Resume()
+    step, folder = newest
+    directory.resume_at(step)
+    order = read_state(folder)["prompt_order"]
+    assert isinstance(order, dict)
+    return _Resume(first_step=step, trainer=str(folder / "trainer"), order=OrderState.from_json(order))
+
+
+def _train(
+    config: RunConfig,
+    directory: RunDirectory,
+    progress: RunProgress,
+    running: Processes,
+    slots: placement.Placement,
+    resume: _Resume,
+) -> None:
+    run_id = secrets.token_hex(4)
+    engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
+    scorer, _ = running.start_scorer(config.model, config.reward)
+    training = load_training_prompts(scorer, config.data)
+    evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+    for line in training.lines():
+        progress.say(line)
+    trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
+    if resume.trainer:
+        trainer.load(resume.trainer)
+    finish_engines(starting)
+    _say_kernels(engines, progress)
+    trainer.ranks.call("open_shm")
+    ray.get([engine.init_transport.remote(ShmChannel()) for engine in engines])
+    planner = Planner(
+        training_order(training, config.data, seed=config.seed, state=resume.order),
+        training.by_id(),
+        prompts_per_step=config.algorithm.prompts_per_step,
+        group_size=config.algorithm.group_size,
+        sampling=_sampling(config),
+        seed=config.seed,
+    )
+    tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
+    recorder = RunRecorder(
+        directory,
+        tracker,
+        progress,
+        scorer=scorer,
+        engines=engines,
+        table_rows=config.wandb.sample_rows,
+        record_traces=config.history.record_traces,
+        keep_last=config.checkpoint.keep_last,
+    )
+    controller = Controller(
+        planner=planner,
+        pool=EnginePool(
+            engines, [scorer], slots_per_engine=config.engine.max_num_seqs, whole_step=config.deterministic
+        ),
+        trainer=trainer,
+        publisher=_publisher(config, trainer, engines, run_id),
+        phases=Phases(directory.record_span),
+        evaluator=_evaluator(config, evaluation),
+        recorder=recorder,
+        algorithm=config.algorithm,
+        settings=_loop_settings(config),
+        first_step=resume.first_step,
+    )
+    try:
+        controller.run()
+        recorder.flush()
+    finally:
+        progress.close()
+        tracker.finish()
+    trainer.export(str(_fresh_export(directory.path)))
+    running.end_trainer(trainer)
+    running.end([*engines, scorer])
+
+
+def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
+    longest = max(
+        [config.sampling.max_response_tokens, *(s.max_response_tokens for s in config.evaluation.sets.values())]
+    )
+    return [
+        EngineSpec(
+            engine_id=number,
+            run_id=run_id,
+            config=config.engine,
+            directory=config.model,
+            max_model_len=config.data.max_prompt_tokens + longest,
+        )
+        for number in range(config.engine.num_engines)
+    ]
+
+
+def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
+    """What the trainer ranks of a run are built from."""
+    updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
+    return TrainerSpec(
+        model=config.model,
+        run_id=run_id,
+        config=config.trainer,
+        algorithm=config.algorithm,
+        publish=config.publish,
+        format=config.engine.format,
+        temperature=config.sampling.temperature,
+        total_updates=updates,
+        seed=config.seed,
+    )
+
+
+def _sampling(config: RunConfig) -> SamplingSpec:
+    return SamplingSpec(
+        temperature=config.sampling.temperature,
+        max_response_tokens=config.sampling.max_response_tokens,
+        stop_token_ids=config.sampling.stop_token_ids,
+    )
+
+
+def _publisher(
+    config: RunConfig, trainer: TrainerGroup, engines: Sequence[ray.actor.ActorHandle], run_id: str
+) -> Publisher:
+    spec = read_model_spec(Path(config.model))
+    return Publisher(
+        trainer,
+        engines,
+        plan=plan_reshard(
+            spec,
+            config.trainer.parallel,
+            format=config.engine.format,
+            bucket_bytes=config.publish.bucket_bytes,
+            te_names=trainer.te_names(),
+        ),
+        run_id=run_id,
+        vocab_size=spec.vocab_size,
+        probe_length=config.publish.probe_tokens,
+        max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
+        timeout_s=config.publish.timeout_s,
+    )
+
+
+def _evaluator(config: RunConfig, prompts: dict[str, tuple[Prompt, ...]]) -> Evaluator:
+    return Evaluator(config.evaluation.sets, prompts, format=config.engine.format, seed=config.seed)
+
+
+def _loop_settings(config: RunConfig) -> LoopSettings:
+    return LoopSettings(
+        num_steps=config.num_steps,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpoint.every,
+        max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
+        data_parallel=config.trainer.parallel.data,
+        seed=config.seed,
+    )
+
+
+def _say_kernels(engines: Sequence[ray.actor.ActorHandle], progress: RunProgress) -> None:
+    """Say which kernels multiply, so that INT8 is seen to be INT8."""
+    for number, kernels in enumerate(ray.get([engine.kernel_classes.remote() for engine in engines])):
+        counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
+        progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
+
+
+def _fresh_export(run_dir: Path) -> Path:
+    """Where the last weights go; an earlier export of this run makes room."""
+    target = run_dir / EXPORT
+    if target.exists():
+        os.replace(target, run_dir / f"{EXPORT}.{secrets.token_hex(4)}.old")
+    return target
+
+
+def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:
+    """Evaluate the weights of before the first and after the last step in BF16 engines, once."""
+    have = {(row["format"], row["step"]) for row in directory.evaluation()}
+    wanted = {0: config.model, config.num_steps: str(directory.path / EXPORT)}
+    missing = {step: model for step, model in wanted.items() if ("bf16", step) not in have}
+    rows = evaluate_directories(config, missing, running, progress)
+    directory.append_evaluation([row.as_row() for row in rows])

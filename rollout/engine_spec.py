@@ -1,0 +1,26 @@
+"""What one engine is made from. Pure: the controller makes it without vLLM."""
+
+from dataclasses import dataclass
+
+from rollout.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Everything one engine is made from."""
+
+    engine_id: int
+    run_id: str
+    """Manifests of another run are refused."""
+    config: EngineConfig
+    directory: str
+    """A Hugging Face model directory; only `config.json` (and the end-of-sequence ids) are read."""
+    max_model_len: int
+    """Prompt and response tokens of the longest request."""
+    load_from_directory: bool = False
+    """Load the directory's own weights, in the format they are in, and serve them as version 0."""
+
+    @property
+    def name(self) -> str:
+        """How errors and logs call this engine."""
+        return f"engine {self.engine_id}"
