@@ -1,15 +1,15 @@
-"""Refuses what cannot run, before any process starts: impossible combinations of keys, missing files, a model that
-cannot be cut that way, memory that is not there.
+"""Refuses what cannot run, before any process starts: impossible combinations of keys, missing files and bad rows,
+a model that cannot be cut that way, memory that is not there.
 
 Every problem found is listed in one `ConfigError`; what depends on a file that is missing is not judged. Nothing here
 imports torch.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.combinations import dotted_paths, evaluation_sets, run_combinations
 from launcher.config import EvalConfig, RunConfig, SftConfig
+from launcher.data_checks import imitation_file, prompt_file
 from launcher.environment import NodeResources
 from launcher.errors import ConfigError
 from launcher.loading import listing
@@ -19,7 +19,6 @@ from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model_config import ModelSpec, check_parallel, read_model_spec
 from rollout.config import EngineConfig, EvalSetConfig
 
-PROMPT_FILES = (".jsonl", ".parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -27,7 +26,7 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     """The memory plan of a run that can be started; raises `ConfigError` listing every problem otherwise."""
     problems = run_combinations(config)
     for number, one in enumerate(config.data.train):
-        problems += _data_file(f"data.train.{number}.path", one.path, PROMPT_FILES)
+        problems += prompt_file(f"data.train.{number}.path", one.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
     spec = _model(config.model, problems)
     if spec is None:
@@ -44,7 +43,7 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
     """The memory plan of a warm start that can be started; raises `ConfigError` otherwise."""
-    problems = _data_file("data.path", config.data.path, (".jsonl",))
+    problems = imitation_file("data.path", config.data.path)
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
@@ -138,15 +137,5 @@ def _responses(sets: dict[str, EvalSetConfig], key: str) -> dict[str, int]:
 
 
 def _set_files(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
-    return [
-        problem for name, one in sets.items() for problem in _data_file(f"{key}.{name}.path", one.path, PROMPT_FILES)
-    ]
-
-
-def _data_file(key: str, path: str, kinds: Iterable[str]) -> list[str]:
-    """Whether the file exists and is of a kind that is read; its rows are judged when it is read."""
-    if not Path(path).is_file():
-        return [f"`{key}` = {path}: no such file (started in {Path.cwd()})"]
-    if Path(path).suffix not in kinds:
-        return [f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not read; needs {' or '.join(kinds)}"]
-    return []
+    files = {f"{key}.{name}.path": one for name, one in sets.items()}
+    return [problem for dotted, one in files.items() for problem in prompt_file(dotted, one.path, limit=one.limit)]

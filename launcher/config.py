@@ -81,7 +81,7 @@ class SftDataConfig(Config):
     """Rows of `prompt` (chat messages or text) and `response` (text); the loss is over the response alone."""
 
     path: str
-    """A `.jsonl` file."""
+    """A `.jsonl` or `.parquet` file."""
     max_tokens: int = Field(default=1024, gt=0)
     """Prompt plus response; a longer row is refused, naming its line."""
 

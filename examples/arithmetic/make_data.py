@@ -35,8 +35,9 @@ WORDINGS = (
     "{before} {sign} {digit} = {after}",
     "{before} {verb} {digit} is {after}",
     "{verb} {digit} makes {after}",
-    "then {after}",
+    "then {sign} {digit} : {after}",
 )
+"""Each names the term that it works on: a model of this size finds the next term by the last one it wrote."""
 VERBS = {"+": "plus", "-": "minus"}
 
 

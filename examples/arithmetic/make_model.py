@@ -30,7 +30,7 @@ def vocabulary() -> list[str]:
     """The `VOCAB_SIZE` tokens in the order of their ids; unused rows are reserved."""
     numbers = [str(number) for number in NUMBERS]
     tokens = [PAD, START, END, UNKNOWN, *CHARACTERS, *WORDS, *numbers]
-    tokens += [f" {word}" for word in SPACED_WORDS] + [f" {number}" for number in numbers] + [" +", " -", " ="]
+    tokens += [f" {word}" for word in SPACED_WORDS] + [f" {number}" for number in numbers] + [" +", " -", " =", " :"]
     unique = list(dict.fromkeys(tokens))
     return unique + [f"<|reserved_{index}|>" for index in range(VOCAB_SIZE - len(unique))]
 

@@ -72,6 +72,34 @@ def test_too_little_memory_is_refused_naming_the_largest_knob(write_config: Writ
     assert "`engine.kv_cache_bytes` (engine keys and values: 8.00 GiB)" in text
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "2 + 2", "answer": ', "line 3: not valid JSON"),
+        ('{"answer": "4"}', "line 3: `prompt` None must be text"),
+        ('{"prompt": "2 + 2"}', "line 3: no ground truth"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    write_config: Write, node: NodeResources, tmp_path: Path, line: str, said: str
+) -> None:
+    path = write_config("")
+    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "1 + 1", "answer": "2"}}\n\n{line}\n')
+    text = refusal(path, node)
+    assert f"`data.train.0.path`: {tmp_path / 'train.jsonl'}, {said}" in text
+
+
+def test_a_bad_row_of_a_warm_start_is_named_by_file_and_line(
+    tmp_path: Path, model_dir: Path, node: NodeResources
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1"}\n')
+    settings = {"path": str(data), "max_tokens": 64}
+    config = SftConfig.model_validate({"model": str(model_dir), "output_dir": "out", "data": settings, "num_steps": 1})
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 2: a row must be an object with `prompt` and `response`"):
+        check_sft(config, node)
+
+
 def test_a_directory_without_weights_or_tokenizer_is_refused(
     write_config: Write, node: NodeResources, model_dir: Path
 ) -> None:
@@ -87,7 +115,7 @@ def test_a_warm_start_that_would_overwrite_its_model_is_refused(
     tmp_path: Path, model_dir: Path, node: NodeResources
 ) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text("{}\n")
+    data.write_text('{"prompt": "1", "response": "2"}\n')
     config = SftConfig.model_validate(
         {"model": str(model_dir), "output_dir": str(model_dir), "data": {"path": str(data)}, "num_steps": 1}
     )
@@ -97,7 +125,7 @@ def test_a_warm_start_that_would_overwrite_its_model_is_refused(
 
 def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, model_dir: Path) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text("{}\n")
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
     one = {"path": str(data), "samples_per_prompt": 4, "max_response_tokens": 64}
     config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
     with pytest.raises(ConfigError, match=r"`sets.a.samples_per_prompt` = 4 with temperature 0"):
