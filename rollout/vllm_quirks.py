@@ -6,6 +6,8 @@ fault is gone, so that the function can go too.
 """
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -53,6 +55,27 @@ def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None
         return
     if head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
+
+
+@contextmanager
+def seeded_request_dies_in_partial_prefill(
+    generators: dict[int, torch.Generator], discarded_rows: Iterable[int]
+) -> Iterator[None]:
+    """Let rows whose sampled token will be thrown away sample without their own generator.
+
+    A prompt that is prefilled in several chunks samples a token after each of them, and vLLM rewinds the request's
+    generator for all but the last by its CUDA offset, which a CPU generator does not have. Without the generator there
+    is nothing to rewind; the request's stream of random numbers is the same as on CUDA.
+    """
+    aside = {
+        row: generators.pop(row)
+        for row in [int(row) for row in discarded_rows]
+        if row in generators and generators[row].device.type == "cpu"
+    }
+    try:
+        yield
+    finally:
+        generators.update(aside)
 
 
 class _NotAboutRotaryEmbeddings(logging.Filter):

@@ -58,7 +58,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: object) -> object:
         """Sample after a forward, which ends its record."""
-        output = super().sample_tokens(grammar_output)
+        batch = self.model_runner.input_batch
+        discarded = self.model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        with vllm_quirks.seeded_request_dies_in_partial_prefill(batch.generators, discarded):
+            output = super().sample_tokens(grammar_output)
         self._close_record()
         return output
 
