@@ -105,6 +105,7 @@ def plan_reshard(
                 spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=te_names
             )
             items = [item for placement in held if placement.owned for item in _items(placement, tensors, index)]
+            items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
             filled += [(slot.rank, bucket) for bucket in _fill(items, bucket_bytes)]
     filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0]))
     return ReshardPlan(

@@ -17,63 +17,13 @@ from megatron_rl.config import (
     TrainerConfig,
 )
 from megatron_rl.trainer_spec import TrainerSpec
-from rollout.types import (
-    ColumnsRef,
-    FinishReason,
-    GroupColumns,
-    GroupId,
-    GroupSummary,
-    Prompt,
-    PromptGroup,
-    PromptId,
-    SamplingSpec,
-    ScoredGroup,
-    WeightSpan,
-    WeightVersion,
-)
+from rollout.types import WeightVersion
 from rollout.wire import DTYPE_BYTES
+from tests.megatron_rl.scored_groups import scored_group
 from tests.megatron_rl.tiny_models import save_model
 
 TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
 LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
-
-
-def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
-    generator = np.random.default_rng(number)
-    lengths = generator.integers(2, 9, num_samples)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    prompt = generator.integers(1, 60, 5).astype(np.int32)
-    columns = GroupColumns(
-        prompt_ids=prompt,
-        response_ids=generator.integers(1, 60, offsets[-1]).astype(np.int32),
-        rollout_logprobs=generator.normal(-4.1, 0.3, offsets[-1]).astype(np.float32),
-        offsets=offsets,
-    )
-    group = PromptGroup(
-        group_id=GroupId(number),
-        step=0,
-        prompt=Prompt(
-            prompt_id=PromptId(f"t/{number}"),
-            data_source="t",
-            token_ids=prompt,
-            ground_truth="",
-            extra_info_json="null",
-        ),
-        sampling=SamplingSpec(temperature=0.9, max_response_tokens=16),
-        seeds=tuple(range(num_samples)),
-    )
-    summary = GroupSummary(
-        group_id=group.group_id,
-        engine_id=0,
-        num_prompt_tokens=5,
-        lengths=tuple(int(n) for n in lengths),
-        finish_reasons=(FinishReason.STOP,) * num_samples,
-        weight_spans=tuple((WeightSpan(weight_version=WeightVersion(0), num_tokens=int(n)),) for n in lengths),
-        started_at_s=0.0,
-        finished_at_s=1.0,
-    )
-    rewards = tuple(float(x) for x in generator.normal(size=num_samples))
-    return ScoredGroup(group=group, summary=summary, rewards=rewards, columns=ColumnsRef(columns))
 
 
 def trainer_spec(

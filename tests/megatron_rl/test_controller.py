@@ -1,0 +1,116 @@
+"""The loop is a protocol: what happens in which order, told by tiny hand-written stand-ins."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.controller import Controller, LoopSettings
+from megatron_rl.results import StepResult
+from megatron_rl.weights.publish_report import PublishReport
+from tests.megatron_rl.scored_groups import scored_group
+
+
+class Log(list):
+    def phase(self, name):
+        @contextmanager
+        def body():
+            self.append(f"{name} begins")
+            yield
+            self.append(f"{name} ends")
+
+        return body
+
+    def call(self, name, result=None):
+        def method(*args, **kwargs):
+            self.append(f"{name} {args[0]}" if args and isinstance(args[0], int | str) else name)
+            return result
+
+        return method
+
+
+class Stand:
+    def __init__(self, **methods):
+        self.__dict__.update(methods)
+
+
+def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0):
+    groups = [scored_group(0), scored_group(1)]
+    report = PublishReport(weight_version=0, wire_bytes=1, stage_s=0.0, apply_s=0.0, probe_s=0.0, probe_gaps=(0.0,))
+    phases = Stand(
+        begin_step=lambda: None,
+        seconds=lambda: {"rollout": 1.0, "step": 2.0},
+        **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
+    )
+    return Controller(
+        planner=Stand(due=log.call("due"), consumed=lambda ids: log.append(f"consumed {len(list(ids))}")),
+        pool=Stand(admit=log.call("admit"), take=lambda purpose, step, progress: groups),
+        trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
+        publisher=Stand(publish=log.call("publish", report)),
+        phases=phases,
+        evaluator=Stand(evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or []),
+        recorder=Stand(
+            on_progress=lambda *a: None,
+            on_step=lambda step, metrics, groups: log.append(f"record {step}"),
+            on_evaluation=lambda rows: None,
+            save=lambda step, trainer, planner: log.append(f"save {step}"),
+        ),
+        algorithm=AlgorithmConfig(group_size=4, prompts_per_step=2),
+        settings=LoopSettings(
+            num_steps=num_steps,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            max_micro_batch_tokens=64,
+            data_parallel=1,
+            seed=0,
+        ),
+        first_step=first_step,
+    )
+
+
+def test_weights_are_published_before_the_first_token_and_after_every_step():
+    log = Log()
+    controller(log, num_steps=2).run()
+    assert [entry for entry in log if entry.startswith(("publish ", "due", "train"))] == [
+        "publish begins",
+        "publish 0",
+        "publish ends",
+        "due 0",
+        "train begins",
+        "train",
+        "train ends",
+        "publish begins",
+        "publish 1",
+        "publish ends",
+        "due 1",
+        "train begins",
+        "train",
+        "train ends",
+        "publish begins",
+        "publish 2",
+        "publish ends",
+    ]
+
+
+def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_before_both():
+    log = Log()
+    controller(log, num_steps=2, checkpoint_every=1).run()
+    kept = [entry for entry in log if entry.startswith(("consumed", "record", "save"))]
+    assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
+
+
+def test_a_resumed_run_publishes_its_own_version_and_does_not_evaluate_the_start_again():
+    log = Log()
+    controller(log, num_steps=4, first_step=3).run()
+    assert [entry for entry in log if entry.startswith(("publish ", "evaluate "))][:2] == [
+        "publish begins",
+        "publish 3",
+    ]
+    assert [entry for entry in log if entry in ("evaluate 0", "evaluate 3", "evaluate 4")] == ["evaluate 4"]
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 5]), (2, [0, 2, 4, 5])])
+def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(every, evaluated):
+    log = Log()
+    controller(log, num_steps=5, evaluate_every=every).run()
+    assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated

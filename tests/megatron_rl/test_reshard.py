@@ -1,0 +1,102 @@
+"""A plan tiles every tensor once, sends nothing twice, and keeps the order of the model, for any partition."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model_config import ModelSpec
+from megatron_rl.weights.reshard import Role, plan_reshard, wire_tensors
+from rollout.types import WeightVersion
+from rollout.wire import DTYPE_BYTES, TRAILER
+
+SPEC = ModelSpec(
+    family="qwen3",
+    num_layers=3,
+    hidden_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=101,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    rms_eps=1e-6,
+    max_positions=128,
+)
+
+specs = st.builds(
+    dataclasses.replace,
+    st.just(SPEC),
+    num_layers=st.integers(2, 5),
+    vocab_size=st.integers(10, 300),
+    tied=st.booleans(),
+    qkv_bias=st.booleans(),
+    qk_norm=st.booleans(),
+)
+partitions = st.builds(
+    ParallelConfig, tensor=st.sampled_from([1, 2, 4]), pipeline=st.sampled_from([1, 2]), data=st.sampled_from([1, 2])
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(spec=specs, parallel=partitions, format=st.sampled_from(["bf16", "int8"]), bucket_bytes=st.integers(200, 40_000))
+def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, format, bucket_bytes):
+    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False)
+    plan.manifest("r", WeightVersion(0)).check()
+    for bucket, sources in zip(plan.buckets, plan.sources, strict=True):
+        assert len(bucket.pieces) == len(sources)
+        assert bucket.num_bytes <= max(bucket_bytes, 64) or len(bucket.pieces) == 1
+        assert bucket.source_rank < parallel.world_size
+        tensors = [piece.tensor for piece in bucket.pieces]
+        assert tensors == sorted(tensors)
+    firsts = [bucket.pieces[0].tensor for bucket in plan.buckets]
+    assert firsts == sorted(firsts)
+    for rank in plan.source_ranks:
+        sent = [piece.tensor for bucket in plan.buckets_of(rank) for piece in bucket.pieces]
+        assert sent == sorted(sent)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_int8_wire_bytes_are_about_half_of_bf16_for_what_is_quantised(tensor):
+    def linear_bytes(format):
+        return sum(t.num_bytes for t in wire_tensors(SPEC, format) if ".layers." in t.name and len(t.shape) == 2)
+
+    scales = sum(t.num_bytes for t in wire_tensors(SPEC, "int8") if t.name.endswith("_scale"))
+    assert linear_bytes("int8") - scales == linear_bytes("bf16") / 2
+    plan = plan_reshard(SPEC, ParallelConfig(tensor=tensor), format="int8", bucket_bytes=1 << 20, te_names=False)
+    payload = sum(t.num_bytes for t in plan.tensors)
+    padding = plan.manifest("r", WeightVersion(0)).num_bytes - payload - len(plan.buckets) * TRAILER.size
+    assert 0 <= padding < 64 * sum(len(bucket.pieces) for bucket in plan.buckets)
+
+
+def test_data_parallel_replicas_send_nothing():
+    plan = plan_reshard(SPEC, ParallelConfig(tensor=2, data=2), format="int8", bucket_bytes=1 << 20, te_names=False)
+    assert plan.source_ranks == (0, 1)
+
+
+def test_a_rank_of_a_row_parallel_matrix_sends_its_columns_and_only_the_first_sends_scales():
+    plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format="int8", bucket_bytes=1 << 20, te_names=False)
+    name = "model.layers.0.mlp.down_proj.weight"
+    found = [
+        (bucket.source_rank, source.role, piece.start, piece.shape)
+        for bucket, sources in zip(plan.buckets, plan.sources, strict=True)
+        for piece, source in zip(bucket.pieces, sources, strict=True)
+        if source.placement.hf_name == name
+    ]
+    assert found == [
+        (0, Role.CODES, (0, 0), (32, 24)),
+        (0, Role.SCALES, (0, 0), (32, 1)),
+        (1, Role.CODES, (0, 24), (32, 24)),
+    ]
+
+
+def test_an_unknown_format_is_refused_by_name():
+    with pytest.raises(ValueError, match="'int4' cannot be published"):
+        wire_tensors(SPEC, "int4")
+    assert set(DTYPE_BYTES) >= {t.dtype for t in wire_tensors(SPEC, "int8")}
