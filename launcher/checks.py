@@ -14,6 +14,7 @@ from launcher.environment import NodeResources
 from launcher.errors import ConfigError
 from launcher.loading import listing
 from launcher.memory_plan import MemoryPlan, run_memory, sft_memory
+from launcher.tokenizer_check import tokenizer_problems
 from megatron_rl.config import ParallelConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model_config import ModelSpec, check_parallel, read_model_spec
@@ -97,10 +98,12 @@ def _model(path: str, problems: list[str]) -> ModelSpec | None:
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         problems.append(f"`model` = {path}: holds no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
-        return read_model_spec(directory)
+        spec = read_model_spec(directory)
     except ValueError as error:
         problems.append(f"`model` = {path}: {error}")
         return None
+    problems += tokenizer_problems(directory / "tokenizer.json", spec.vocab_size)
+    return spec
 
 
 def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:

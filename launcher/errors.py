@@ -8,6 +8,9 @@
 fault of ours, or of the machine, and keeps its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LaunchError(ValueError):
     """Something the user can mend; the message names the value, the bound and the fix."""
@@ -19,3 +22,17 @@ class ConfigError(LaunchError):
 
 class RunDirectoryError(LaunchError):
     """The run directory is held by a living process, or belongs to another run."""
+
+
+@contextmanager
+def judging_user_input() -> Iterator[None]:
+    """A `ValueError` raised in the body becomes a `LaunchError`; for code that reads what the user gave.
+
+    One that a remote process raised arrives wrapped with that process's traceback; its cause alone is shown.
+    """
+    try:
+        yield
+    except LaunchError:
+        raise
+    except ValueError as error:
+        raise LaunchError(str(getattr(error, "cause", error))) from error

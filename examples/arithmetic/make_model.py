@@ -17,6 +17,7 @@ SPACED_WORDS = ("plus", "minus", "is", "makes")
 NUMBERS = range(20)
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
 MAX_POSITIONS = 512
+HIDDEN = 128
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -73,13 +74,14 @@ def make_model(out: Path, *, seed: int) -> None:
     tokens = vocabulary()
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        hidden_size=HIDDEN,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=128,
         max_position_embeddings=MAX_POSITIONS,
+        initializer_range=HIDDEN**-0.5,
         tie_word_embeddings=False,
         pad_token_id=tokens.index(PAD),
         bos_token_id=None,

@@ -36,7 +36,7 @@ def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 255}}, "added_tokens": []}))
     (directory / "model.safetensors").write_bytes(b"")
     return directory
 

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 from launcher.checks import check_eval, check_run, check_sft
 from launcher.config import EvalConfig, RunConfig, SftConfig
 from launcher.environment import NodeResources
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, LaunchError, judging_user_input
 from launcher.loading import load
 
 Write = Callable[[str], Path]
@@ -109,6 +110,32 @@ def test_a_directory_without_weights_or_tokenizer_is_refused(
     text = refusal(path, node)
     assert "holds no *.safetensors" in text
     assert "holds no tokenizer" in text
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": {"vocab": {"a": 0, "b": 256}}},
+        {"model": {"vocab": [["a", 0.0]] * 257}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 256, "content": "x"}]},
+    ],
+)
+def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
+    write_config: Write, node: NodeResources, model_dir: Path, tokenizer: dict[str, object]
+) -> None:
+    path = write_config("")
+    (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "has ids up to 256, but the model's vocab_size is 256" in refusal(path, node)
+
+
+def test_a_remote_complaint_about_the_users_input_is_one_screen() -> None:
+    class RemoteError(ValueError):
+        def __init__(self) -> None:
+            super().__init__("ray::Scorer()\nTraceback ...\nValueError: row 3 is bad")
+            self.cause = ValueError("row 3 is bad")
+
+    with pytest.raises(LaunchError, match=r"^row 3 is bad$"), judging_user_input():
+        raise RemoteError
 
 
 def test_a_warm_start_that_would_overwrite_its_model_is_refused(

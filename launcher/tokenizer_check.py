@@ -1,0 +1,44 @@
+"""Whether a fast tokenizer's file fits its model, judged without loading the tokenizer (and torch with it)."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+
+class _AddedToken(BaseModel):
+    id: int
+
+
+class _Vocabulary(BaseModel):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """A table of ids, or (unigram) tokens with their scores in the order of their ids."""
+
+
+class _TokenizerFile(BaseModel):
+    """The part of `tokenizer.json` that gives ids; other keys are left alone."""
+
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+    def largest_id(self) -> int:
+        """-1 if there is no token."""
+        vocabulary = self.model.vocab
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        return max([*ids, *(token.id for token in self.added_tokens)], default=-1)
+
+
+def tokenizer_problems(path: Path, vocab_size: int) -> list[str]:
+    """Problems of the `tokenizer.json` at `path` with a model of `vocab_size` rows; none if there is no such file."""
+    if not path.exists():
+        return []
+    try:
+        largest = _TokenizerFile.model_validate_json(path.read_bytes()).largest_id()
+    except ValidationError as error:
+        first = error.errors()[0]
+        return [f"{path} is not a tokenizer's file: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
+    if largest < vocab_size:
+        return []
+    return [
+        f"{path} has ids up to {largest}, but the model's vocab_size is {vocab_size}; "
+        "use the tokenizer that the model was trained with, or resize the model's embeddings"
+    ]
