@@ -7,8 +7,6 @@ that CPU and CUDA share one packed batch format. Same place, same arguments, no 
 Shape legend: T rows of the packed batch, N query heads and M key/value heads of this rank, D head size.
 """
 
-from itertools import pairwise
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,15 +66,21 @@ def packed_causal_attention(
     # Repeated key and value heads keep the fused kernel, which grouped heads would lose on the CPU.
     key_TND = key_TMD.repeat_interleave(groups, dim=1) if groups > 1 else key_TMD
     value_TND = value_TMD.repeat_interleave(groups, dim=1) if groups > 1 else value_TMD
-    bounds = cu_seqlens.tolist()
+    # `split` has one backward for all segments; slices would each fill a gradient of T rows.
+    lengths = cu_seqlens.diff().tolist()
     outputs = [
         scaled_dot_product_attention(
-            query_TND[start:stop].transpose(0, 1)[None],
-            key_TND[start:stop].transpose(0, 1)[None],
-            value_TND[start:stop].transpose(0, 1)[None],
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
             is_causal=True,
             scale=scale,
         )[0].transpose(0, 1)
-        for start, stop in pairwise(bounds)
+        for query, key, value in zip(
+            torch.split(query_TND, lengths),
+            torch.split(key_TND, lengths),
+            torch.split(value_TND, lengths),
+            strict=True,
+        )
     ]
     return torch.cat(outputs)

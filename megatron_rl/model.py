@@ -22,13 +22,13 @@ Transformer Engine's layers on CUDA, Megatron's local ones with our norm and att
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -43,10 +43,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.attention import PackedAttention
 from megatron_rl.config import ParallelConfig
 from megatron_rl.logprobs import TokenScores, token_scores, vocab_shard
-from megatron_rl.model_config import ModelSpec, RopeScaling, stage_layers
+from megatron_rl.model_config import ModelSpec, stage_layers
 from megatron_rl.norm import RMSNorm
 from megatron_rl.packed_batch import PackedBatch
 from megatron_rl.parallel import Position
+from megatron_rl.rotary import rotate_packed, scaled_frequencies
 
 Dtype = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
@@ -152,6 +153,8 @@ def build(
     Raises:
         ValueError: a key of `megatron` is unknown or not the user's to set.
     """
+    if layer_names() == "local":
+        rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
     config = transformer_config(
         spec,
         parallel,
@@ -269,7 +272,7 @@ def _kernels() -> dict[str, object]:
     return {
         "bias_activation_fusion": te,
         "bias_dropout_fusion": te,
-        "apply_rope_fusion": te,
+        "apply_rope_fusion": True,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -314,14 +317,3 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
         attention.core_attention = PackedAttention
     return block
-
-
-def scaled_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama-3 rotary frequencies, [head_dim / 2] FP32, from unscaled ones.
-
-    Wavelengths above `original / low_freq_factor` are slowed by `factor`, those below `original /
-    high_freq_factor` stay, and between them the two are mixed linearly in the inverse wavelength.
-    """
-    turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return inv_freq * (kept + (1 - kept) / scaling.factor)

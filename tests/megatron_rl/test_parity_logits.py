@@ -1,10 +1,12 @@
+"""Logits of the Megatron model against those of transformers, in FP32, for every family and partition."""
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.packed_batch import pack_batch
-from tests.megatron_rl.rank_functions import full_logits
+from tests.megatron_rl.rank_functions import build_loaded, full_logits
 from tests.megatron_rl.tiny_models import FAMILIES, VOCAB, reference_logits, save_model
 
 PARTITIONS = {
@@ -49,3 +51,21 @@ def test_packed_logits_of_every_partition_equal_those_of_hugging_face(ranks, mod
     (logits,) = [result for result in results if result is not None]
     for found, expected in zip(logits, references, strict=True):
         torch.testing.assert_close(torch.from_numpy(found[: len(expected)]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_bf16_scores_stay_near_fp32_ones(ranks, models):
+    directory, references = models["qwen3_tied"]
+    batch = MICRO_BATCHES[0]
+    (scores,) = ranks.run(bf16_scores, directory, pack_batch(batch))
+    expected, start = [], 0
+    for prompt, response in batch:
+        rows = references[0][start + len(prompt) - 1 : start + len(prompt) + len(response) - 1].log_softmax(dim=1)
+        expected.append(rows.gather(1, torch.from_numpy(response).long()[:, None])[:, 0])
+        start += len(prompt) + len(response)
+    assert (torch.from_numpy(scores) - torch.cat(expected)).abs().mean() < 0.1
+
+
+def bf16_scores(position, parallel, directory, batch):
+    model = build_loaded(position, parallel, directory, dtype="bf16")
+    with torch.no_grad():
+        return model(batch, temperature=1.0).logprobs.numpy()
