@@ -4,8 +4,8 @@ Everything is built here and nowhere else; each object gets the values it needs,
 configuration. A run directory that holds a checkpoint is resumed from it.
 """
 
-import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.phases import Phases
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.weights.links import EngineGroup, GlooLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.engine_spec import EngineSpec
@@ -37,7 +38,6 @@ from rollout.evaluator import Evaluator
 from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.prompt_order import OrderState
-from rollout.transports.base import ShmChannel
 from rollout.types import Prompt, SamplingSpec
 
 EXPORT = "policy"
@@ -109,8 +109,7 @@ def _train(
         trainer.load(resume.trainer)
     finish_engines(starting)
     _say_kernels(engines, progress)
-    trainer.ranks.call("open_shm")
-    ray.get([engine.init_transport.remote(ShmChannel()) for engine in engines])
+    publisher = _publisher(config, trainer, engines, run_id)
     planner = Planner(
         training_order(training, config.data, seed=config.seed, state=resume.order),
         training.by_id(),
@@ -136,7 +135,7 @@ def _train(
             engines, [scorer], slots_per_engine=config.engine.max_num_seqs, whole_step=config.deterministic
         ),
         trainer=trainer,
-        publisher=_publisher(config, trainer, engines, run_id),
+        publisher=publisher,
         phases=Phases(directory.record_span),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
@@ -150,7 +149,7 @@ def _train(
     finally:
         progress.close()
         tracker.finish()
-    trainer.export(str(_fresh_export(directory.path)))
+    _export(trainer, directory.path)
     running.end_trainer(trainer)
     running.end([*engines, scorer])
 
@@ -196,24 +195,35 @@ def _sampling(config: RunConfig) -> SamplingSpec:
 
 
 def _publisher(
-    config: RunConfig, trainer: TrainerGroup, engines: Sequence[ray.actor.ActorHandle], run_id: str
+    config: RunConfig, trainer: TrainerGroup, actors: Sequence[ray.actor.ActorHandle], run_id: str
 ) -> Publisher:
+    """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
+    plan = plan_reshard(
+        spec,
+        config.trainer.parallel,
+        format=config.engine.format,
+        bucket_bytes=config.publish.bucket_bytes,
+        te_names=trainer.te_names(),
+    )
+    engines = EngineGroup(actors, num_ranks=config.engine.tensor_parallel)
+    timeout_s = config.publish.timeout_s
+    link: Link = (
+        GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=timeout_s)
+        if config.publish.transport == "gloo"
+        else ShmLink(trainer, engines, timeout_s=timeout_s)
+    )
+    link.connect()
     return Publisher(
         trainer,
         engines,
-        plan=plan_reshard(
-            spec,
-            config.trainer.parallel,
-            format=config.engine.format,
-            bucket_bytes=config.publish.bucket_bytes,
-            te_names=trainer.te_names(),
-        ),
+        link,
+        plan=plan,
         run_id=run_id,
         vocab_size=spec.vocab_size,
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
-        timeout_s=config.publish.timeout_s,
+        timeout_s=timeout_s,
     )
 
 
@@ -239,12 +249,13 @@ def _say_kernels(engines: Sequence[ray.actor.ActorHandle], progress: RunProgress
         progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
 
 
-def _fresh_export(run_dir: Path) -> Path:
-    """Where the last weights go; an earlier export of this run makes room."""
-    target = run_dir / EXPORT
-    if target.exists():
-        os.replace(target, run_dir / f"{EXPORT}.{secrets.token_hex(4)}.old")
-    return target
+def _export(trainer: TrainerGroup, run_dir: Path) -> None:
+    """Write the last weights aside, then put them where an earlier export of this run was."""
+    target, partial = run_dir / EXPORT, run_dir / f"{EXPORT}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    trainer.export(str(partial))
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
 
 
 def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:

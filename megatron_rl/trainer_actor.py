@@ -15,9 +15,12 @@ from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows
 from rollout.process_log import redirect_output
+from rollout.transports.base import GlooChannel
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from megatron_rl.trainer import Trainer
     from rollout.transports.base import Sender
 
@@ -35,6 +38,7 @@ class TrainerActor:
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
         self._rows: ImitationRows | None = None
+        self._stores: list[TCPStore] = []
 
     def rendezvous(self) -> str:
         """An address on this rank's node where the world can meet; asked of rank 0 only."""
@@ -94,6 +98,26 @@ class TrainerActor:
         from rollout.transports.shm import ShmSender
 
         self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
+
+    def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
+        """On `first_rank`: one store per engine, where its process group will meet; (host, port) of each."""
+        from rollout.transports.gloo import open_store
+
+        if self._rank != first_rank:
+            return []
+        host = ray.util.get_node_ip_address()
+        self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
+        return [(host, store.port) for store in self._stores]
+
+    def attach_gloo(self, channels: list[GlooChannel]) -> None:
+        """Publish through gloo from now on; `channels` in the order of the engines."""
+        from rollout.transports.gloo import GlooSender
+
+        sender = GlooSender(rank=self._rank, timeout_s=self._spec.publish.timeout_s)
+        for engine_id, channel in enumerate(channels):
+            if self._rank in channel.source_ranks:
+                sender.attach(engine_id, channel)
+        self._sender = sender
 
     def stage(self, weight_version: WeightVersion) -> StagedWeights:
         """See `Trainer.stage`."""

@@ -39,6 +39,11 @@ class TrainerGroup:
         """One optimizer step of a warm start."""
         return _results(self.ranks.call("imitate", batch), StepResult)[-1]
 
+    def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
+        """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
+        found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
+        return list(found[first_rank])
+
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""
         return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)

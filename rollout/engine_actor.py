@@ -61,6 +61,10 @@ class EngineActor:
         """See `Engine.init_transport`."""
         await self._engine.init_transport(channel)
 
+    async def check(self, manifest: WeightManifest) -> None:
+        """See `Engine.check`."""
+        self._engine.check(manifest)
+
     async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> None:
         """See `Engine.update`."""
         await self._engine.update(manifest, segments)

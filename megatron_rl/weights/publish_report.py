@@ -11,9 +11,9 @@ class PublishReport:
     wire_bytes: int
     """Bytes of all buckets."""
     stage_s: float
-    """Reshard, quantise and pack, slowest trainer rank."""
-    apply_s: float
-    """From the first engine's pause to the last engine's new weights."""
+    """Reshard, quantise and pack (and send, where the transport streams), slowest trainer rank."""
+    deliver_s: float
+    """From the first rank's start to the last engine's new weights; includes `stage_s`."""
     probe_s: float
     probe_gaps: tuple[float, ...]
     """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
@@ -24,7 +24,7 @@ class PublishReport:
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),
             "publish/stage_s": self.stage_s,
-            "publish/apply_s": self.apply_s,
+            "publish/deliver_s": self.deliver_s,
             "publish/probe_s": self.probe_s,
             "publish/probe_gap_max": max(self.probe_gaps),
         }

@@ -36,7 +36,7 @@ class Stand:
 
 def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0):
     groups = [scored_group(0), scored_group(1)]
-    report = PublishReport(weight_version=0, wire_bytes=1, stage_s=0.0, apply_s=0.0, probe_s=0.0, probe_gaps=(0.0,))
+    report = PublishReport(weight_version=0, wire_bytes=1, stage_s=0.0, deliver_s=0.0, probe_s=0.0, probe_gaps=(0.0,))
     phases = Stand(
         begin_step=lambda: None,
         seconds=lambda: {"rollout": 1.0, "step": 2.0},

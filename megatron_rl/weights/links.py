@@ -1,0 +1,126 @@
+"""How a publish gets from trainer ranks to engines, as the controller sees it: one object per transport.
+
+A *staged* link (shared memory) lets every rank lay down its whole share first; engines then look at all
+of it before they touch anything. A *streaming* link (gloo) has engines wait for buckets while trainer
+ranks quantise and send. Both are given a manifest that every engine has accepted, and both return when
+every engine has applied it (and is not serving yet).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import ray
+
+from megatron_rl.results import StagedWeights
+from megatron_rl.trainer_group import TrainerGroup
+from rollout.transports.base import GlooChannel, ShmChannel
+from rollout.wire import WeightManifest
+
+
+class EngineGroup:
+    """All engines of a run, called at once; errors name the engine."""
+
+    def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int) -> None:
+        """`actors` are `rollout.engine_actor.EngineActor` handles, each with `num_ranks` ranks."""
+        self.actors = tuple(actors)
+        self.num_ranks = num_ranks
+
+    def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
+        """Start `method(*args)` on every engine; pass the result to `wait`."""
+        return [getattr(actor, method).remote(*args) for actor in self.actors]
+
+    def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float) -> list[object]:
+        """Results in the order of the engines.
+
+        Raises:
+            RuntimeError: an engine raised, died, or had not finished after `timeout_s`; named by number.
+        """
+        done, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                raise RuntimeError(f"engine {list(refs).index(ref)}: {method} failed: {error}") from error
+        if late:
+            numbers = [list(refs).index(ref) for ref in late]
+            raise RuntimeError(f"engine(s) {numbers} had not finished `{method}` after {timeout_s:.0f} s")
+        return list(ray.get(list(refs)))
+
+    def call(self, method: str, *args: object, timeout_s: float) -> list[object]:
+        """`begin` and `wait`."""
+        return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
+
+
+class Link(Protocol):
+    """One transport between a trainer and its engines."""
+
+    def connect(self) -> None:
+        """Join both ends; once, before the first publish."""
+        ...
+
+    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+        """Bring one publish from every trainer rank into every engine."""
+        ...
+
+
+class ShmLink:
+    """Shared memory on one node."""
+
+    def __init__(self, trainer: TrainerGroup, engines: EngineGroup, *, timeout_s: float) -> None:
+        self._trainer = trainer
+        self._engines = engines
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        """Tell both ends to use shared memory."""
+        self._trainer.ranks.call("open_shm")
+        self._engines.call("init_transport", ShmChannel(), timeout_s=self._timeout_s)
+
+    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+        """Stage everything, apply it, let go of it."""
+        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        segments = {part.rank: part.path for part in staged if part.path}
+        try:
+            self._engines.call("update", manifest, segments, timeout_s=self._timeout_s)
+        finally:
+            self._trainer.unstage()
+        return staged
+
+
+class GlooLink:
+    """Sockets; every engine has a process group of its own with the trainer ranks that send."""
+
+    def __init__(
+        self, trainer: TrainerGroup, engines: EngineGroup, *, source_ranks: tuple[int, ...], timeout_s: float
+    ) -> None:
+        self._trainer = trainer
+        self._engines = engines
+        self._source_ranks = source_ranks
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        """Join one group per engine; returns when all of them are complete."""
+        first, num_engines = self._source_ranks[0], len(self._engines.actors)
+        addresses = self._trainer.open_stores(first, num_engines, timeout_s=self._timeout_s)
+        channels = [
+            GlooChannel(
+                host=host,
+                port=port,
+                source_ranks=self._source_ranks,
+                num_engine_ranks=self._engines.num_ranks,
+                timeout_s=self._timeout_s,
+            )
+            for host, port in addresses
+        ]
+        joining = [
+            actor.init_transport.remote(channel) for actor, channel in zip(self._engines.actors, channels, strict=True)
+        ]
+        self._trainer.ranks.call("attach_gloo", channels)
+        self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
+
+    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+        """Send and apply bucket after bucket."""
+        applying = self._engines.begin("update", manifest, {})
+        sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        self._engines.wait(applying, "update", timeout_s=self._timeout_s)
+        return sent
