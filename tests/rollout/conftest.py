@@ -86,3 +86,43 @@ def loop() -> Iterator[asyncio.Runner]:
     """The event loop that all engines of the session live on."""
     with asyncio.Runner() as runner:
         yield runner
+
+
+def endless(checkpoints: Checkpoints, folder: Path) -> Path:
+    """The directory of an engine whose responses end at their limit: a configuration without end-of-sequence id."""
+    config = json.loads((checkpoints.path("qwen3", "A", "bf16") / "config.json").read_text())
+    config["eos_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def live(checkpoints, loop, tmp_path_factory):
+    """A BF16 engine of one rank, serving weights A as version 0."""
+    os.environ.update(ProcessEnv(single_node=True).engine(threads=1))
+    from rollout.config import EngineConfig
+    from rollout.engine import Engine
+    from rollout.engine_config import EngineSpec
+    from tests.rollout.live import Live
+    from tests.rollout.packing import RUN_ID
+
+    config = EngineConfig(kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm={"max_logprobs": 256})
+    directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
+    spec = EngineSpec(engine_id=3, run_id=RUN_ID, config=config, directory=str(directory), max_model_len=256)
+    started = Live(Engine(spec), loop, checkpoints, "bf16")
+    loop.run(_first_publish(started))
+    yield started
+    started.engine.shutdown()
+    for sender in started.senders:
+        sender.abandon()
+
+
+async def _first_publish(live) -> None:
+    await live.engine.start()
+    await live.use_shm()
+    early = asyncio.create_task(live.sample())
+    done, _ = await asyncio.wait([early], timeout=1)
+    live.before_publish_0 = not done and live.engine.state().weight_version == -1
+    await live.push("A")
+    summary, _ = await early
+    live.before_publish_0 &= summary.oldest_version == 0

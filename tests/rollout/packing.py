@@ -39,7 +39,7 @@ def pack(
     bucket_bytes: int = 64 << 10,
     run_id: str = RUN_ID,
 ) -> Publish:
-    """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, rows of the rest) and fill buckets in order."""
+    """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, else rows) and fill buckets in order."""
     specs = [
         TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         for name, t in tensors.items()

@@ -52,15 +52,8 @@ print("same" if torch.equal(before, run()) else "different")
 def _onednn(keep: bool) -> str:
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
     script = f"KEEP = {keep}\n{ONEDNN_READS_SCALES_LATER}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()[-1]
 

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_a_corrupt_bucket_of_a_segment_is_named(stage):
     segments = stage(publish)
     offsets, _ = shm.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
     index = max(offsets)
-    with open(segments[1], "r+b") as file:
+    with Path(segments[1]).open("r+b") as file:
         file.seek(offsets[index])
         byte = file.read(1)
         file.seek(offsets[index])
@@ -230,7 +231,7 @@ def test_a_bucket_of_another_version_is_refused():
 def test_whoever_does_not_join_a_channel_is_named():
     store = open_store(host="127.0.0.1", timeout_s=20)
     channel = GlooChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
-    with pytest.raises(RuntimeError, match="trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
+    with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
         GlooSender(rank=3, timeout_s=1).attach(0, channel)
 
 

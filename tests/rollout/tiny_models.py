@@ -14,18 +14,18 @@ from transformers.models.auto import AutoModelForCausalLM
 VOCABULARY = 256
 END_ID = 2
 
-_SIZES = dict(
-    hidden_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=256,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=END_ID,
-    torch_dtype="bfloat16",
-)
+_SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": END_ID,
+    "torch_dtype": "bfloat16",
+}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False),
