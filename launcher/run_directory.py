@@ -81,10 +81,11 @@ class RunDirectory:
     def resume_at(self, step: int) -> int:
         """Makes the record end before `step`, the next one to run; returns how many rows were abandoned.
 
-        Rows of `metrics.jsonl` and `evaluation.jsonl` from `step` on move to `*.abandoned.jsonl`.
+        Rows of `metrics.jsonl` and `evaluation.jsonl` that the run will write again move to `*.abandoned.jsonl`; the
+        evaluation of a checkpoint's weights was finished before the checkpoint, so it stays.
         """
         moved = 0
-        for name, first in (("metrics", step), ("evaluation", step + 1)):
+        for name, first in (("metrics", step), ("evaluation", step + 1 if step else 0)):
             rows = read_rows(self.path / f"{name}.jsonl")
             kept = [row for row in rows if _step(row) < first]
             abandoned = [row for row in rows if _step(row) >= first]

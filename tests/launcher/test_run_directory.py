@@ -70,6 +70,14 @@ def test_rows_of_repeated_steps_move_aside_and_none_is_lost(tmp_path: Path) -> N
         assert run.resume_at(4) == 0
 
 
+def test_a_start_from_nothing_abandons_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {"a": 1.0})
+        run.append_evaluation([{"step": 0, "average": 0.1}])
+        assert run.resume_at(0) == 2
+        assert (run.metrics(), run.evaluation()) == ([], [])
+
+
 def test_a_torn_last_line_is_dropped_before_anything_is_appended(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, {"a": 1.0})
