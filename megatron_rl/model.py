@@ -104,7 +104,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         rows_TH = gather(hidden, group=group)[:, 0]
         weight_VH = self.output_weight()
         return token_scores(
-            rows_TH[batch.score_rows],
+            rows_TH.index_select(0, batch.score_rows),
             weight_VH,
             batch.targets,
             shard=vocab_shard(

@@ -54,20 +54,26 @@ class RankPool:
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("spawn")
         self._stores = tempfile.TemporaryDirectory()
         self._worlds = 0
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
         self._last = None
         self._connections, self._processes = [], []
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=False)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
 
     def run(self, function, *arguments, parallel=None):
-        """Results of `function` on every rank of `parallel`, in rank order."""
+        """Results of `function` on every rank of `parallel`, in rank order.
+
+        Raises RuntimeError with the tracebacks of the ranks that failed, TimeoutError naming the one that is late.
+        """
         parallel = parallel or ParallelConfig()
         if self._last is None or self._last[0] != parallel:
             self._worlds += 1
@@ -77,20 +83,30 @@ class RankPool:
             connection.send((function, arguments, *self._last))
         results, failures = [], []
         for rank, connection in enumerate(connections):
-            if not connection.poll(DEADLINE_S):
-                raise TimeoutError(f"rank {rank} of {parallel} has not answered {function.__name__} in {DEADLINE_S} s")
-            succeeded, result = connection.recv()
+            succeeded, result = self._answer(rank, connection, function.__name__)
             (results if succeeded else failures).append(result if succeeded else f"rank {rank}: {result}")
         if failures:
             self._last = None
             raise RuntimeError("\n".join(failures))
         return results
 
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.send(None)
+    def _answer(self, rank, connection, what):
+        if connection.poll(DEADLINE_S):
+            return connection.recv()
+        self._end(wait_s=0)
+        self._start()
+        raise TimeoutError(f"rank {rank} has not answered {what} within {DEADLINE_S} s; the pool was started anew")
+
+    def _end(self, *, wait_s) -> None:
         for process in self._processes:
-            process.join(10)
+            process.join(wait_s)
             if process.is_alive():
                 process.kill()
+                process.join()
+
+    def close(self) -> None:
+        """Let the ranks end by themselves, so that what they started (managers of checkpoints) ends with them."""
+        for connection in self._connections:
+            connection.send(None)
+        self._end(wait_s=20)
         self._stores.cleanup()

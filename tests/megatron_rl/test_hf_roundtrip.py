@@ -3,7 +3,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
 from tests.megatron_rl.rank_functions import build_loaded
@@ -47,6 +46,8 @@ def test_hugging_face_to_megatron_and_back_is_bitwise(ranks, tmp_path, family, p
 
 
 def test_sharded_bf16_files_round_trip_and_load_in_transformers(ranks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     source = save_model("qwen2_tied", tmp_path / "source", dtype=torch.bfloat16, max_shard_size="60KB")
     assert len(list(source.glob("*.safetensors"))) > 2
     (source / "tokenizer.json").write_text("{}")

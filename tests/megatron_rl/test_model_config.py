@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import RopeScaling, check_parallel, read_model_spec, stage_layers
-from tests.megatron_rl.tiny_models import CONFIGS, FAMILIES
+from tests.megatron_rl.tiny_models import FAMILIES, config_of
 
 LLAMA = {
     "model_type": "llama",
@@ -27,7 +27,7 @@ def spec_of(directory, **changes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spec_says_what_transformers_configuration_says(tmp_path, family):
-    config = CONFIGS[family]()
+    config = config_of(family)
     config.save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
     assert spec.family == config.model_type

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.names import Kind, hf_shapes, rank_placements
-from tests.megatron_rl.tiny_models import CONFIGS, FAMILIES
+from tests.megatron_rl.tiny_models import FAMILIES, config_of
 
 FIXTURES = sorted((Path(__file__).parents[1] / "data").glob("te_names_*.json"))
 PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
@@ -19,7 +19,7 @@ PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
 def specs(tmp_path_factory):
     root = tmp_path_factory.mktemp("configs")
     for family in FAMILIES:
-        CONFIGS[family]().save_pretrained(root / family)
+        config_of(family).save_pretrained(root / family)
     return {family: read_model_spec(root / family) for family in FAMILIES}
 
 
@@ -38,7 +38,7 @@ def test_the_table_names_every_tensor_of_hugging_face_with_its_shape(specs, fami
     import torch
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+        model = AutoModelForCausalLM.from_config(config_of(family))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert hf_shapes(specs[family]) == expected
 

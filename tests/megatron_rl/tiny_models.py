@@ -1,7 +1,6 @@
 """Tiny random Hugging Face models of every supported family, and packed forwards of them by transformers."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 VOCAB = 150
 SHARED = {
@@ -23,21 +22,31 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-CONFIGS = {
-    "qwen2_tied": lambda: Qwen2Config(**SHARED, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**SHARED, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**SHARED, head_dim=32, tie_word_embeddings=False),
-    "qwen3_tied": lambda: Qwen3Config(**SHARED, head_dim=32, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**SHARED, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
-    "llama3": lambda: LlamaConfig(**SHARED, rope_parameters=LLAMA3_ROPE),
+VARIANTS = {
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3_tied": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
 }
-FAMILIES = tuple(CONFIGS)
+FAMILIES = tuple(VARIANTS)
+
+
+def config_of(name):
+    """Configuration of transformers."""
+    import transformers  # here, because the ranks of the pool import this module and do not need it
+
+    kind, own = VARIANTS[name]
+    return getattr(transformers, kind)(**SHARED, **own)
 
 
 def save_model(name, directory, *, dtype=torch.float32, max_shard_size="5GB"):
     """A random model whose norms and biases are not the neutral ones they are initialised to."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(FAMILIES.index(name))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype)
+    model = AutoModelForCausalLM.from_config(config_of(name)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
@@ -47,6 +56,8 @@ def save_model(name, directory, *, dtype=torch.float32, max_shard_size="5GB"):
 
 def reference_logits(directory, sequences):
     """FP32 logits [sum of lengths, VOCAB] of transformers, one sequence after another."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         return torch.cat([model(torch.as_tensor(ids, dtype=torch.int64)[None]).logits[0] for ids in sequences])
