@@ -1,17 +1,8 @@
-"""Where every Hugging Face tensor lives inside the Megatron model: one table, and a walk over it.
+"""Where every Hugging Face tensor lives inside the Megatron model: a walk over the table of names.
 
-`TABLE` pairs a Hugging Face name with a Megatron name (of the local layer spec and of Transformer
-Engine's, which keeps norms inside the linear that follows) and a split rule. `placements` applies it to
-one rank and gives the complete list of boxes: this box of that Hugging Face tensor is this slice of
-that local parameter. Loading, exporting and publishing are the same walk over that list.
-
-Split rules, for tensor-parallel rank r of n:
-
-    REPLICATED   the whole tensor on every rank
-    COLUMNS      columns cut into n equal parts (the input dimension of a row-parallel layer)
-    VOCAB        rows cut after padding to `ModelSpec.padded_vocab_size`; padding rows have no placement
-    Q, K, V      rows of the fused `linear_qkv`, interleaved per query group: [q .. q, k, v] [q .. q, k, v]
-    GATE, UP     rows of the fused `linear_fc1`: the rank's part of gate over its part of up
+`placements` applies `name_table.TABLE` to one rank and gives the complete list of boxes: this box of
+that Hugging Face tensor is this slice of that local parameter, under the names of the local layer spec
+or of Transformer Engine's. Loading, exporting and publishing are the same walk over that list.
 
 Invariants (tests/megatron_rl/test_names.py): over all ranks the *owned* placements tile every Hugging
 Face tensor exactly once; on one rank placements tile every parameter exactly once, padding apart.
@@ -19,63 +10,13 @@ Face tensor exactly once; on one rank placements tile every parameter exactly on
 Pure: no torch, no megatron. A placement never changes dtype or transposes.
 """
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import ModelSpec, stage_layers
-
-
-class Kind(enum.Enum):
-    """What a tensor is; decides for instance whether a format quantises it."""
-
-    EMBEDDING = "embedding"
-    OUTPUT = "output"
-    LINEAR = "linear"
-    """A matrix of a decoder layer."""
-    BIAS = "bias"
-    NORM = "norm"
-
-
-class Split(enum.Enum):
-    """How a tensor is cut over tensor-parallel ranks; see the file's docstring."""
-
-    REPLICATED = "replicated"
-    COLUMNS = "columns"
-    VOCAB = "vocab"
-    Q = "q"
-    K = "k"
-    V = "v"
-    GATE = "gate"
-    UP = "up"
-
-
-class Where(enum.Enum):
-    """Which pipeline stages hold a tensor."""
-
-    FIRST = "first"
-    LAYER = "layer"
-    LAST = "last"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One row of the table; `{}` stands for the layer number."""
-
-    hf: str
-    local: str
-    te: str | None = None
-    """Transformer Engine's name where it differs."""
-    split: Split
-    kind: Kind
-    shape: Callable[[ModelSpec], tuple[int, ...]]
-    """Full Hugging Face shape."""
-    where: Where = Where.LAYER
-    present: Callable[[ModelSpec], bool] = lambda spec: True
-    tied_copy: bool = False
-    """The last stage's copy of the embedding, which the first stage owns."""
+from megatron_rl.weights.name_table import TABLE, Rule, Split, Where
+from megatron_rl.weights.name_table import Kind as Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,141 +46,6 @@ class Placement:
     def megatron_slices(self) -> tuple[slice, ...]:
         """Index of the box in the local parameter."""
         return tuple(slice(start, start + n) for start, n in zip(self.megatron_start, self.shape, strict=True))
-
-
-def _q_rows(spec: ModelSpec) -> int:
-    return spec.num_heads * spec.head_dim
-
-
-def _kv_rows(spec: ModelSpec) -> int:
-    return spec.num_kv_heads * spec.head_dim
-
-
-def _hidden(spec: ModelSpec) -> tuple[int, ...]:
-    return (spec.hidden_size,)
-
-
-def _head(spec: ModelSpec) -> tuple[int, ...]:
-    return (spec.head_dim,)
-
-
-def _vocab(spec: ModelSpec) -> tuple[int, ...]:
-    return (spec.vocab_size, spec.hidden_size)
-
-
-_HF_LAYER = "model.layers.{}."
-_LAYER = "decoder.layers.{}."
-_ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
-
-
-def _layer_norm(hf: str, local: str, te: str) -> Rule:
-    return Rule(
-        hf=_HF_LAYER + hf, local=_LAYER + local, te=_LAYER + te, split=Split.REPLICATED, kind=Kind.NORM, shape=_hidden
-    )
-
-
-def _qkv(part: Literal["q", "k", "v"], rows: Callable[[ModelSpec], int]) -> tuple[Rule, Rule]:
-    hf, megatron, split = f"{_HF_LAYER}self_attn.{part}_proj.", _ATTENTION + "linear_qkv.", Split(part)
-    return (
-        Rule(
-            hf=hf + "weight",
-            local=megatron + "weight",
-            split=split,
-            kind=Kind.LINEAR,
-            shape=lambda spec: (rows(spec), spec.hidden_size),
-        ),
-        Rule(
-            hf=hf + "bias",
-            local=megatron + "bias",
-            split=split,
-            kind=Kind.BIAS,
-            shape=lambda spec: (rows(spec),),
-            present=lambda spec: spec.qkv_bias,
-        ),
-    )
-
-
-def _qk_norm(part: Literal["q", "k"]) -> Rule:
-    return Rule(
-        hf=f"{_HF_LAYER}self_attn.{part}_norm.weight",
-        local=f"{_ATTENTION}{part}_layernorm.weight",
-        split=Split.REPLICATED,
-        kind=Kind.NORM,
-        shape=_head,
-        present=lambda spec: spec.qk_norm,
-    )
-
-
-def _fc1(half: Literal["gate", "up"]) -> Rule:
-    return Rule(
-        hf=f"{_HF_LAYER}mlp.{half}_proj.weight",
-        local=_MLP + "linear_fc1.weight",
-        split=Split(half),
-        kind=Kind.LINEAR,
-        shape=lambda spec: (spec.ffn_size, spec.hidden_size),
-    )
-
-
-TABLE: tuple[Rule, ...] = (
-    Rule(
-        hf="model.embed_tokens.weight",
-        local="embedding.word_embeddings.weight",
-        split=Split.VOCAB,
-        kind=Kind.EMBEDDING,
-        shape=_vocab,
-        where=Where.FIRST,
-    ),
-    _layer_norm("input_layernorm.weight", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    *_qkv("q", _q_rows),
-    *_qkv("k", _kv_rows),
-    *_qkv("v", _kv_rows),
-    _qk_norm("q"),
-    _qk_norm("k"),
-    Rule(
-        hf=_HF_LAYER + "self_attn.o_proj.weight",
-        local=_ATTENTION + "linear_proj.weight",
-        split=Split.COLUMNS,
-        kind=Kind.LINEAR,
-        shape=lambda spec: (spec.hidden_size, _q_rows(spec)),
-    ),
-    _layer_norm("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    _fc1("gate"),
-    _fc1("up"),
-    Rule(
-        hf=_HF_LAYER + "mlp.down_proj.weight",
-        local=_MLP + "linear_fc2.weight",
-        split=Split.COLUMNS,
-        kind=Kind.LINEAR,
-        shape=lambda spec: (spec.hidden_size, spec.ffn_size),
-    ),
-    Rule(
-        hf="model.norm.weight",
-        local="decoder.final_layernorm.weight",
-        split=Split.REPLICATED,
-        kind=Kind.NORM,
-        shape=_hidden,
-        where=Where.LAST,
-    ),
-    Rule(
-        hf="lm_head.weight",
-        local="output_layer.weight",
-        split=Split.VOCAB,
-        kind=Kind.OUTPUT,
-        shape=_vocab,
-        where=Where.LAST,
-        present=lambda spec: not spec.tied,
-    ),
-    Rule(
-        hf="model.embed_tokens.weight",
-        local="output_layer.weight",
-        split=Split.VOCAB,
-        kind=Kind.EMBEDDING,
-        shape=_vocab,
-        where=Where.LAST,
-        present=lambda spec: spec.tied,
-        tied_copy=True,
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
