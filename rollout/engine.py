@@ -17,7 +17,6 @@ import pickle
 import time
 from collections.abc import Mapping
 
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -74,6 +73,7 @@ class Engine:
             self._expected = expected_tensors(self.spec.directory, self.spec.config.format)
         self._started = AsyncLLM.from_engine_args(engine_arguments(self.spec))
         await self._llm.get_supported_tasks()
+        await self._ranks("forget_shared_memory")
         if self.spec.load_from_directory:
             self._status, self._version, self._fault = EngineStatus.SERVING, WeightVersion(0), ""
         else:
@@ -175,7 +175,7 @@ class Engine:
         """
         async with self._updating:
             self._channel = None
-            await self._ranks("init_weight_transfer_engine", {"channel": pickle.dumps(channel)})
+            await self._ranks("open_channel", pickle.dumps(channel))
             self._channel = channel
 
     def check(self, manifest: WeightManifest) -> None:
@@ -237,7 +237,7 @@ class Engine:
         """Close a channel whose senders would wait for us in vain."""
         if isinstance(self._channel, GlooChannel):
             self._channel = None
-            await self._ranks("shutdown_weight_transfer_engine")
+            await self._ranks("close_channel")
 
     async def _pause(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -251,16 +251,14 @@ class Engine:
         self._status = EngineStatus.APPLYING
         try:
             async with asyncio.timeout(order.timeout_s + GRACE_S):
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
-                await vllm_compat.finish_weight_update(self._llm, version)
-        except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
+                await self._ranks("apply_weights", version)
+        except (RuntimeError, TimeoutError) as error:
             self._num_failed += 1
-            self._fence(f"weight version {version} failed: {error or type(error).__name__}")
-            if not isinstance(error, TimeoutError):
-                await self._ranks("discard_update")
+            self._fence(f"weight version {version} failed: {error or 'the ranks do not answer'}")
+            if isinstance(error, RuntimeError):
                 await self._leave_stream()
             raise EngineFencedError(f"{self.spec.name} is fenced: {self._fault}") from error
+        await vllm_compat.note_weight_version(self._llm, version)
         self._num_updates += 1
         self._version = version
 
@@ -341,7 +339,9 @@ class Engine:
             RuntimeError: a rank raised, or the engine died; the message names the engine.
         """
         try:
-            answers: list[object] = await self._llm.collective_rpc(method, args=args)
+            answers: list[tuple[object, str]] = await self._llm.collective_rpc("answer", args=(method, *args))
         except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
             raise RuntimeError(f"{self.spec.name}: {error or type(error).__name__}") from error
-        return answers
+        if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault]:
+            raise RuntimeError(f"{self.spec.name} could not {method.replace('_', ' ')}: {'; '.join(faults)}")
+        return [answer for answer, _ in answers]

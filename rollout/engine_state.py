@@ -21,7 +21,7 @@ class EngineState:
 
     status: EngineStatus
     weight_version: WeightVersion
-    """While applying: the version being applied. When fenced: the last one that was whole."""
+    """Of the last weights that were whole: during an update, and when fenced, still the old ones."""
     held: bool
     """Sampling waits for `release()` though the engine may be serving."""
     fault: str

@@ -8,6 +8,7 @@ Invariant: at most `CAPACITY` records are held; the oldest ones go first and are
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ Forwards = npt.NDArray[np.void]
 CAPACITY = 1 << 18
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRecord:
     """One forward, as the worker sees it."""
 
@@ -39,7 +40,8 @@ class ForwardRecord:
     num_running: int
     num_scheduled_tokens: int
     num_context_tokens: int
-    seconds: float
+    seconds: Callable[[], float]
+    """Its duration; asked for when the record is drained, since a device may still be at work before."""
 
 
 class ForwardLog:
@@ -59,7 +61,7 @@ class ForwardLog:
     def drain(self) -> bytes:
         """Return all records as the bytes of an array of `FORWARD`, and forget them."""
         rows = [
-            (r.started_at_s, r.num_running, r.num_scheduled_tokens, r.num_context_tokens, r.seconds)
+            (r.started_at_s, r.num_running, r.num_scheduled_tokens, r.num_context_tokens, r.seconds())
             for r in self._records
         ]
         self._records.clear()

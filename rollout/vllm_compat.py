@@ -4,7 +4,6 @@ Everything else in this package uses vLLM's public interface as it is in all of 
 """
 
 import asyncio
-import inspect
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -31,9 +30,7 @@ def num_emitted_tokens(llm: AsyncLLM, request_id: str) -> int | None:
     return None if state is None else int(state.detokenizer.num_output_tokens())
 
 
-async def finish_weight_update(llm: AsyncLLM, weight_version: int) -> None:
-    """Finish an update; vLLM >= 0.32 is told the version, so that it reports spans of its own."""
-    if "weight_version" in inspect.signature(llm.finish_weight_update).parameters:
-        await llm.finish_weight_update(weight_version=str(weight_version))
-    else:
-        await llm.finish_weight_update()
+async def note_weight_version(llm: AsyncLLM, weight_version: int) -> None:
+    """Tell vLLM >= 0.32 the version of the weights that it holds, so that it reports spans of its own."""
+    if hasattr(llm, "update_weight_version"):
+        await llm.update_weight_version(str(weight_version))

@@ -6,12 +6,18 @@ fault is gone, so that the function can go too.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.utils import CpuGpuBuffer
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
@@ -57,21 +63,28 @@ def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None
         head.quant_method.process_weights_after_loading(head)
 
 
+class ModelRunner(Protocol):
+    """What is touched of vLLM's model runner (V1)."""
+
+    input_batch: InputBatch
+    discard_request_mask: CpuGpuBuffer
+    """Rows of the batch whose sampled token will be thrown away."""
+
+
 @contextmanager
-def seeded_request_dies_in_partial_prefill(
-    generators: dict[int, torch.Generator], discarded_rows: Iterable[int]
-) -> Iterator[None]:
+def seeded_request_dies_in_partial_prefill(runner: ModelRunner) -> Iterator[None]:
     """Let rows whose sampled token will be thrown away sample without their own generator.
 
     A prompt that is prefilled in several chunks samples a token after each of them, and vLLM rewinds the request's
     generator for all but the last by its CUDA offset, which a CPU generator does not have. Without the generator there
     is nothing to rewind; the request's stream of random numbers is the same as on CUDA.
     """
-    aside = {
-        row: generators.pop(row)
-        for row in [int(row) for row in discarded_rows]
-        if row in generators and generators[row].device.type == "cpu"
-    }
+    if not current_platform.is_cpu():
+        yield
+        return
+    generators = runner.input_batch.generators
+    discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+    aside = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
     try:
         yield
     finally:
@@ -88,6 +101,13 @@ def reload_complains_about_rotary_embeddings() -> None:
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     if not any(isinstance(each, _NotAboutRotaryEmbeddings) for each in logger.filters):
         logger.addFilter(_NotAboutRotaryEmbeddings())
+
+
+def segments_of_tensor_parallel_ranks_outlive_their_engine() -> None:
+    """Unlink the shared memory through which the ranks of a CPU engine reduce, once all of them have it mapped."""
+    name = os.environ.get("VLLM_DIST_IDENT")
+    for path in Path("/dev/shm").glob(f"{name}-*") if name else ():
+        path.unlink(missing_ok=True)
 
 
 def after_reload(model: nn.Module) -> None:

@@ -6,9 +6,12 @@ The subclass adds what the engine asks of its ranks: the two halves of an update
 for, a probe that runs while generation is paused, the trace of forwards, the kernels in use.
 """
 
+import logging
 import math
 import pickle
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -35,12 +38,36 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 PROBE_ID = "probe"
 
 
+Clock = Callable[[], Callable[[], float]]
+"""Stops when it is called, and returns what tells the seconds since its start."""
+
+
+def start_clock() -> Clock:
+    """Start a clock of the work that is submitted from now on: by events on a CUDA device, by wall clock elsewhere."""
+    if not current_platform.is_cuda():
+        start = time.perf_counter()
+        return lambda: partial(float, time.perf_counter() - start)
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+    return lambda: _until_event(first)
+
+
+def _until_event(first: torch.cuda.Event) -> Callable[[], float]:
+    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last.record()
+
+    def seconds() -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    return seconds
+
+
 class Worker(PlatformWorker):  # type: ignore[misc]
     """One rank of an engine."""
 
     _log: ForwardLog | None = None
-    _open: ForwardRecord | None = None
-    _clock: float = 0.0
+    _under_way: tuple[SchedulerOutput, float, Clock] | None = None
 
     # -- forwards ----------------------------------------------------------------------------------
 
@@ -49,8 +76,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if self._log is None:
             self._log = ForwardLog()
         if scheduler_output.total_num_scheduled_tokens:
-            self._open = _describe(scheduler_output)
-            self._clock = time.perf_counter()
+            self._under_way = scheduler_output, time.time(), start_clock()
         output = super().execute_model(scheduler_output)
         if output is not None:
             self._close_record()
@@ -58,24 +84,42 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: object) -> object:
         """Sample after a forward, which ends its record."""
-        batch = self.model_runner.input_batch
-        discarded = self.model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
-        with vllm_quirks.seeded_request_dies_in_partial_prefill(batch.generators, discarded):
+        with vllm_quirks.seeded_request_dies_in_partial_prefill(self.model_runner):
             output = super().sample_tokens(grammar_output)
         self._close_record()
         return output
 
     def _close_record(self) -> None:
-        if self._open is not None and self._log is not None:
-            self._open.seconds = time.perf_counter() - self._clock
-            self._log.append(self._open)
-            self._open = None
+        if self._under_way is not None and self._log is not None:
+            order, started_at_s, clock = self._under_way
+            self._log.append(_describe(order, started_at_s, clock()))
+            self._under_way = None
 
     def drain_trace(self) -> bytes:
         """Return the forwards since the last call, as bytes of `rollout.engine_trace.FORWARD`."""
         return b"" if self._log is None else self._log.drain()
 
     # -- weights -----------------------------------------------------------------------------------
+
+    def answer(self, method: str, *args: object) -> list[object]:
+        """Run a method and answer [what it returned, ""] or [None, what it raised].
+
+        An exception must not leave a rank: vLLM raises it as soon as it has read the first rank's answer, and takes the
+        other ranks' answers for those to its next call.
+        """
+        try:
+            return [getattr(self, method)(*args), ""]
+        except Exception as error:  # the border to the engine's process
+            logging.getLogger(__name__).exception("rank %s could not %s", self.rank, method)
+            return [None, f"{type(error).__name__}: {error}"]
+
+    def open_channel(self, channel: bytes) -> None:
+        """Join the channel (a pickled `Channel`) that publishes come through."""
+        self.init_weight_transfer_engine({"channel": channel})
+
+    def close_channel(self) -> None:
+        """Leave the channel."""
+        self.shutdown_weight_transfer_engine()
 
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
@@ -85,11 +129,21 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Whether the announced publish has something verified to apply."""
         return self._receiver().arrived()
 
-    def discard_update(self) -> None:
-        """Leave an update that failed half way."""
-        with set_current_vllm_config(self.vllm_config):
-            self._receiver().discard()
-        self._weight_update_active = False
+    def apply_weights(self, weight_version: int) -> None:
+        """Apply the announced publish. After a failure the model is whole but mixed, and ready for the next publish."""
+        self.start_weight_update()
+        try:
+            self.update_weights({"weight_version": weight_version})
+            self.finish_weight_update()
+        except Exception:
+            with set_current_vllm_config(self.vllm_config):
+                self._receiver().discard()
+            self._weight_update_active = False
+            raise
+
+    def forget_shared_memory(self) -> None:
+        """See `vllm_quirks.segments_of_tensor_parallel_ranks_outlive_their_engine`."""
+        vllm_quirks.segments_of_tensor_parallel_ranks_outlive_their_engine()
 
     def _receiver(self) -> BucketReceiver:
         receiver = self.weight_transfer_engine
@@ -104,6 +158,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         Runs one forward outside the scheduler. Generation must be paused with its caches cleared: the first blocks of
         the key-value cache are overwritten.
         """
+        limit = self.scheduler_config.max_num_batched_tokens
+        if len(token_ids) > limit:
+            raise ValueError(f"a probe of {len(token_ids)} tokens is longer than one forward ({limit} tokens)")
         order = _probe_order(token_ids, self._block_sizes())
         output = super().execute_model(order)
         if output is None:
@@ -130,15 +187,15 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         ]
 
 
-def _describe(order: SchedulerOutput) -> ForwardRecord:
+def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[], float]) -> ForwardRecord:
     context = sum(order.scheduled_cached_reqs.num_computed_tokens)
     context += sum(new.num_computed_tokens for new in order.scheduled_new_reqs)
     return ForwardRecord(
-        started_at_s=time.time(),
+        started_at_s=started_at_s,
         num_running=len(order.num_scheduled_tokens),
         num_scheduled_tokens=order.total_num_scheduled_tokens,
         num_context_tokens=context,
-        seconds=0.0,
+        seconds=seconds,
     )
 
 

@@ -106,7 +106,8 @@ def live(checkpoints, loop, tmp_path_factory):
     from tests.rollout.live import Live
     from tests.rollout.packing import RUN_ID
 
-    config = EngineConfig(kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm={"max_logprobs": 256})
+    passed_on = {"max_logprobs": 256, "max_num_batched_tokens": 64}
+    config = EngineConfig(kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm=passed_on)
     directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
     spec = EngineSpec(engine_id=3, run_id=RUN_ID, config=config, directory=str(directory), max_model_len=256)
     started = Live(Engine(spec), loop, checkpoints, "bf16")

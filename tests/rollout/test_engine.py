@@ -81,6 +81,19 @@ def test_equal_seeds_give_equal_responses_and_others_do_not(live, loop):
     assert first.response(0).tolist() == first.response(1).tolist() != first.response(2).tolist()
 
 
+def test_a_long_prompt_is_prefilled_in_chunks_with_a_seed(live, loop):
+    prompt = tuple(range(20, 170))
+    summary, columns = loop.run(live.sample(seeds=(3, 3), prompt=prompt, max_response_tokens=40))
+    assert summary.lengths == (40, 40)
+    assert columns.response(0).tolist() == columns.response(1).tolist()
+
+
+def test_a_probe_longer_than_a_forward_is_refused_and_the_engine_lives_on(live, loop):
+    with pytest.raises(RuntimeError, match=r"engine 3 could not probe: .*probe of 65 tokens is longer .*64 tokens"):
+        loop.run(live.engine.probe(list(range(65))))
+    assert loop.run(live.sample())[0].lengths == (20,)
+
+
 def test_columns_are_read_only_and_add_up(live, loop):
     summary, columns = loop.run(live.sample(seeds=(1, 2, 3), max_response_tokens=17))
     assert summary.lengths == (17, 17, 17) and columns.offsets.tolist() == [0, 17, 34, 51]

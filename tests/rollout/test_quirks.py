@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
+import torch
 
 from rollout.process_env import ProcessEnv
 from tests.rollout.conftest import ROOT
@@ -64,3 +66,8 @@ def test_onednn_still_reads_the_scales_through_a_pointer_that_it_does_not_own():
 
 def test_a_kept_copy_of_the_scales_is_what_onednn_reads():
     assert _onednn(keep=True) == "same"
+
+
+def test_a_cpu_generator_still_cannot_be_rewound_as_vllm_does_after_a_chunk_of_a_prefill():
+    with pytest.raises(RuntimeError):
+        torch.Generator().get_offset()

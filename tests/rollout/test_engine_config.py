@@ -1,0 +1,74 @@
+"""From our configuration to vLLM's arguments."""
+
+import json
+
+import pytest
+
+from rollout.config import EngineConfig
+from rollout.engine_config import OWNED, check_passthrough, end_of_sequence_ids, engine_arguments, quantization_config
+from rollout.engine_spec import EngineSpec
+
+
+def arguments(checkpoints, *, load: bool = False, **config: object):
+    spec = EngineSpec(
+        engine_id=0,
+        run_id="run",
+        config=EngineConfig(**config),
+        directory=str(checkpoints.path("qwen3", "A", "bf16")),
+        max_model_len=123,
+        load_from_directory=load,
+    )
+    return engine_arguments(spec)
+
+
+def test_an_engine_starts_with_dummy_weights_and_the_quantised_layout(checkpoints):
+    found = arguments(checkpoints, format="int8", max_num_seqs=7, kv_cache_bytes=1 << 25)
+    assert found.load_format == "dummy" and found.max_model_len == 123
+    assert found.max_num_seqs == 7 and found.kv_cache_memory_bytes == 1 << 25
+    group = found.hf_overrides["quantization_config"]["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "channel" and group["input_activations"]["strategy"] == "token"
+    assert found.logprobs_mode == "processed_logprobs" and found.skip_tokenizer_init
+
+
+def test_bf16_needs_no_override(checkpoints):
+    assert quantization_config("bf16") is None
+    assert arguments(checkpoints, format="bf16").hf_overrides == {}
+
+
+def test_an_engine_that_loads_a_directory_takes_it_as_it_is(checkpoints):
+    found = arguments(checkpoints, load=True, format="int8")
+    assert found.load_format == "auto" and found.hf_overrides == {}
+
+
+def test_the_users_table_reaches_vllm(checkpoints):
+    assert arguments(checkpoints, vllm={"max_num_batched_tokens": 99}).max_num_batched_tokens == 99
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(
+        ValueError, match=r"engine\.vllm\.max_num_batched_token is no argument .* 'max_num_batched_tokens'"
+    ):
+        check_passthrough({"max_num_batched_token": 1})
+
+
+@pytest.mark.parametrize("key", sorted(OWNED))
+def test_a_key_of_ours_is_refused_with_the_field_to_use(key):
+    with pytest.raises(ValueError, match=f"engine.vllm.{key} is set by this program; use "):
+        check_passthrough({key: 1})
+
+
+def test_end_of_sequence_ids_come_from_every_file_that_names_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert end_of_sequence_ids(str(tmp_path)) == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert end_of_sequence_ids(str(tmp_path)) == (5, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"id": 3, "content": "<end>"}, {"id": 4, "content": "<pad>"}]})
+    )
+    assert end_of_sequence_ids(str(tmp_path)) == (3, 5, 7)
+
+
+def test_a_directory_that_names_none_has_none(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert end_of_sequence_ids(str(tmp_path)) == ()

@@ -1,0 +1,141 @@
+"""An engine of two ranks, INT8: whole tensors in, vLLM's loaders cut them. And an engine that loads a directory."""
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from rollout.config import EngineConfig
+from rollout.engine import Engine
+from rollout.engine_config import EngineSpec
+from rollout.engine_state import EngineFencedError, EngineState, EngineStatus
+from rollout.process_env import ProcessEnv
+from tests.rollout.live import Live
+from tests.rollout.packing import RUN_ID
+from tests.rollout.test_engine_updates import Corrupting, start_senders
+from tests.rollout.test_publish import gap
+
+pytestmark = pytest.mark.slow
+
+
+def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:
+    config = EngineConfig(
+        tensor_parallel=2, format="int8", kv_cache_bytes=32 << 20, max_num_seqs=16, update_timeout_s=60
+    )
+    return EngineSpec(
+        engine_id=engine_id,
+        run_id=RUN_ID,
+        config=config,
+        directory=directory,
+        max_model_len=256,
+        load_from_directory=load,
+    )
+
+
+@pytest.fixture(scope="module")
+def _environment():
+    kept = dict(os.environ)
+    os.environ.update(ProcessEnv(single_node=True).engine(threads=1))
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a two-rank engine that loaded weights B said, before and when its core process was killed."""
+
+    state: EngineState
+    answers: dict[str, list]
+    late_answers: str
+    """What a call returned after a rank had raised in the call before."""
+    last_words: str
+
+
+@pytest.fixture(scope="module")
+def loaded(_environment, checkpoints, loop) -> Loaded:
+    engine = Engine(spec(str(checkpoints.path("qwen3", "B", "int8")), engine_id=5, load=True))
+    loop.run(engine.start())
+    live = Live(engine, loop, checkpoints, "int8")
+    found = Loaded(engine.state(), loop.run(live.greedy()), loop.run(_raised(engine)), loop.run(_killed(live)))
+    engine.shutdown()
+    return found
+
+
+async def _raised(engine: Engine) -> str:
+    with pytest.raises(Exception, match="Worker failed"):
+        await engine._llm.collective_rpc("expect_weights", args=(b"no pickle",))
+    try:
+        return str(await engine._llm.collective_rpc("drain_trace"))
+    except Exception as error:
+        return str(error)
+
+
+async def _killed(live: Live) -> str:
+    job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
+    await live.until_emitted(1)
+    (core,) = live.engine._llm.engine_core.resources.engine_manager.processes
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError) as error:
+        await job
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def parallel(_environment, loaded, checkpoints, loop):
+    directory = str(checkpoints.path("qwen3", "A", "int8"))
+    live = Live(Engine(spec(directory, engine_id=6, load=False)), loop, checkpoints, "int8")
+    loop.run(live.engine.start())
+    yield live
+    live.engine.shutdown()
+    for sender in live.senders:
+        sender.abandon()
+
+
+def assert_serves(live, loop, expected) -> None:
+    answers = loop.run(live.greedy())
+    assert answers["tokens"] == expected["tokens"]
+    assert gap(answers["logprobs"], expected["logprobs"]) < 1e-6
+    assert gap([answers["probe"]], [expected["probe"]]) < 1e-6
+
+
+def test_an_engine_that_loads_a_directory_serves_it_as_version_0(loaded):
+    assert loaded.state.status is EngineStatus.SERVING and loaded.state.weight_version == 0
+
+
+def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
+    loop.run(parallel.use_shm())
+    loop.run(parallel.push("A"))
+    assert loop.run(parallel.greedy())["tokens"] != loaded.answers["tokens"]
+    loop.run(parallel.push("B"))
+    assert_serves(parallel, loop, loaded.answers)
+
+
+def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loaded):
+    senders, store = loop.run(parallel.use_gloo())
+    publish = parallel.publish("B")
+    start_senders(publish, senders)
+    loop.run(parallel.engine.update(publish.manifest))
+    loop.run(parallel.engine.resume())
+    assert_serves(parallel, loop, loaded.answers)
+
+    broken = parallel.publish("A")
+    index = broken.manifest.buckets[-1].index
+    start_senders(broken, [Corrupting(sender, index) for sender in senders])
+    with pytest.raises(EngineFencedError, match=f"engine 6 is fenced: .*bucket {index}"):
+        loop.run(parallel.engine.update(broken.manifest))
+    loop.run(parallel.use_shm())
+    loop.run(parallel.push("B"))
+    assert_serves(parallel, loop, loaded.answers)
+    del store
+
+
+def test_vllm_still_takes_the_answers_of_a_failed_call_for_those_of_the_next(loaded):
+    """If this fails, `Worker.answer` has lost its reason."""
+    assert "Worker failed with error" in loaded.late_answers
+
+
+def test_a_dead_engine_names_itself(loaded):
+    assert "engine 5 failed while it sampled group" in loaded.last_words
