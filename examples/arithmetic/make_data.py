@@ -22,9 +22,9 @@ MIN_TERMS, MAX_TERMS = 3, 24
 MEAN_EXTRA_TERMS = 6.0
 """Chains have `MIN_TERMS` terms plus an exponential number of further ones with this mean, cut at `MAX_TERMS`."""
 
-LONG_TERMS = 7
-"""Chains of so many terms and more count as long; a little over half of them are."""
-STEPS_IF_SHORT, STEPS_IF_LONG = 0.8, 0.25
+LONG_TERMS = 5
+"""Chains of so many terms and more count as long; almost three in four are."""
+STEPS_IF_SHORT, STEPS_IF_LONG = 0.8, 0.38
 """Shares of the warm start's short and long chains that are answered with every step."""
 
 SOURCE = "arithmetic"
