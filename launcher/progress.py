@@ -92,7 +92,8 @@ class RunProgress:
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
-        self._console = console or Console(file=sys.stdout)
+        # a file or a pipe has no width of its own; tables and lines must not be squeezed into 80 columns there
+        self._console = console or Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
         self._bars: Progress | None = None
         self._task: TaskID | None = None
 

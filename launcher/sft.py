@@ -18,7 +18,7 @@ from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows, load_imitation_rows
 
-MARKER = "megatron_rl_sft.json"
+MARKER = ".written_by_sft"
 """Lies in every directory that this command wrote; only such a directory is replaced."""
 
 

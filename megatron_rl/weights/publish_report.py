@@ -23,8 +23,8 @@ class PublishReport:
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),
-            "publish/stage_s": self.stage_s,
-            "publish/deliver_s": self.deliver_s,
-            "publish/probe_s": self.probe_s,
+            "timing_s/publish_stage": self.stage_s,
+            "timing_s/publish_deliver": self.deliver_s,
+            "timing_s/publish_probe": self.probe_s,
             "publish/probe_gap_max": max(self.probe_gaps),
         }

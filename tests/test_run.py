@@ -1,0 +1,177 @@
+"""Whole runs through the command line, with real trainer ranks and engines: repeatable, resumable, honest.
+
+One tiny model (the example's, untrained), four steps. A deterministic run is started three times: once
+to its end, and once more with two kills (-9) at points drawn at random, a save among them.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollout.transports.shm import sweep
+
+NUM_STEPS = 4
+DEADLINE_S = 400
+NOT_REPEATABLE = ("timing_s/", "perf/", "time_s")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Path:
+    """Data and an untrained model of the arithmetic example."""
+    work = tmp_path_factory.mktemp("example")
+    for command in (
+        ["-m", "examples.arithmetic.make_data", "--out", str(work / "data"), "--train", "64", "--held-out", "16"],
+        ["-m", "examples.arithmetic.make_model", "--out", str(work / "model")],
+    ):
+        subprocess.run([sys.executable, *command], check=True)
+    return work
+
+
+def configuration(example: Path, **changes) -> Path:
+    """A file with a small deterministic run."""
+    config = {
+        "model": str(example / "model"),
+        "run_dir": "",
+        "num_steps": NUM_STEPS,
+        "deterministic": True,
+        "data": {"train": [{"path": str(example / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
+        "sampling": {"temperature": 1.0, "max_response_tokens": 48},
+        "engine": {"format": "bf16", "max_num_seqs": 64, "kv_cache_bytes": 64 << 20},
+        "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False, "num_mini_batches": 2},
+        "trainer": {
+            "dtype": "fp32",
+            "max_micro_batch_tokens": 512,
+            "parallel": {"tensor": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        "checkpoint": {"every": 1},
+        "evaluation": {"bf16_before_after": False},
+        **changes,
+    }
+    path = example / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "launcher", "run", str(config), f"run_dir={run_dir}", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    kept = rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in kept]
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, process.stdout.read()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(example) -> Path:
+    """The directory of a run that nothing happened to."""
+    run_dir = example / "whole"
+    finish(start(configuration(example), run_dir))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
+    found = rows(uninterrupted / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    for row in found:
+        assert row["actor/optimizer_steps"] == 2
+        assert row["actor/skipped_updates"] == row["reward/errors"] == row["batch/max_staleness"] == 0
+        assert row["publish/weight_version"] == row["step"] + 1
+        # BF16 engine against FP32 trainer at temperature 1
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert 0 <= row["rollout_corr/k3_kl"] < 1e-3
+    for step in range(NUM_STEPS):
+        samples = rows(uninterrupted / "samples" / f"step-{step}.jsonl")
+        assert len(samples) == 16
+        assert all(row["versions"] == [[step, row["length"]]] for row in samples)
+        traces = rows(uninterrupted / "traces" / f"step-{step}.jsonl")
+        assert [len(trace["response_ids"]) for trace in traces] == [row["length"] for row in samples]
+    assert (uninterrupted / "policy" / "model.safetensors").exists()
+    assert "http://" not in (uninterrupted / "report.html").read_text().replace("http://www.w3.org", "")
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["3", "4", "latest"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, uninterrupted):
+    run_dir = example / "killed"
+    config = configuration(example)
+    seed = random.randrange(1 << 30)
+    print(f"kill points drawn with seed {seed}")
+    generator = random.Random(seed)
+    during_save = generator.choice([1, 2])
+    for kill in (1, 2):
+        process = start(config, run_dir)
+        if kill == during_save:
+            wait_for(lambda: any((run_dir / "checkpoints").glob(f"{kill + 1}.partial")), process)
+            time.sleep(generator.uniform(0, 0.05))
+        else:
+            wait_for(lambda kill=kill: len(rows(run_dir / "metrics.jsonl")) > kill, process)
+            time.sleep(generator.uniform(0, 2.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finish(start(config, run_dir))
+    assert metrics(run_dir) == metrics(uninterrupted)
+    for step in range(NUM_STEPS):
+        name = f"step-{step}.jsonl"
+        assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
+    whole, resumed = (
+        (directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir)
+    )
+    assert whole == resumed
+    tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
+    assert tracked["last_step"] == NUM_STEPS - 1
+    assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
+    assert sweep() == []
+
+
+@pytest.mark.slow
+def test_int8_engines_fed_over_sockets_stay_close_to_the_trainer_at_a_low_temperature(example):
+    run_dir = example / "int8"
+    config = configuration(
+        example,
+        num_steps=2,
+        deterministic=False,
+        sampling={"temperature": 0.6, "max_response_tokens": 48},
+        engine={"format": "int8", "num_engines": 2, "max_num_seqs": 16, "kv_cache_bytes": 64 << 20},
+        publish={"transport": "gloo"},
+        evaluation={
+            "sets": {"held_out": {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 32}}
+        },
+        wandb={"mode": "disabled"},
+    )
+    output = finish(start(config, run_dir))
+    assert "16 x CPUInt8" in output
+    for row in rows(run_dir / "metrics.jsonl"):
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert 0 < row["rollout_corr/k3_kl"] <= 5e-3
+    found = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
+    assert found == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
