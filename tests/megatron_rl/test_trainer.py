@@ -1,5 +1,6 @@
 """One trainer, cut in several ways: same learning, same published weights, same state after a reload."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from megatron_rl.config import (
     PublishConfig,
     TrainerConfig,
 )
+from megatron_rl.imitation import imitation_batches
 from megatron_rl.trainer_spec import TrainerSpec
+from rollout.imitation_rows import ImitationRows
 from rollout.types import WeightVersion
 from rollout.wire import DTYPE_BYTES
 from tests.megatron_rl.scored_groups import scored_group
-from tests.megatron_rl.tiny_models import save_model
+from tests.megatron_rl.tiny_models import reference_logits, save_model
 
 TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
 LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
@@ -195,3 +198,142 @@ def probe_twice(position, parallel, spec):
         device=device(),
     )
     return (None, None) if first is None else (first.logprobs, second.logprobs)
+
+
+def test_the_distributed_optimizer_learns_the_same(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    batches = [batch_for(DP2, algorithm)] * 2
+    plain, sharded = (
+        assembled(
+            ranks.run(train_and_publish, trainer_spec(tmp_path, DP2, algorithm, distributed=on), batches, parallel=DP2)
+        )
+        for on in (False, True)
+    )
+    for name, tensor in plain.items():
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, sharded[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    spec = trainer_spec(tmp_path, TP2, algorithm)
+    for before, after, results in ranks.run(train_on_a_poisoned_batch, spec, batch_for(TP2, algorithm), parallel=TP2):
+        assert [(r.num_optimizer_steps, r.num_skipped_updates) for r in results] == [(0, 1), (1, 0)]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def train_on_a_poisoned_batch(position, parallel, spec, batch):
+    """Train with an infinite advantage, then as usual; parameters before and after the first, and both results."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    parameters = dict(trainer._model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    poisoned = replace_advantages(batch, float("inf"))
+    first = trainer.train(poisoned, lambda refs: refs)
+    after = {name: p.detach().clone() for name, p in parameters.items()}
+    return before, after, (first, trainer.train(batch, lambda refs: refs))
+
+
+def replace_advantages(batch, advantage):
+    def micro(m):
+        return replace(m, samples=tuple(replace(sample, advantage=advantage) for sample in m.samples))
+
+    def mini(m):
+        return replace(m, micro_batches=tuple(tuple(map(micro, rank)) for rank in m.micro_batches))
+
+    return replace(batch, mini_batches=tuple(map(mini, batch.mini_batches)))
+
+
+@pytest.mark.parametrize("target", [TP2, PP2, ParallelConfig()], ids=["same", "pipeline", "single"])
+def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left(ranks, tmp_path, target):
+    algorithm = ALGORITHMS["one update"]
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_tied", model)
+    whole = ranks.run(
+        train_save_train, trainer_spec(model, TP2, algorithm), batch_for(TP2, algorithm), saved, parallel=TP2
+    )
+    spec = trainer_spec(model, target, algorithm)
+    resumed = ranks.run(load_and_train, spec, batch_for(target, algorithm), saved, parallel=target)
+    wanted, found = assembled(whole), assembled(resumed)
+    assert resumed[-1][0][0].metrics["actor/lr"] == whole[-1][0][0].metrics["actor/lr"]
+    for name, tensor in wanted.items():
+        if target == TP2:
+            assert np.array_equal(tensor, found[name]), name
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def train_save_train(position, parallel, spec, batch, path):
+    """Two steps with a checkpoint between them; then what `train_and_publish` returns."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.train(batch, lambda refs: refs)
+    trainer.save(str(path))
+    return finish_with(trainer, batch)
+
+
+def load_and_train(position, parallel, spec, batch, path):
+    """A step from a checkpoint."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.load(str(path))
+    return finish_with(trainer, batch)
+
+
+def finish_with(trainer, batch):
+    results = [trainer.train(batch, lambda refs: refs)]
+    sender = MemorySender()
+    trainer.stage(WeightVersion(1), sender)
+    return results, sender.buckets, None, trainer.plan
+
+
+def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    directory = save_model("qwen3", tmp_path)
+    generator = np.random.default_rng(0)
+    rows = ImitationRows(
+        prompts=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (3, 5, 4, 6, 2)),
+        responses=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (7, 2, 5, 3, 9)),
+    )
+    reference = -np.concatenate(list(teacher_forced(directory, rows))).mean()
+    losses = {}
+    for parallel in [ParallelConfig(), TP2, PP2, DP2]:
+        batches = list(
+            imitation_batches(
+                rows.lengths(),
+                [len(r) for r in rows.responses],
+                batch_size=5,
+                num_steps=3,
+                num_ranks=parallel.data,
+                max_micro_batch_tokens=18,
+                seed=0,
+            )
+        )
+        spec = trainer_spec(directory, parallel, algorithm)
+        results = ranks.run(imitate_batches, spec, batches, rows, parallel=parallel)[-1]
+        losses[parallel] = [result.metrics["sft/loss"] for result in results]
+    for found in losses.values():
+        assert found[0] == pytest.approx(reference, abs=1e-4)
+        assert found == pytest.approx(losses[ParallelConfig()], abs=2e-3)
+        assert found[2] < found[0]
+
+
+def imitate_batches(position, parallel, spec, batches, rows):
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    return [trainer.imitate(batch, rows) for batch in batches]
+
+
+def teacher_forced(directory, rows):
+    """Log-probabilities of the responses by transformers."""
+    sequences = [np.concatenate(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
+    logits = reference_logits(directory, sequences).split([len(ids) for ids in sequences])
+    for prompt, ids, of_row in zip(rows.prompts, sequences, logits, strict=True):
+        logprobs = of_row.log_softmax(-1)[:-1].gather(1, torch.as_tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+        yield logprobs[len(prompt) - 1 :].numpy()
