@@ -1,0 +1,90 @@
+"""What a command and all its descendants hold: memory, file descriptors, shared memory; sampled while it runs.
+
+Memory is the sum of proportional set sizes (PSS: shared pages are divided among those who map them) plus
+the files in shared memory that no process maps, which PSS does not see.
+"""
+
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """One sample."""
+
+    seconds: float
+    """Since the command started."""
+    memory_bytes: int
+    """PSS of all processes plus unmapped shared memory."""
+    shm_bytes: int
+    """All of shared memory."""
+    num_fds: int
+    num_processes: int
+
+
+def usage(root: int, seconds: float) -> Usage:
+    """Sample the process `root` and everything below it."""
+    pss, fds, count, mapped = 0, 0, 0, set()
+    try:
+        processes = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        processes = []
+    for process in processes:
+        folder = Path("/proc") / str(process.pid)
+        try:
+            pss += _pss(folder / "smaps_rollup")
+            mapped |= _mapped_shm(folder / "maps")
+            fds += process.num_fds()
+            count += 1
+        except (OSError, psutil.Error):
+            continue  # it ended between the listing and the look
+    files = {str(path): path.stat().st_blocks * 512 for path in SHM.iterdir() if path.is_file()}
+    unmapped = sum(size for path, size in files.items() if path not in mapped)
+    return Usage(
+        seconds=seconds,
+        memory_bytes=pss + unmapped,
+        shm_bytes=sum(files.values()),
+        num_fds=fds,
+        num_processes=count,
+    )
+
+
+def _pss(rollup: Path) -> int:
+    for line in rollup.read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _mapped_shm(maps: Path) -> set[str]:
+    lines = maps.read_text().splitlines()
+    return {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if str(SHM) in line}
+
+
+def watch(command: Sequence[str], *, log: Path, every_s: float = 2.0) -> tuple[int, float, list[Usage]]:
+    """Run `command`, its output going to `log`; returns exit code, seconds and the samples taken on the way."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    samples: list[Usage] = []
+    with log.open("wb") as output:
+        process = subprocess.Popen(list(command), stdout=output, stderr=subprocess.STDOUT)
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(every_s):
+                samples.append(usage(process.pid, time.perf_counter() - started))
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        code = process.wait()
+        done.set()
+        thread.join()
+    return code, time.perf_counter() - started, samples
