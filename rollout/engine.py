@@ -297,8 +297,10 @@ class Engine:
                 raise RuntimeError(f"{self.spec.name} is {self._status.value} and cannot be probed: {self._fault}")
             if self._status is EngineStatus.SERVING:
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
-            (first, *_) = await self._ranks("probe", list(token_ids))
-            await self._settle()
+            try:
+                (first, *_) = await self._ranks("probe", list(token_ids))
+            finally:
+                await self._settle()
             assert isinstance(first, list)
             return [float(x) for x in first]
 

@@ -11,6 +11,7 @@ what to do instead.
 import dataclasses
 import difflib
 import json
+import os
 from pathlib import Path
 from typing import TypedDict
 
@@ -40,6 +41,7 @@ OWNED = {
     "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
     "worker_cls": "nothing: the worker receives the weights",
     "weight_transfer_config": "publish.transport",
+    "additional_config": "nothing: it names the engine's owner",
     "speculative_config": "nothing: drafts have a section of their own",
     "seed": "seed",
     "generation_config": "sampling",
@@ -125,6 +127,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         worker_cls=WORKER,
         weight_transfer_config={"backend": BACKEND},
+        additional_config={"owner_pid": os.getpid()},
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from rollout import vllm_quirks
 from rollout.engine_trace import ForwardLog, ForwardRecord
+from rollout.owner_watch import die_with
 from rollout.receiver import BACKEND, BucketReceiver
 
 if current_platform.is_cpu():
@@ -68,6 +69,13 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     _log: ForwardLog | None = None
     _under_way: tuple[SchedulerOutput, float, Clock] | None = None
+
+    def init_device(self) -> None:
+        """Take the device, as a process that ends with its engine's owner."""
+        owner = self.vllm_config.additional_config.get("owner_pid")
+        if owner is not None:
+            die_with(owner)
+        super().init_device()
 
     # -- forwards ----------------------------------------------------------------------------------
 
