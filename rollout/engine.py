@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout import vllm_compat
 from rollout.engine_config import end_of_sequence_ids, engine_arguments
-from rollout.engine_responses import Finished, Response, ResponseLedger, columns, sampling_params
+from rollout.engine_responses import Finished, Response, ResponseLedger, check_length, columns, sampling_params
 from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStats, EngineStatus, WeightsRefusedError
 from rollout.engine_trace import Forwards, decode_forwards
@@ -94,7 +94,7 @@ class Engine:
             ValueError: prompt and response do not fit the engine's longest request.
             RuntimeError: the engine died; the message names it.
         """
-        self._check_length(group)
+        check_length(group, self.spec.max_model_len)
         started_at_s = time.time()
         responses: list[Response] = []
         try:
@@ -102,7 +102,11 @@ class Engine:
                 for seed in group.seeds:
                     responses.append(await self._submit(group, seed))
             finished = await asyncio.gather(*(self._collect(response) for response in responses))
-        except vllm_compat.ENGINE_ERRORS as error:
+        except asyncio.CancelledError:
+            await self._llm.abort([response.request_id for response in responses], internal=True)
+            self._ledger.drop(responses)
+            raise
+        except Exception as error:  # the border to vLLM's processes: any failure there ends the requests with it
             self._ledger.drop(responses)
             raise RuntimeError(f"{self.spec.name} failed while it sampled group {group.group_id}: {error}") from error
         summary = GroupSummary(
@@ -116,14 +120,6 @@ class Engine:
             finished_at_s=time.time(),
         )
         return summary, columns(group, finished)
-
-    def _check_length(self, group: PromptGroup) -> None:
-        prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
-        if prompt + limit > self.spec.max_model_len:
-            raise ValueError(
-                f"group {group.group_id}: prompt of {prompt} tokens and {limit} response tokens exceed max_model_len "
-                f"{self.spec.max_model_len} of {self.spec.name}; shorten one or raise it"
-            )
 
     async def _submit(self, group: PromptGroup, seed: int) -> Response:
         self._num_requests += 1

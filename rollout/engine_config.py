@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 
 from rollout.config import Format
 from rollout.engine_spec import EngineSpec
+from rollout.receiver import BACKEND
 
 WORKER = "rollout.worker.Worker"
-BACKEND = "megatron_rl"
 
 OWNED = {
     "model": "model.path",

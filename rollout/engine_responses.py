@@ -71,6 +71,16 @@ def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]
     )
 
 
+def check_length(group: PromptGroup, max_model_len: int) -> None:
+    """Raise `ValueError` if a group's prompt and response do not fit an engine's longest request."""
+    prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
+    if prompt + limit > max_model_len:
+        raise ValueError(
+            f"group {group.group_id}: prompt of {prompt} tokens and {limit} response tokens exceed max_model_len "
+            f"{max_model_len}; shorten one or raise it"
+        )
+
+
 class ResponseLedger:
     """All responses in flight."""
 

@@ -6,10 +6,6 @@ Everything else in this package uses vLLM's public interface as it is in all of 
 import asyncio
 
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-ENGINE_ERRORS = (EngineDeadError, EngineGenerateError)
-"""What a request of a broken engine ends with."""
 
 
 async def drain(llm: AsyncLLM) -> None:

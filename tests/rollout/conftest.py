@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,18 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+@contextmanager
+def engine_environment() -> Iterator[None]:
+    """The environment that an engine's processes inherit when they are started."""
+    kept = dict(os.environ)
+    os.environ.update(ProcessEnv(single_node=True).engine(threads=1))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 def endless(checkpoints: Checkpoints, folder: Path) -> Path:
     """The directory of an engine whose responses end at their limit: a configuration without end-of-sequence id."""
     config = json.loads((checkpoints.path("qwen3", "A", "bf16") / "config.json").read_text())
@@ -99,7 +112,6 @@ def endless(checkpoints: Checkpoints, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def live(checkpoints, loop, tmp_path_factory):
     """A BF16 engine of one rank, serving weights A as version 0."""
-    os.environ.update(ProcessEnv(single_node=True).engine(threads=1))
     from rollout.config import EngineConfig
     from rollout.engine import Engine
     from rollout.engine_config import EngineSpec
@@ -111,7 +123,8 @@ def live(checkpoints, loop, tmp_path_factory):
     directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
     spec = EngineSpec(engine_id=3, run_id=RUN_ID, config=config, directory=str(directory), max_model_len=256)
     started = Live(Engine(spec), loop, checkpoints, "bf16")
-    loop.run(_first_publish(started))
+    with engine_environment():
+        loop.run(_first_publish(started))
     yield started
     started.engine.shutdown()
     for sender in started.senders:

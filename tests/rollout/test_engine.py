@@ -139,6 +139,19 @@ def test_abort_keeps_the_tokens_so_far(live, loop):
     assert sum(span.num_tokens for span in summary.weight_spans[0]) == summary.lengths[0]
 
 
+def test_a_cancelled_call_ends_its_requests(live, loop):
+    async def cancelled():
+        job = asyncio.create_task(live.sample(seeds=(1, 2), max_response_tokens=200))
+        await live.until_emitted(5)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        return live.engine._llm.output_processor.get_num_unfinished_requests()
+
+    assert loop.run(cancelled()) == 0
+    assert live.engine.stats().num_running == 0
+
+
 def test_aborting_a_waiting_group_returns_it_empty(live, loop):
     async def aborted():
         await live.engine.hold()

@@ -11,7 +11,7 @@ from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.engine_config import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStatus
-from rollout.process_env import ProcessEnv
+from tests.rollout.conftest import engine_environment
 from tests.rollout.live import Live
 from tests.rollout.packing import RUN_ID
 from tests.rollout.test_engine_updates import Corrupting, start_senders
@@ -34,15 +34,6 @@ def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:
     )
 
 
-@pytest.fixture(scope="module")
-def _environment():
-    kept = dict(os.environ)
-    os.environ.update(ProcessEnv(single_node=True).engine(threads=1))
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
-
-
 @dataclass(frozen=True)
 class Loaded:
     """What a two-rank engine that loaded weights B said, before and when its core process was killed."""
@@ -55,9 +46,10 @@ class Loaded:
 
 
 @pytest.fixture(scope="module")
-def loaded(_environment, checkpoints, loop) -> Loaded:
+def loaded(checkpoints, loop) -> Loaded:
     engine = Engine(spec(str(checkpoints.path("qwen3", "B", "int8")), engine_id=5, load=True))
-    loop.run(engine.start())
+    with engine_environment():
+        loop.run(engine.start())
     live = Live(engine, loop, checkpoints, "int8")
     found = Loaded(engine.state(), loop.run(live.greedy()), loop.run(_raised(engine)), loop.run(_killed(live)))
     engine.shutdown()
@@ -84,10 +76,11 @@ async def _killed(live: Live) -> str:
 
 
 @pytest.fixture(scope="module")
-def parallel(_environment, loaded, checkpoints, loop):
+def parallel(loaded, checkpoints, loop):
     directory = str(checkpoints.path("qwen3", "A", "int8"))
     live = Live(Engine(spec(directory, engine_id=6, load=False)), loop, checkpoints, "int8")
-    loop.run(live.engine.start())
+    with engine_environment():
+        loop.run(live.engine.start())
     yield live
     live.engine.shutdown()
     for sender in live.senders:
