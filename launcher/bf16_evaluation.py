@@ -7,6 +7,7 @@ Used at the ends of a run, for the figures that are not coloured by 8-bit weight
 from collections.abc import Mapping
 
 from launcher.config import EvalConfig, RunConfig
+from launcher.errors import judging_user_input
 from launcher.processes import Processes, finish_engines
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts
@@ -67,9 +68,10 @@ def evaluate_directory(
         )
         for slot in slots
     ]
+    with judging_user_input():
+        scorer, _ = running.start_scorer(config.model, config.reward)
+        prompts = load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
     engines, starting = running.begin_engines(specs, slots)
-    scorer, _ = running.start_scorer(config.model, config.reward)
-    prompts = load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
     finish_engines(starting)
     pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)

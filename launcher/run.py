@@ -16,12 +16,14 @@ from launcher import placement
 from launcher.bf16_evaluation import evaluate_directories
 from launcher.config import RunConfig
 from launcher.environment import describe, node_resources
+from launcher.errors import judging_user_input
 from launcher.loading import resolved_yaml
 from launcher.processes import Processes, finish_engines, processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
 from launcher.recorder import RunRecorder, read_state
 from launcher.report import write_report
+from launcher.resume_check import changed_keys
 from launcher.run_directory import RunDirectory
 from launcher.tracking import Tracker
 from megatron_rl.controller import Controller, LoopSettings
@@ -57,12 +59,15 @@ class _Resume:
 def run(config: RunConfig) -> None:
     """Run `config` to its end; see `docs/configuration.md` for what the run directory holds afterwards."""
     with RunDirectory(config.run_dir) as directory:
-        resume = _resume(directory, config)
+        resume = _resume(directory)
+        changes = changed_keys(directory.path, config) if resume.first_step else []
         directory.write_config(resolved_yaml(config))
         directory.write_environment(describe())
         progress = RunProgress(config.num_steps)
         if resume.first_step:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
+        for change in changes:
+            progress.say(f"changed since the last start: {change}")
         slots = placement.plan(config, node_resources())
         log_dir = directory.path / "logs"
         with processes(config.cluster, num_actors=slots.num_actors, log_dir=log_dir) as running:
@@ -77,7 +82,7 @@ def run(config: RunConfig) -> None:
         progress.say(f"report: {directory.path / 'report.html'}")
 
 
-def _resume(directory: RunDirectory, config: RunConfig) -> _Resume:
+def _resume(directory: RunDirectory) -> _Resume:
     newest = directory.latest_checkpoint()
     if newest is None:
         directory.resume_at(0)
@@ -98,12 +103,14 @@ def _train(
     resume: _Resume,
 ) -> None:
     run_id = secrets.token_hex(4)
-    engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
-    scorer, _ = running.start_scorer(config.model, config.reward)
-    training = load_training_prompts(scorer, config.data)
-    evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+    with judging_user_input():
+        scorer, _ = running.start_scorer(config.model, config.reward)
+        training = load_training_prompts(scorer, config.data)
+        evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+        order = training_order(training, config.data, seed=config.seed, state=resume.order)
     for line in training.lines():
         progress.say(line)
+    engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
     trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
@@ -111,7 +118,7 @@ def _train(
     _say_kernels(engines, progress)
     publisher = _publisher(config, trainer, engines, run_id)
     planner = Planner(
-        training_order(training, config.data, seed=config.seed, state=resume.order),
+        order,
         training.by_id(),
         prompts_per_step=config.algorithm.prompts_per_step,
         group_size=config.algorithm.group_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from launcher.config import SftConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, judging_user_input
 from launcher.processes import Processes, processes
 from launcher.progress import RunProgress
 from megatron_rl.config import AlgorithmConfig, PublishConfig
@@ -61,12 +61,8 @@ def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, Im
     """Tokenise in a process of its own: transformers imports torch."""
     task = ray.remote(load_imitation_rows).options(runtime_env={"env_vars": running.environment.scorer()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
-    try:
+    with judging_user_input():
         return ref, ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError):
-            raise ConfigError(str(error.cause)) from error
-        raise
 
 
 def _spec(config: SftConfig) -> TrainerSpec:

@@ -15,7 +15,7 @@ from megatron_rl.config import TrainerConfig
 from megatron_rl.model_config import ModelSpec
 
 TRAINER_PROCESS_BYTES = 700 << 20
-"""A Python process with torch, Megatron and a gloo group, no model (measured on CPU: PSS)."""
+"""A Python process with torch, Megatron and a gloo group, no model; an estimate."""
 ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and keys; further tensor-parallel ranks add a half."""
 

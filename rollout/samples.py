@@ -4,7 +4,6 @@ Made in the scorer's process, which has the tokenizer; the controller never hold
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -57,7 +56,7 @@ def write_rows(path: Path, rows: Sequence[SampleRow]) -> None:
     """Replace `path` by one line per row; a reader sees the old file or the new one."""
     aside = path.with_name(path.name + ".partial")
     aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(aside, path)
+    aside.replace(path)
 
 
 def group_traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
@@ -80,4 +79,4 @@ def replace_traces(path: Path, traces: Sequence[Trace]) -> None:
     aside = path.with_name(path.name + ".partial")
     aside.unlink(missing_ok=True)
     write_traces(aside, traces)
-    os.replace(aside, path)
+    aside.replace(path)

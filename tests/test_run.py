@@ -131,10 +131,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, uninterrupted)
     for kill in (1, 2):
         process = start(config, run_dir)
         if kill == during_save:
-            wait_for(lambda: any((run_dir / "checkpoints").glob(f"{kill + 1}.partial")), process)
+            saving = f"{kill + 1}.partial"
+            wait_for(lambda name=saving: any((run_dir / "checkpoints").glob(name)), process)
             time.sleep(generator.uniform(0, 0.05))
         else:
-            wait_for(lambda kill=kill: len(rows(run_dir / "metrics.jsonl")) > kill, process)
+            wait_for(lambda wanted=kill: len(rows(run_dir / "metrics.jsonl")) > wanted, process)
             time.sleep(generator.uniform(0, 2.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
