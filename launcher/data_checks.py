@@ -3,6 +3,7 @@
 Only the rows' shape is judged; token counts need the tokenizer and are checked when the prompts are loaded.
 """
 
+from contextlib import closing
 from pathlib import Path
 
 from rollout.prompt_rows import prompt_of, raw_rows, read_rows
@@ -26,10 +27,11 @@ def imitation_file(key: str, path: str) -> list[str]:
     if problem := _file(key, path):
         return [problem]
     try:
-        for where, values in raw_rows(path):
-            if not isinstance(values, dict) or not isinstance(values.get("response"), str):
-                return [f"`{key}`: {where}: a row must be an object with `prompt` and `response` (text)"]
-            prompt_of(values, where=where)
+        with closing(raw_rows(path)) as found:
+            for where, values in found:
+                if not isinstance(values, dict) or not isinstance(values.get("response"), str):
+                    return [f"`{key}`: {where}: a row must be an object with `prompt` and `response` (text)"]
+                prompt_of(values, where=where)
     except ValueError as error:
         return [f"`{key}`: {error}"]
     return []

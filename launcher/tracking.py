@@ -75,6 +75,8 @@ class Tracker:
 
 def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # a service inherited from a parent process outlives us, and keeps the id of a killed run in use
+    os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
     run: _WandbRun = wandb.init(

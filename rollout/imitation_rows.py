@@ -4,6 +4,7 @@ Rows are `prompt` (text or chat messages) and `response` (text), in jsonl or par
 in the tokenizer's end-of-sequence token, as a sampled one would.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,13 @@ def load_imitation_rows(path: str, model_directory: str, *, max_tokens: int) -> 
     facts = tokenizer.facts()
     check_fits_model(facts, model_directory)
     places, prompts, responses = [], [], []
-    for where, values in raw_rows(path):
-        if not isinstance(values, dict) or not isinstance(values.get("response"), str):
-            raise ValueError(f"{where}: a row must be an object with `prompt` and `response` (text)")
-        places.append(where)
-        prompts.append(render(prompt_of(values, where=where), tokenizer, where=where))
-        responses.append(values["response"])
+    with closing(raw_rows(path)) as found:
+        for where, values in found:
+            if not isinstance(values, dict) or not isinstance(values.get("response"), str):
+                raise ValueError(f"{where}: a row must be an object with `prompt` and `response` (text)")
+            places.append(where)
+            prompts.append(render(prompt_of(values, where=where), tokenizer, where=where))
+            responses.append(values["response"])
     if not places:
         raise ValueError(f"{path}: no rows")
     prompt_ids = tokenizer.encode(prompts, add_special_tokens=not tokenizer.has_chat_template)

@@ -11,11 +11,14 @@ Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, f
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.tokenizer import ChatMessage
+
+RawRows = Generator[tuple[str, object], None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +40,21 @@ def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
     Raises ValueError for a file that is missing, of another kind or empty, and for any row of the wrong shape.
     """
     rows: list[PromptRow] = []
-    for where, values in raw_rows(path):
-        rows.append(_row(values, where=where))
-        if len(rows) == limit:
-            break
+    with closing(raw_rows(path)) as found:
+        for where, values in found:
+            rows.append(_row(values, where=where))
+            if len(rows) == limit:
+                break
     if not rows:
         raise ValueError(f"{path}: holds no rows")
     return rows
 
 
-def raw_rows(path: str) -> Iterator[tuple[str, object]]:
-    """(file and line, row) of a jsonl or parquet file; ValueError for a missing or unreadable one."""
+def raw_rows(path: str) -> RawRows:
+    """(file and line, row) of a jsonl or parquet file; close it when you stop early.
+
+    Raises ValueError for a missing or unreadable file.
+    """
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{path}: no such file")
@@ -58,7 +65,7 @@ def raw_rows(path: str) -> Iterator[tuple[str, object]]:
     raise ValueError(f"{path}: ends with {file.suffix!r}; data sets are .jsonl or .parquet")
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, object]]:
+def _json_lines(file: Path) -> RawRows:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -70,7 +77,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, object]]:
                 raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
+def _parquet_rows(file: Path) -> RawRows:
     import pyarrow
     import pyarrow.parquet
 

@@ -28,7 +28,18 @@ def example(tmp_path_factory) -> Path:
     """Data and an untrained model of the arithmetic example."""
     work = tmp_path_factory.mktemp("example")
     for command in (
-        ["-m", "examples.arithmetic.make_data", "--out", str(work / "data"), "--train", "64", "--held-out", "16"],
+        [
+            "-m",
+            "examples.arithmetic.make_data",
+            "--out",
+            str(work / "data"),
+            "--train",
+            "64",
+            "--held-out",
+            "16",
+            "--warm-start",
+            "512",
+        ],
         ["-m", "examples.arithmetic.make_model", "--out", str(work / "model")],
     ):
         subprocess.run([sys.executable, *command], check=True)
@@ -62,9 +73,13 @@ def configuration(example: Path, **changes) -> Path:
 
 
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "launcher", "run", str(config), f"run_dir={run_dir}", *overrides]
+    return command("run", str(config), f"run_dir={run_dir}", *overrides)
+
+
+def command(*arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    line = [sys.executable, "-m", "launcher", *arguments]
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -176,3 +191,60 @@ def test_int8_engines_fed_over_sockets_stay_close_to_the_trainer_at_a_low_temper
         assert 0 < row["rollout_corr/k3_kl"] <= 5e-3
     found = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
     assert found == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
+
+
+@pytest.mark.slow
+def test_bf16_engines_agree_with_the_trainer_at_a_low_temperature_and_the_checkpoint_exports_and_evaluates(example):
+    run_dir, exported, result = example / "cool", example / "exported", example / "result.json"
+    config = configuration(
+        example,
+        num_steps=1,
+        deterministic=False,
+        sampling={"temperature": 0.6, "max_response_tokens": 48},
+        wandb={"mode": "disabled"},
+    )
+    finish(start(config, run_dir))
+    (row,) = rows(run_dir / "metrics.jsonl")
+    assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+    assert row["rollout_corr/k3_kl"] <= 1e-3
+
+    finish(command("export", str(run_dir), str(exported)))
+    weights = "model.safetensors"
+    assert (exported / weights).read_bytes() == (run_dir / "policy" / weights).read_bytes()
+    assert (exported / weights).read_bytes() != (example / "model" / weights).read_bytes()
+
+    evaluation = example / "eval.yaml"
+    held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 16}
+    sets = {"greedy": held_out, "sampled": {**held_out, "temperature": 1.0, "samples_per_prompt": 3, "limit": 8}}
+    evaluation.write_text(
+        yaml.safe_dump({"model": str(exported), "sets": sets, "engine": {"kv_cache_bytes": 64 << 20}})
+    )
+    output = finish(command("eval", str(evaluation), f"output={result}"))
+    found = {row["set_name"]: row for row in json.loads(result.read_text())}
+    assert (found["greedy"]["num_prompts"], found["greedy"]["samples_per_prompt"]) == (16, 1)
+    assert (found["sampled"]["num_prompts"], found["sampled"]["samples_per_prompt"]) == (8, 3)
+    assert all(0 <= row["average"] <= row["passed"] <= 1 and row["format"] == "bf16" for row in found.values())
+    assert "avg@3" in output
+
+
+@pytest.mark.slow
+def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(example):
+    config, target, log = example / "sft.yaml", example / "warm", example / "warm.jsonl"
+    settings = {
+        "model": str(example / "model"),
+        "output_dir": str(target),
+        "num_steps": 8,
+        "batch_size": 32,
+        "log_path": str(log),
+        "data": {"path": str(example / "data" / "warm_start.jsonl"), "max_tokens": 320},
+        "trainer": {"dtype": "fp32", "parallel": {"data": 2}, "optimizer": {"learning_rate": 3e-3}},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    finish(command("sft", str(config)))
+    losses = [row["sft/loss"] for row in rows(log)]
+    assert len(losses) == 8
+    assert losses[-1] < 0.8 * losses[0]
+    refused = command("sft", str(config), f"output_dir={example / 'model'}")
+    output, _ = refused.communicate(timeout=DEADLINE_S)
+    assert refused.returncode == 2
+    assert "Traceback" not in output
