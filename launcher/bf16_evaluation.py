@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from launcher.config import EvalConfig, RunConfig
 from launcher.errors import judging_user_input
-from launcher.processes import Processes, finish_engines
+from launcher.processes import START_TIMEOUT_S, Processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts
 from rollout.engine_spec import EngineSpec
@@ -72,9 +72,9 @@ def evaluate_directory(
         scorer, _ = running.start_scorer(config.model, config.reward)
         prompts = load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
     engines, starting = running.begin_engines(specs, slots)
-    finish_engines(starting)
-    pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
+    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+    pool = EnginePool(engines.actors, [scorer], slots_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     rows = evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
-    running.end([*engines, scorer])
+    running.end([*engines.actors, scorer])
     return rows

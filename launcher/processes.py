@@ -18,6 +18,7 @@ from megatron_rl.trainer_group import TrainerGroup, start_trainer
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.config import RewardConfig
 from rollout.engine_actor import EngineActor
+from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
 from rollout.process_env import ProcessEnv
 from rollout.scoring import ScorerActor
@@ -54,8 +55,8 @@ class Processes:
 
     def begin_engines(
         self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]
-    ) -> tuple[list[ray.actor.ActorHandle], list[ray.ObjectRef]]:
-        """Start engine processes; wait for them with `finish_engines`."""
+    ) -> tuple[EngineGroup, list[ray.ObjectRef]]:
+        """Start engine processes; wait for what is returned with `EngineGroup.wait(..., START_TIMEOUT_S)`."""
         actor_class: ray.actor.ActorClass = EngineActor
         engines = []
         for spec, slot in zip(specs, slots, strict=True):
@@ -66,7 +67,8 @@ class Processes:
                 ).remote(spec)
             )
         self.started += engines
-        return engines, [engine.start.remote() for engine in engines]
+        group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
+        return group, group.begin("start")
 
     def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
         """Start all trainer ranks and let them load the model."""
@@ -101,23 +103,6 @@ class Processes:
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
         return {**variables, **log}
-
-
-def finish_engines(starting: Sequence[ray.ObjectRef]) -> None:
-    """Wait until every engine is up.
-
-    Raises:
-        RuntimeError: naming the engines that were not, or that failed.
-    """
-    done, late = ray.wait(list(starting), num_returns=len(starting), timeout=START_TIMEOUT_S)
-    for ref in done:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(f"engine {list(starting).index(ref)} did not start: {error}") from error
-    if late:
-        numbers = [list(starting).index(ref) for ref in late]
-        raise RuntimeError(f"engine(s) {numbers} had not started after {START_TIMEOUT_S:.0f} s; see their logs")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ configuration. A run directory that holds a checkpoint is resumed from it.
 
 import secrets
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from launcher.config import RunConfig
 from launcher.environment import describe, node_resources
 from launcher.errors import judging_user_input
 from launcher.loading import resolved_yaml
-from launcher.processes import Processes, finish_engines, processes
+from launcher.processes import START_TIMEOUT_S, Processes, processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
 from launcher.recorder import RunRecorder, read_state
@@ -31,9 +30,10 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.phases import Phases
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
-from megatron_rl.weights.links import EngineGroup, GlooLink, Link, ShmLink
+from megatron_rl.weights.links import GlooLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
+from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
@@ -114,7 +114,7 @@ def _train(
     trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
-    finish_engines(starting)
+    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     publisher = _publisher(config, trainer, engines, run_id)
     planner = Planner(
@@ -131,7 +131,7 @@ def _train(
         tracker,
         progress,
         scorer=scorer,
-        engines=engines,
+        engines=engines.actors,
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
         keep_last=config.checkpoint.keep_last,
@@ -139,7 +139,7 @@ def _train(
     controller = Controller(
         planner=planner,
         pool=EnginePool(
-            engines, [scorer], slots_per_engine=config.engine.max_num_seqs, whole_step=config.deterministic
+            engines.actors, [scorer], slots_per_engine=config.engine.max_num_seqs, whole_step=config.deterministic
         ),
         trainer=trainer,
         publisher=publisher,
@@ -158,7 +158,7 @@ def _train(
         tracker.finish()
     _export(trainer, directory.path)
     running.end_trainer(trainer)
-    running.end([*engines, scorer])
+    running.end([*engines.actors, scorer])
 
 
 def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
@@ -201,9 +201,7 @@ def _sampling(config: RunConfig) -> SamplingSpec:
     )
 
 
-def _publisher(
-    config: RunConfig, trainer: TrainerGroup, actors: Sequence[ray.actor.ActorHandle], run_id: str
-) -> Publisher:
+def _publisher(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str) -> Publisher:
     """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
     plan = plan_reshard(
@@ -213,7 +211,6 @@ def _publisher(
         bucket_bytes=config.publish.bucket_bytes,
         te_names=trainer.te_names(),
     )
-    engines = EngineGroup(actors, num_ranks=config.engine.tensor_parallel)
     timeout_s = config.publish.timeout_s
     link: Link = (
         GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=timeout_s)
@@ -249,9 +246,10 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
     )
 
 
-def _say_kernels(engines: Sequence[ray.actor.ActorHandle], progress: RunProgress) -> None:
+def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
     """Say which kernels multiply, so that INT8 is seen to be INT8."""
-    for number, kernels in enumerate(ray.get([engine.kernel_classes.remote() for engine in engines])):
+    refs: list[dict[str, str]] = ray.get(engines.begin("kernel_classes"))
+    for number, kernels in enumerate(refs):
         counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
         progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
 

@@ -30,9 +30,8 @@ RAY_USERS = {
     "megatron_rl/spmd.py",
     "megatron_rl/trainer_actor.py",
     "megatron_rl/trainer_group.py",
-    "megatron_rl/weights/links.py",
-    "megatron_rl/weights/publisher.py",
     "rollout/engine_actor.py",
+    "rollout/engine_group.py",
     "rollout/pool.py",
     "rollout/scoring.py",
 }
@@ -54,6 +53,13 @@ PURE = {
     "megatron_rl/phases.py",
     "megatron_rl/results.py",
     "megatron_rl/step_metrics.py",
+    "megatron_rl/imitation.py",
+    "megatron_rl/probe_prompt.py",
+    "megatron_rl/trainer_spec.py",
+    "megatron_rl/weights/names.py",
+    "megatron_rl/weights/reshard.py",
+    "megatron_rl/weights/publish_report.py",
+    "rollout/engine_spec.py",
 }
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "wandb", "matplotlib")
 

@@ -10,14 +10,14 @@ that could not prove itself stays fenced: no token is sampled from weights that 
 import time
 
 import numpy as np
-import ray
 
 from megatron_rl.probe_prompt import probe_tokens
 from megatron_rl.results import ProbeResult
 from megatron_rl.trainer_group import TrainerGroup
-from megatron_rl.weights.links import EngineGroup, Link
+from megatron_rl.weights.links import Link
 from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.reshard import ReshardPlan
+from rollout.engine_group import EngineGroup
 from rollout.types import WeightVersion
 
 
@@ -82,7 +82,8 @@ class Publisher:
                 f"{max(gaps[engine] for engine in bad):.3g} nats on average, {self._max_probe_gap} are allowed "
                 "(engine.probe_max_logprob_gap)"
             )
-            ray.get([self._engines.actors[engine].fence.remote(fault) for engine in bad])
+            fencing = [self._engines.actors[engine].fence.remote(fault) for engine in bad]
+            self._engines.wait(fencing, "fence", timeout_s=self._timeout_s)
             raise RuntimeError(f"engine(s) {bad} are fenced: {fault}")
         return gaps
 
