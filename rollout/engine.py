@@ -15,7 +15,7 @@ before that byte changes nothing; tokens leave the engine once, when their whole
 import asyncio
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,6 +28,7 @@ from rollout.engine_state import EngineFencedError, EngineState, EngineStats, En
 from rollout.engine_trace import Forwards, decode_forwards
 from rollout.model_tensors import check_manifest, expected_tensors
 from rollout.receiver import UpdateOrder
+from rollout.roll_call import RollCall
 from rollout.transports.base import Channel, GlooChannel, ShmChannel
 from rollout.transports.shm import verify_segments
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup, WeightVersion
@@ -46,7 +47,7 @@ class Engine:
         self._status = EngineStatus.FENCED
         self._version = WeightVersion(-1)
         self._fault = "no weights have been published yet"
-        self._held = False
+        self._roll_call: RollCall | None = None
         self._channel: Channel | None = None
         self._ledger = ResponseLedger()
         self._num_requests = self._num_updates = self._num_refused = self._num_failed = 0
@@ -98,9 +99,7 @@ class Engine:
         started_at_s = time.time()
         responses: list[Response] = []
         try:
-            async with self._submitting:  # groups enter whole and in the order of their calls
-                for seed in group.seeds:
-                    responses.append(await self._submit(group, seed))
+            await self._submit_group(group, responses)
             finished = await asyncio.gather(*(self._collect(response) for response in responses))
         except asyncio.CancelledError:
             await self._llm.abort([response.request_id for response in responses], internal=True)
@@ -120,6 +119,19 @@ class Engine:
             finished_at_s=time.time(),
         )
         return summary, columns(group, finished)
+
+    async def _submit_group(self, group: PromptGroup, responses: list[Response]) -> None:
+        """Hand a group to vLLM whole; while the engine is held, when the group's turn has come."""
+        roll_call = self._roll_call
+        if roll_call is not None:
+            await roll_call.wait_for_turn(group.group_id)
+        try:
+            async with self._submitting:
+                for seed in group.seeds:
+                    responses.append(await self._submit(group, seed))
+        finally:
+            if roll_call is not None:
+                await roll_call.enter(group.group_id)
 
     async def _submit(self, group: PromptGroup, seed: int) -> Response:
         self._num_requests += 1
@@ -144,19 +156,21 @@ class Engine:
         return len(requests)
 
     async def hold(self) -> None:
-        """Keep new requests waiting until `release()`, so that a step is submitted whole before it is sampled."""
-        self._held = True
+        """Keep new groups waiting until `release()`, so that a step is submitted whole before it is sampled."""
+        self._roll_call = RollCall()
         await self._settle()
 
-    async def release(self) -> None:
-        """Let sampling begin, after every group that has been handed in is submitted."""
-        async with self._submitting:
-            self._held = False
+    async def release(self, group_ids: Sequence[GroupId]) -> None:
+        """Wait for these groups, submit them in this order, then let sampling begin."""
+        if self._roll_call is None:
+            raise RuntimeError(f"{self.spec.name} is not held")
+        await self._roll_call.admit(group_ids)
+        self._roll_call = None
         await self._settle()
 
     async def _settle(self) -> None:
         """Make vLLM run exactly if the engine serves and is not held."""
-        if self._status is EngineStatus.SERVING and not self._held:
+        if self._status is EngineStatus.SERVING and self._roll_call is None:
             await self._llm.resume_generation()
         elif self._status is EngineStatus.SERVING:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -305,7 +319,9 @@ class Engine:
     def state(self) -> EngineState:
         """The state now."""
         fault = self._fault if self._status is EngineStatus.FENCED else ""
-        return EngineState(status=self._status, weight_version=self._version, held=self._held, fault=fault)
+        return EngineState(
+            status=self._status, weight_version=self._version, held=self._roll_call is not None, fault=fault
+        )
 
     def stats(self) -> EngineStats:
         """The counters now."""

@@ -6,7 +6,7 @@ Invariant: nothing is decided here. A group comes back as two objects, so that t
 the summary and keeps only a reference to the tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import ray
 
@@ -53,9 +53,9 @@ class EngineActor:
         """See `Engine.hold`."""
         await self._engine.hold()
 
-    async def release(self) -> None:
+    async def release(self, group_ids: Sequence[GroupId]) -> None:
         """See `Engine.release`."""
-        await self._engine.release()
+        await self._engine.release(group_ids)
 
     async def init_transport(self, channel: Channel) -> None:
         """See `Engine.init_transport`."""

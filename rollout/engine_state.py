@@ -23,7 +23,7 @@ class EngineState:
     weight_version: WeightVersion
     """Of the last weights that were whole: during an update, and when fenced, still the old ones."""
     held: bool
-    """Sampling waits for `release()` though the engine may be serving."""
+    """Groups wait for `release()` though the engine may be serving."""
     fault: str
     """Why it is fenced; empty otherwise."""
 

@@ -62,10 +62,13 @@ class EnginePool:
         """Queue `groups`, in order, and start as many as there is room for."""
         self._queue.extend(groups)
         if self._whole_step:
-            ray.get([engine.hold.remote() for engine in self._engines])
+            (engine,) = self._engines
+            ray.get(engine.hold.remote())
+            entering = list(self._queue)
             while self._queue:
                 self._start(self._queue.popleft(), engine=0)
-            ray.get([engine.release.remote() for engine in self._engines])
+            # calls may overtake each other on their way, so the engine is told whom to wait for, and in which order
+            ray.get(engine.release.remote([group.group_id for group in entering]))
         else:
             self._dispatch()
 

@@ -1,6 +1,7 @@
 """One engine: what it samples, what it reports of it, and how it is held, aborted and probed."""
 
 import asyncio
+import random
 
 import numpy as np
 import pytest
@@ -154,12 +155,13 @@ def test_a_cancelled_call_ends_its_requests(live, loop):
 
 def test_aborting_a_waiting_group_returns_it_empty(live, loop):
     async def aborted():
-        await live.engine.hold()
+        await live.engine._llm.pause_generation(mode="keep", clear_cache=False)
         group = live.group(seeds=(1, 2))
         job = asyncio.create_task(live.engine.generate_group(group))
-        await asyncio.sleep(0)
+        while len(live.engine._ledger) < 2:
+            await asyncio.sleep(0.01)
         await live.engine.abort(group.group_id)
-        await live.engine.release()
+        await live.engine._llm.resume_generation()
         return await job
 
     summary, columns = loop.run(aborted())
@@ -170,11 +172,13 @@ def test_aborting_a_waiting_group_returns_it_empty(live, loop):
 def test_a_held_engine_samples_nothing_and_then_the_whole_step_the_same_way(live, loop):
     async def step():
         await live.engine.hold()
-        jobs = [asyncio.create_task(live.sample(seeds=(i, i + 50), prompt=(5 + i, 9))) for i in range(5)]
-        done, _ = await asyncio.wait(jobs, timeout=0.2)
+        groups = [live.group(seeds=(i, i + 50), prompt=(5 + i, 9)) for i in range(5)]
+        shuffled = random.sample(groups, len(groups))
+        jobs = {g.group_id: asyncio.create_task(live.engine.generate_group(g)) for g in shuffled}
+        done, _ = await asyncio.wait(jobs.values(), timeout=0.2)
         assert not done and live.engine.state().held
-        await live.engine.release()
-        return [columns for _, columns in await asyncio.gather(*jobs)]
+        await live.engine.release([g.group_id for g in groups])
+        return [(await jobs[g.group_id])[1] for g in groups]
 
     first, again = loop.run(step()), loop.run(step())
     for a, b in zip(first, again, strict=True):
@@ -186,9 +190,9 @@ def test_the_trace_counts_every_computed_token_once(live, loop):
     async def traced():
         await live.engine.drain_trace()
         await live.engine.hold()
-        job = asyncio.create_task(live.sample(seeds=(31, 32), prompt=tuple(range(100, 120)), max_response_tokens=12))
-        await asyncio.sleep(0)
-        await live.engine.release()
+        group = live.group(seeds=(31, 32), prompt=tuple(range(100, 120)), max_response_tokens=12)
+        job = asyncio.create_task(live.engine.generate_group(group))
+        await live.engine.release([group.group_id])
         await job
         return await live.engine.drain_trace()
 

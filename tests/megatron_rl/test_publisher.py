@@ -1,0 +1,98 @@
+"""A publish is a protocol: its order, and what happens to an engine that cannot prove itself."""
+
+import numpy as np
+import pytest
+
+from megatron_rl.model_config import ModelSpec
+from megatron_rl.results import ProbeResult, StagedWeights
+from megatron_rl.weights.publisher import Publisher
+from megatron_rl.weights.reshard import plan_reshard
+from tests.megatron_rl.test_reshard import SPEC, ParallelConfig
+
+REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
+
+
+class Engines:
+    """Stands in for an `EngineGroup`: notes every call, answers probes."""
+
+    def __init__(self, log, probes):
+        self.log, self.probes = log, probes
+        self.actors = [Actor(log, number) for number in range(len(probes))]
+
+    def begin(self, method, *args):
+        self.log.append(f"{method} begins")
+        return method
+
+    def wait(self, refs, method, *, timeout_s):
+        self.log.append(f"{method} ends")
+        return self.probes
+
+    def call(self, method, *args, timeout_s):
+        self.log.append(method)
+        return []
+
+
+class Actor:
+    def __init__(self, log, number):
+        self.fence = self
+        self.log, self.number = log, number
+
+    def remote(self, fault):
+        self.log.append(f"fence {self.number}: {fault}")
+
+
+class Trainer:
+    def __init__(self, log):
+        self.log = log
+
+    def probe(self, token_ids, *, timeout_s):
+        self.log.append(f"trainer probes {len(token_ids)} tokens")
+        return ProbeResult(logprobs=REFERENCE)
+
+
+class Link:
+    def __init__(self, log):
+        self.log = log
+
+    def deliver(self, manifest):
+        manifest.check()
+        self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
+        return [StagedWeights(rank=0, path="", num_bytes=5, reshard_s=0.25)]
+
+
+def publisher(log, probes, spec: ModelSpec = SPEC) -> Publisher:
+    return Publisher(
+        Trainer(log),
+        Engines(log, probes),
+        Link(log),
+        plan=plan_reshard(spec, ParallelConfig(tensor=2), format="int8", bucket_bytes=1 << 20, te_names=False),
+        run_id="run",
+        vocab_size=spec.vocab_size,
+        probe_length=8,
+        max_probe_gap=0.1,
+        timeout_s=1.0,
+    )
+
+
+def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe():
+    log = []
+    report = publisher(log, [REFERENCE, REFERENCE + 0.05]).publish(3)
+    assert log == [
+        "check",
+        "deliver 3 of run",
+        "probe begins",
+        "trainer probes 8 tokens",
+        "probe ends",
+        "resume",
+    ]
+    assert report.probe_gaps == pytest.approx((0.0, 0.05), abs=1e-6)
+    assert report.metrics()["publish/probe_gap_max"] == pytest.approx(0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [REFERENCE + 0.2, np.full(7, np.nan, dtype=np.float32)], ids=["far off", "nan"])
+def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
+    log = []
+    with pytest.raises(RuntimeError, match=r"engine\(s\) \[1\] are fenced: weight version 3"):
+        publisher(log, [REFERENCE, wrong]).publish(3)
+    assert [entry.split(":")[0] for entry in log if ": weight version 3" in entry] == ["fence 1"]
+    assert "resume" not in log

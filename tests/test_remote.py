@@ -1,0 +1,144 @@
+"""What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import ray
+
+from megatron_rl.spmd import SpmdGroup
+from rollout.pool import EnginePool
+from rollout.types import Score, ScoreStatus
+from tests.megatron_rl.scored_groups import scored_group
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def echo(self, value):
+        return self.rank, value
+
+    def sleep_if(self, rank):
+        if rank == self.rank:
+            time.sleep(60)
+
+    def raise_if(self, rank):
+        if rank == self.rank:
+            raise ValueError("the loss is a fish")
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    """Answers groups after a moment each; notes how many responses it held at once."""
+
+    def __init__(self):
+        self.held = self.most = 0
+        self.calls = []
+
+    @ray.method(num_returns=2)
+    async def generate_group(self, group):
+        import asyncio
+
+        self.calls.append(("generate", group.group_id))
+        self.held += len(group.seeds)
+        self.most = max(self.most, self.held)
+        await asyncio.sleep(0.02)
+        self.held -= len(group.seeds)
+        if group.prompt.ground_truth == "poison":
+            raise RuntimeError("out of keys and values")
+        made = scored_group(group.group_id)
+        return made.summary, made.columns
+
+    async def hold(self):
+        self.calls.append(("hold", None))
+
+    async def release(self, group_ids):
+        self.calls.append(("release", group_ids))
+
+    async def report(self):
+        return self.most, self.calls
+
+
+@ray.remote(num_cpus=0)
+class Scorer:
+    def score(self, group, columns):
+        return tuple(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
+
+
+def groups(count, **changes):
+    return [replace(scored_group(number).group, **changes) for number in range(count)]
+
+
+def test_an_spmd_call_returns_in_rank_order():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(3)], timeout_s=60)
+    assert group.call("echo", "x") == [(0, "x"), (1, "x"), (2, "x")]
+    group.kill()
+
+
+def test_a_late_rank_is_named_and_the_group_is_killed():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(3)], timeout_s=60)
+    group.call("echo", 0)
+    with pytest.raises(RuntimeError, match=r"trainer\.sleep_if: rank\(s\) \[1\] of 3 had not returned after 1 s"):
+        group.call("sleep_if", 1, timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"trainer\.echo failed on rank"):
+        group.call("echo", 0)
+
+
+def test_a_rank_that_raises_is_named_with_its_error():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(2)], timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"(?s)raise_if failed on rank 1 of 2.*a fish"):
+        group.call("raise_if", 1)
+
+
+def test_every_group_comes_back_once_scored_in_the_order_of_admission():
+    engines = [Engine.remote() for _ in range(2)]
+    pool = EnginePool(engines, [Scorer.remote(), Scorer.remote()], slots_per_engine=8)
+    seen = []
+    pool.admit(groups(12, purpose="train", step=5))
+    pool.check_integrity()
+    taken = pool.take("train", 5, progress=lambda done, total: seen.append((done, total)))
+    assert [scored.group.group_id for scored in taken] == list(range(12))
+    for scored in taken:
+        assert scored.rewards == tuple(float(n) for n in scored.summary.lengths)
+    assert seen[-1] == (12, 12)
+    assert seen == sorted(seen)
+    assert pool.take("train", 5) == []
+    reports = ray.get([engine.report.remote() for engine in engines])
+    assert all(most <= 8 for most, _ in reports)
+    assert all(calls for _, calls in reports)
+
+
+def test_other_purposes_and_steps_stay_in_the_pool():
+    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4)
+    first, second = groups(2, step=0), [replace(group, step=1, group_id=group.group_id + 2) for group in groups(2)]
+    pool.admit(first + second)
+    assert len(pool.take("train", 1)) == 2
+    assert len(pool.take("train", 0)) == 2
+
+
+def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
+    engine = Engine.remote()
+    pool = EnginePool([engine], [Scorer.remote()], slots_per_engine=4, whole_step=True)
+    pool.admit(groups(6, step=0))
+    assert len(pool.take("train", 0)) == 6
+    _, calls = ray.get(engine.report.remote())
+    assert calls[0] == ("hold", None)
+    assert ("release", list(range(6))) in calls
+    assert sorted(group_id for name, group_id in calls if name == "generate") == list(range(6))
+
+
+def test_an_engine_that_fails_is_named_with_its_group():
+    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4)
+    (group,) = groups(1)
+    pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
+    with pytest.raises(RuntimeError, match=r"(?s)engine 0: group 0 failed.*out of keys and values"):
+        pool.take("train", 0)
