@@ -34,14 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     # seed 0 is the one that the example was tuned on
     seeds = range(1, 1 + (1 if options.quick else options.seeds))
     overrides = QUICK if options.quick else ()
-    rows: list[Row] = [_run_seed(seed, options.work / f"seed-{seed}", overrides) for seed in seeds]
-    rows += [
-        _run_control(name, options.work, options.work / "seed-1", (*overrides, *keys))
-        for name, keys in CONTROLS.items()
-    ]
-    goals = [] if options.quick else _goals(rows)
-    write(options.json, rows=rows, goals=goals, not_measured=["any GPU", "a set-up without a package cache"])
+    rows: list[Row] = []
+    for seed in seeds:
+        rows.append(_run_seed(seed, options.work / f"seed-{seed}", overrides))
+        _write(options.json, rows)
+    for name, keys in CONTROLS.items():
+        rows.append(_run_control(name, options.work, options.work / "seed-1", (*overrides, *keys)))
+        _write(options.json, rows)
+    if not options.quick:
+        _write(options.json, rows, _goals(rows))
     return 0
+
+
+def _write(path: Path, rows: Sequence[Row], goals: Sequence[Goal] = ()) -> None:
+    """Write what is known so far: a run of this benchmark takes most of an hour."""
+    write(path, rows=rows, goals=goals, not_measured=["any GPU", "a set-up without a package cache"])
 
 
 def _run_seed(seed: int, work: Path, overrides: Sequence[str]) -> Row:
