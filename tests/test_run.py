@@ -216,9 +216,7 @@ def test_bf16_engines_agree_with_the_trainer_at_a_low_temperature_and_the_checkp
     evaluation = example / "eval.yaml"
     held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 16}
     sets = {"greedy": held_out, "sampled": {**held_out, "temperature": 1.0, "samples_per_prompt": 3, "limit": 8}}
-    evaluation.write_text(
-        yaml.safe_dump({"model": str(exported), "sets": sets, "engine": {"kv_cache_bytes": 64 << 20}})
-    )
+    evaluation.write_text(yaml.safe_dump({"model": str(exported), "sets": sets, "max_prompt_tokens": 96}))
     output = finish(command("eval", str(evaluation), f"output={result}"))
     found = {row["set_name"]: row for row in json.loads(result.read_text())}
     assert (found["greedy"]["num_prompts"], found["greedy"]["samples_per_prompt"]) == (16, 1)
