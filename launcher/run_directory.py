@@ -1,7 +1,7 @@
 """The directory of one run: who holds it, what it records, which checkpoint is the newest.
 
     config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
-    samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,history,state.json}  checkpoints/latest
+    samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
     wandb/  report.html  LOCK
 
 Invariants: one process writes at a time (`LOCK` is an advisory lock of the kernel, so a killed run leaves none behind);

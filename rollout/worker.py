@@ -143,7 +143,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         try:
             self.update_weights({"weight_version": weight_version})
             self.finish_weight_update()
-        except Exception:
+        except Exception:  # whatever failed, no layer may stay half loaded; `answer` reports it to the engine
             with set_current_vllm_config(self.vllm_config):
                 self._receiver().discard()
             self._weight_update_active = False
