@@ -1,0 +1,72 @@
+"""What drafting did since somebody last asked: counters that add up over engines.
+
+Invariant: every field is a sum, so two reports add field by field and a mean is a quotient of two sums.
+"""
+
+from dataclasses import dataclass, fields
+
+SOURCES = ("history", "live", "sticky")
+"""Where a draft came from: the frozen history, own and sibling text of this step, a cursor kept after a rejection."""
+
+CALIBRATION_BINS = 20
+"""Equal bins of the predicted survival probability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """Sums over the forwards of one interval."""
+
+    num_forwards: int = 0
+    """Forwards that drafts were proposed for (once per batch)."""
+    num_rows: int = 0
+    """Decoding rows of all forwards: what a stock engine would have emitted."""
+    num_emitted: int = 0
+    """Tokens that these rows emitted."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
+    accepted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
+    calibration_count: tuple[int, ...] = (0,) * CALIBRATION_BINS
+    """Draft tokens by their predicted survival probability, those of candidates that were cut included."""
+    calibration_predicted: tuple[float, ...] = (0.0,) * CALIBRATION_BINS
+    """Sum of the predictions."""
+    calibration_survived: tuple[int, ...] = (0,) * CALIBRATION_BINS
+    """How many of them did survive."""
+    num_requests: int = 0
+    num_hits: int = 0
+    """Requests whose prompt had a history."""
+    propose_s: float = 0.0
+    """Time inside the drafter."""
+    saved_s: float = 0.0
+    """Estimate by the price surface: time of one-token forwards for the same tokens, minus the time they took."""
+
+    def __add__(self, other: "DraftStats") -> "DraftStats":
+        values = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, tuple):
+                values[field.name] = tuple(a + b for a, b in zip(mine, theirs, strict=True))
+            else:
+                values[field.name] = mine + theirs
+        return DraftStats(**values)
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics; rates of nothing are 0."""
+        found = {
+            "history/drafted_tokens": float(self.num_drafted),
+            "history/accepted_tokens": float(self.num_accepted),
+            "history/tokens_per_forward": self.num_emitted / max(self.num_rows, 1),
+            "history/acceptance_rate": self.num_accepted / max(self.num_drafted, 1),
+            "history/calibration_error": self.calibration_error(),
+            "history/hit_rate": self.num_hits / max(self.num_requests, 1),
+            "history/propose_s": self.propose_s,
+            "history/saved_s_estimated": self.saved_s,
+        }
+        for name, accepted in zip(SOURCES, self.accepted_by_source, strict=True):
+            found[f"history/accepted_share/{name}"] = accepted / max(self.num_accepted, 1)
+        return found
+
+    def calibration_error(self) -> float:
+        """Expected calibration error: mean distance between predicted and observed survival, weighted by bin."""
+        gaps = zip(self.calibration_predicted, self.calibration_survived, strict=True)
+        return sum(abs(p - s) for p, s in gaps) / max(sum(self.calibration_count), 1)
