@@ -4,6 +4,7 @@ Invariant: every field is a sum, so two reports add field by field and a mean is
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 SOURCES = ("history", "live", "sticky")
 """Where a draft came from: the frozen history, own and sibling text of this step, a cursor kept after a rejection."""
@@ -41,7 +42,7 @@ class DraftStats:
     """Estimate by the price surface: time of one-token forwards for the same tokens, minus the time they took."""
 
     def __add__(self, other: "DraftStats") -> "DraftStats":
-        values = {}
+        values: dict[str, Any] = {}
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if isinstance(mine, tuple):
