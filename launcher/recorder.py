@@ -62,8 +62,8 @@ class RunRecorder:
         self.flush()
         self._pending = self._scorer.write_samples.remote(
             groups,
-            samples_path=str(self._directory.path / "samples" / f"step-{step}.jsonl"),
-            traces_path=str(self._directory.path / "traces" / f"step-{step}.jsonl") if self._record_traces else "",
+            samples_path=str(self._directory.samples_path(step)),
+            traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",
             num_returned=self._table_rows,
         )
         self._unlogged = (step, metrics)

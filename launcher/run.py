@@ -8,6 +8,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import ray
 
@@ -116,7 +117,8 @@ def _train(
         trainer.load(resume.trainer)
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
-    publisher = _publisher(config, trainer, engines, run_id)
+    transport = choose_transport(config, one_node=running.environment.single_node)
+    publisher = _publisher(config, trainer, engines, run_id, transport)
     planner = Planner(
         order,
         training.by_id(),
@@ -201,7 +203,16 @@ def _sampling(config: RunConfig) -> SamplingSpec:
     )
 
 
-def _publisher(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str) -> Publisher:
+def choose_transport(config: RunConfig, *, one_node: bool) -> Literal["shm", "gloo"]:
+    """How weights travel: as configured, or the fastest way that reaches every engine."""
+    if config.publish.transport != "auto":
+        return config.publish.transport
+    return "shm" if one_node else "gloo"
+
+
+def _publisher(
+    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str, transport: Literal["shm", "gloo"]
+) -> Publisher:
     """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
     plan = plan_reshard(
@@ -214,7 +225,7 @@ def _publisher(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, r
     timeout_s = config.publish.timeout_s
     link: Link = (
         GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=timeout_s)
-        if config.publish.transport == "gloo"
+        if transport == "gloo"
         else ShmLink(trainer, engines, timeout_s=timeout_s)
     )
     link.connect()

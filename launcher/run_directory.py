@@ -11,7 +11,7 @@ Invariants: one process writes at a time (`LOCK` is an advisory lock of the kern
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -118,11 +118,13 @@ class RunDirectory:
         """All rows of `evaluation.jsonl`."""
         return read_rows(self.path / "evaluation.jsonl")
 
-    def write_samples(self, step: int, rows: Sequence[Row]) -> Path:
+    def samples_path(self, step: int) -> Path:
         """`samples/step-N.jsonl`, one row per response; a repeated step replaces its file."""
-        target = self.path / "samples" / f"step-{step}.jsonl"
-        replace_rows(target, rows)
-        return target
+        return self.path / "samples" / f"step-{step}.jsonl"
+
+    def traces_path(self, step: int) -> Path:
+        """`traces/step-N.jsonl`, token ids of the step's responses (`history.traces`)."""
+        return self.path / "traces" / f"step-{step}.jsonl"
 
     def begin_checkpoint(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into; leftovers of an unfinished one are removed."""

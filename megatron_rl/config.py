@@ -149,7 +149,7 @@ class PublishConfig(Config):
     """How weights reach the engines."""
 
     transport: Literal["auto", "shm", "gloo"] = "auto"
-    """`shm` where all engines share the trainer's node, `gloo` otherwise."""
+    """`auto`: `shm` where the run starts its own Ray, so that all share a node; `gloo` in a cluster that it joins."""
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Upper bound of a bucket; a layer's piece that is larger has a bucket of its own."""
     probe_tokens: int = Field(default=32, gt=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import RunConfig
+from launcher.durable import replace_rows
 from launcher.loading import resolved_yaml
 from launcher.report import main, write_report
 from launcher.run_directory import RunDirectory
@@ -55,7 +56,7 @@ def fill(path: Path, num_steps: int = 6) -> None:
                 },
             )
             sample = {"prompt": "1 < 2 & 3", "response": "<script>alert(1)</script>", "ground_truth": "2", "length": 3}
-            run.write_samples(step, [{**sample, "reward": reward} for reward in (0.0, 1.0, 0.5, 0.25)])
+            replace_rows(run.samples_path(step), [{**sample, "reward": reward} for reward in (0.0, 1.0, 0.5, 0.25)])
         for step, average in ((0, 0.42), (3, 0.6), (6, 0.8)):
             for weight_format in ("bf16", "int8"):
                 one = EvaluationRow(

@@ -118,14 +118,6 @@ def test_older_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path: Path)
         assert run.latest_checkpoint() == (3, tmp_path / "checkpoints" / "3")
 
 
-def test_samples_of_a_repeated_step_replace_the_old_ones(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path) as run:
-        run.write_samples(0, [{"response": "a"}, {"response": "b"}])
-        target = run.write_samples(0, [{"response": "ü"}])
-    assert target == tmp_path / "samples" / "step-0.jsonl"
-    assert [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()] == [{"response": "ü"}]
-
-
 def test_the_environment_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for commit in ("a", "b", "c"):
