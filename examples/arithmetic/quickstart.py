@@ -23,11 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=EXAMPLE / "work", help="where everything is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setup-seconds", type=float, default=0.0, help="shown with the other phases")
+    parser.add_argument("--warm-steps", type=int, default=0, help="a shorter warm start than that of sft.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="handed to `megatron-rl run`")
     arguments = parser.parse_args(argv)
     seconds = {"set-up": arguments.setup_seconds} if arguments.setup_seconds else {}
     try:
-        seconds |= run_phases(arguments.work, arguments.seed, arguments.overrides)
+        seconds |= run_phases(arguments.work, arguments.seed, arguments.overrides, warm_steps=arguments.warm_steps)
     except subprocess.CalledProcessError as error:
         print(f"quickstart: `{' '.join(error.cmd)}` ended with exit code {error.returncode}", file=sys.stderr)
         return error.returncode
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_phases(work: Path, seed: int, overrides: Sequence[str]) -> dict[str, float]:
+def run_phases(work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0) -> dict[str, float]:
     """Runs each phase into `work`, replacing what an earlier quickstart left there; returns seconds by phase.
 
     Raises `subprocess.CalledProcessError` for the first command that fails.
@@ -47,7 +48,7 @@ def run_phases(work: Path, seed: int, overrides: Sequence[str]) -> dict[str, flo
     for leftover in ("data", "model", "warm", "run"):
         shutil.rmtree(work / leftover, ignore_errors=True)
     seconds = {}
-    for name, command in commands(work, seed, overrides).items():
+    for name, command in commands(work, seed, overrides, warm_steps=warm_steps).items():
         print(f"\n== {name}: python {' '.join(command)}", flush=True)
         started = time.perf_counter()
         subprocess.run([sys.executable, *command], check=True)
@@ -55,7 +56,7 @@ def run_phases(work: Path, seed: int, overrides: Sequence[str]) -> dict[str, flo
     return seconds
 
 
-def commands(work: Path, seed: int, overrides: Sequence[str]) -> dict[str, list[str]]:
+def commands(work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0) -> dict[str, list[str]]:
     """The command line of each phase, in order, without the interpreter."""
     data, seeded = work / "data", ["--seed", str(seed)]
     return {
@@ -65,6 +66,7 @@ def commands(work: Path, seed: int, overrides: Sequence[str]) -> dict[str, list[
             *("-m", "launcher", "sft", str(EXAMPLE / "sft.yaml"), f"model={work / 'model'}"),
             *(f"output_dir={work / 'warm'}", f"data.path={data / 'warm_start.jsonl'}"),
             *(f"log_path={work / 'warm_metrics.jsonl'}", f"seed={seed}"),
+            *([f"num_steps={warm_steps}"] if warm_steps else []),
         ],
         "rl": [
             *("-m", "launcher", "run", str(EXAMPLE / "rl.yaml"), f"model={work / 'warm'}", f"run_dir={work / 'run'}"),
