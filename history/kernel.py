@@ -11,20 +11,16 @@ them late.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from numba import njit
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import intrinsic
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache."""
-    compiled = njit(cache=True, nogil=True)(function)
-    compiled._cache._cache_file._source_stamp = _STAMP
-    typed: Callable[P, T] = compiled
-    return typed
 
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
@@ -33,3 +29,26 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
 
 
 _STAMP = _stamp()
+
+
+def kernel(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, compiled at its first call or loaded from the cache."""
+    compiled = numba.njit(cache=True, nogil=True)(function)
+    compiled._cache._cache_file._source_stamp = _STAMP
+    typed: Callable[P, T] = compiled
+    return typed
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(_context: object, address: types.Integer) -> tuple[object, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(address), generate
+
+
+@kernel
+def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
+    """The int32[length] that lies at `address`, without a copy. Only for kernels; somebody else keeps it alive."""
+    found: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
+    return found
