@@ -19,10 +19,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from rollout.config import Format
-from rollout.engine_spec import EngineSpec
+from rollout.engine_spec import DraftSpec, EngineSpec
 from rollout.receiver import BACKEND
 
 WORKER = "rollout.worker.Worker"
+PROPOSER = "rollout.proposer.HistoryProposer"
 
 OWNED = {
     "model": "model.path",
@@ -41,8 +42,8 @@ OWNED = {
     "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
     "worker_cls": "nothing: the worker receives the weights",
     "weight_transfer_config": "publish.transport",
-    "additional_config": "nothing: it names the engine's owner",
-    "speculative_config": "nothing: drafts have a section of their own",
+    "additional_config": "nothing: it is our own word to the worker",
+    "speculative_config": "history.drafts",
     "seed": "seed",
     "generation_config": "sampling",
 }
@@ -87,6 +88,11 @@ def quantization_config(format: Format) -> QuantizationConfig | None:
     }
 
 
+def speculation(drafts: DraftSpec) -> dict[str, str | int]:
+    """What makes vLLM ask our proposer for drafts, and verify them exactly."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
+
+
 def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
     """Refuse keys of the `vllm` table that vLLM does not know or that we own.
 
@@ -127,7 +133,8 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         worker_cls=WORKER,
         weight_transfer_config={"backend": BACKEND},
-        additional_config={"owner_pid": os.getpid()},
+        speculative_config=None if spec.drafts is None else speculation(spec.drafts),
+        additional_config={"owner_pid": os.getpid(), "drafts": spec.drafts and dataclasses.asdict(spec.drafts)},
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,

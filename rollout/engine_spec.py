@@ -6,6 +6,16 @@ from rollout.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSpec:
+    """How an engine drafts from the history of its prompts."""
+
+    max_draft_tokens: int
+    """Longest draft of one request in one forward."""
+    segments_dir: str = ""
+    """Where the node's reader publishes histories, one file per prompt. Empty: drafts come from live text only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Everything one engine is made from."""
 
@@ -19,6 +29,9 @@ class EngineSpec:
     """Prompt and response tokens of the longest request."""
     load_from_directory: bool = False
     """Load the directory's own weights, in the format they are in, and serve them as version 0."""
+
+    drafts: DraftSpec | None = None
+    """None is a stock engine: vLLM without any speculation."""
 
     @property
     def name(self) -> str:

@@ -6,10 +6,10 @@ import pytest
 
 from rollout.config import EngineConfig
 from rollout.engine_config import OWNED, check_passthrough, end_of_sequence_ids, engine_arguments, quantization_config
-from rollout.engine_spec import EngineSpec
+from rollout.engine_spec import DraftSpec, EngineSpec
 
 
-def arguments(checkpoints, *, load: bool = False, **config: object):
+def arguments(checkpoints, *, load: bool = False, drafts: DraftSpec | None = None, **config: object):
     spec = EngineSpec(
         engine_id=0,
         run_id="run",
@@ -17,6 +17,7 @@ def arguments(checkpoints, *, load: bool = False, **config: object):
         directory=str(checkpoints.path("qwen3", "A", "bf16")),
         max_model_len=123,
         load_from_directory=load,
+        drafts=drafts,
     )
     return engine_arguments(spec)
 
@@ -38,6 +39,19 @@ def test_bf16_needs_no_override(checkpoints):
 def test_an_engine_that_loads_a_directory_takes_it_as_it_is(checkpoints):
     found = arguments(checkpoints, load=True, format="int8")
     assert found.load_format == "auto" and found.hf_overrides == {}
+
+
+def test_a_stock_engine_has_no_speculation_configured_at_all(checkpoints):
+    found = arguments(checkpoints)
+    assert found.speculative_config is None and found.additional_config["drafts"] is None
+
+
+def test_an_engine_that_drafts_asks_our_proposer(checkpoints):
+    found = arguments(checkpoints, drafts=DraftSpec(max_draft_tokens=9, segments_dir="/dev/shm/x"))
+    assert found.speculative_config["method"] == "custom_class"
+    assert found.speculative_config["model"] == "rollout.proposer.HistoryProposer"
+    assert found.speculative_config["num_speculative_tokens"] == 9
+    assert found.additional_config["drafts"] == {"max_draft_tokens": 9, "segments_dir": "/dev/shm/x"}
 
 
 def test_the_users_table_reaches_vllm(checkpoints):
