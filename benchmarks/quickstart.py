@@ -1,7 +1,7 @@
 """The example from data to report over several seeds, with two controls that must gain nothing.
 
 `python -m benchmarks.quickstart --json OUT [--seeds 3] [--quick]` runs `examples.arithmetic.quickstart`
-once per seed, watches its memory, and then, from the first seed's warm start, RL once with learning
+once per seed, watches its memory, and then, from the last seed's warm start, RL once with learning
 rate 0 and once with the rewards of every group shuffled among its responses. `--quick` is one seed with
 a few steps of everything and neither controls nor goals: it takes a minute or two, mostly of starting.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.process_tree import Usage, watch
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
+from launcher.environment import source_commit
 
 CONTROLS = {
     "learning rate 0": ("trainer.optimizer.learning_rate=0",),
@@ -30,17 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("Held-out accuracy of the example over seeds, with controls.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/bench/quickstart"))
+    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT already has, run the others")
     options = parser.parse_args(argv)
     # seed 0 is the one that the example was tuned on
     seeds = range(1, 1 + (1 if options.quick else options.seeds))
     overrides = QUICK if options.quick else ()
-    rows: list[Row] = []
+    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    have = {row["case"] for row in rows}
     for seed in seeds:
-        rows.append(_run_seed(seed, options.work / f"seed-{seed}", overrides))
-        _write(options.json, rows)
+        if f"seed {seed}" not in have:
+            rows.append(_run_seed(seed, options.work / f"seed-{seed}", overrides))
+            _write(options.json, rows)
     for name, keys in ({} if options.quick else CONTROLS).items():
-        rows.append(_run_control(name, options.work, options.work / "seed-1", keys))
-        _write(options.json, rows)
+        if name not in have:
+            rows.append(_run_control(name, options.work, options.work / f"seed-{seeds[-1]}", keys))
+            _write(options.json, rows)
     if not options.quick:
         _write(options.json, rows, _goals(rows))
     return 0
@@ -60,6 +65,7 @@ def _run_seed(seed: int, work: Path, overrides: Sequence[str]) -> Row:
     phases = re.findall(r"^  (\w[\w ]*?) +(\d+\.\d)$", log.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         "case": f"seed {seed}",
+        "commit": source_commit(),
         **_outcome(work / "run"),
         **{f"seconds_{name.replace(' ', '_')}": float(value) for name, value in phases},
         "seconds_all": round(seconds, 1),
@@ -79,7 +85,13 @@ def _run_control(name: str, work: Path, seed_work: Path, overrides: Sequence[str
     log = run_dir.with_suffix(".log")
     code, seconds, samples = watch(command, log=log)
     _check(code, log)
-    return {"case": name, **_outcome(run_dir), "seconds_all": round(seconds, 1), "peak_memory_bytes": _peak(samples)}
+    return {
+        "case": name,
+        "commit": source_commit(),
+        **_outcome(run_dir),
+        "seconds_all": round(seconds, 1),
+        "peak_memory_bytes": _peak(samples),
+    }
 
 
 def _outcome(run_dir: Path) -> dict[str, float]:

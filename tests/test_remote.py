@@ -11,12 +11,7 @@ from rollout.pool import EnginePool
 from rollout.types import Score, ScoreStatus
 from tests.megatron_rl.scored_groups import scored_group
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 @ray.remote(num_cpus=0)

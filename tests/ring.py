@@ -1,0 +1,143 @@
+"""The ring without a run around it: a trainer of two ranks and two engines as actors, and a publisher."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from launcher.processes import START_TIMEOUT_S, Processes
+from megatron_rl.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, PublishConfig, TrainerConfig
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.slots import trainer_slots
+from megatron_rl.trainer_group import TrainerGroup
+from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.weights.links import GlooLink, Link, ShmLink
+from megatron_rl.weights.publish_report import PublishReport
+from megatron_rl.weights.publisher import Publisher
+from megatron_rl.weights.reshard import plan_reshard
+from rollout.config import EngineConfig
+from rollout.engine_group import EngineGroup
+from rollout.engine_spec import EngineSpec
+from rollout.engine_state import EngineState
+from rollout.pool import EnginePool
+from rollout.types import (
+    EngineSlot,
+    GroupId,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    Score,
+    ScoreStatus,
+)
+
+RUN_ID = "ring"
+NUM_ENGINES = 2
+PARALLEL = ParallelConfig(tensor=2)
+PUBLISH = PublishConfig(bucket_bytes=1 << 16)
+TEMPERATURE = 1.0
+TIMEOUT_S = 120.0
+
+
+@ray.remote(num_cpus=0)
+class LengthScorer:
+    """Rewards a response by its length."""
+
+    def score(self, group, columns):
+        lengths = np.diff(columns.offsets)
+        return tuple(Score(reward=float(length), status=ScoreStatus.OK) for length in lengths)
+
+
+@dataclass
+class Ring:
+    """Versions count up over all tests that share it."""
+
+    directory: str
+    trainer: TrainerGroup
+    engines: EngineGroup
+    pool: EnginePool
+    version: int = -1
+    num_groups: int = 0
+
+    @classmethod
+    def start(cls, running: Processes, directory: str) -> "Ring":
+        config = EngineConfig(num_engines=NUM_ENGINES, max_num_seqs=8, kv_cache_bytes=64 << 20, update_timeout_s=30)
+        specs = [
+            EngineSpec(engine_id=n, run_id=RUN_ID, config=config, directory=directory, max_model_len=128)
+            for n in range(NUM_ENGINES)
+        ]
+        slots = [EngineSlot(engine_id=n, num_ranks=1, cpu_cores=1, num_gpus=0) for n in range(NUM_ENGINES)]
+        engines, starting = running.begin_engines(specs, slots)
+        spec = TrainerSpec(
+            model=directory,
+            run_id=RUN_ID,
+            config=TrainerConfig(dtype="fp32", parallel=PARALLEL, optimizer=OptimizerConfig(learning_rate=1e-3)),
+            algorithm=AlgorithmConfig(group_size=4, drop_zero_variance=False),
+            publish=PUBLISH,
+            format="bf16",
+            temperature=TEMPERATURE,
+            total_updates=100,
+            seed=0,
+        )
+        trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
+        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        scorer = LengthScorer.remote()
+        return cls(directory, trainer, engines, EnginePool(engines.actors, [scorer], slots_per_engine=8))
+
+    def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
+        """A publisher over `transport`; the link that is asked for becomes the one that engines listen to."""
+        spec = read_model_spec(Path(self.directory))
+        plan = plan_reshard(spec, PARALLEL, format="bf16", bucket_bytes=PUBLISH.bucket_bytes, te_names=False)
+        if transport == "shm":
+            link: Link = ShmLink(self.trainer, self.engines, timeout_s=TIMEOUT_S)
+        else:
+            link = GlooLink(self.trainer, self.engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+        link.connect()
+        return Publisher(
+            self.trainer,
+            self.engines,
+            link,
+            plan=plan,
+            run_id=RUN_ID,
+            vocab_size=spec.vocab_size,
+            probe_length=16,
+            max_probe_gap=max_probe_gap,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def publish(self, publisher: Publisher | None = None) -> PublishReport:
+        """Publish the trainer's weights as the next version."""
+        self.version += 1
+        return (publisher or self.publisher()).publish(self.version)
+
+    def states(self) -> list[EngineState]:
+        return ray.get(self.engines.begin("state"))
+
+    def groups(self, count: int, *, seeds: Sequence[int] = (0, 1, 2, 3), **sampling: object) -> list[PromptGroup]:
+        made = []
+        for _ in range(count):
+            self.num_groups += 1
+            spec = {"temperature": TEMPERATURE, "max_response_tokens": 24} | sampling
+            made.append(
+                PromptGroup(
+                    group_id=GroupId(self.num_groups),
+                    step=self.num_groups,
+                    prompt=Prompt(
+                        prompt_id=PromptId(f"ring/{self.num_groups % 5}"),
+                        data_source="ring",
+                        token_ids=np.array([5, 9, 17, 30 + self.num_groups % 5], dtype=np.int32),
+                        ground_truth="",
+                        extra_info_json="null",
+                    ),
+                    sampling=SamplingSpec(**spec),
+                    seeds=tuple(seeds),
+                )
+            )
+        return made
+
+    def sample_on(self, engine: int, group: PromptGroup):
+        """(summary, columns) of a group sampled on one engine."""
+        refs = self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)
+        return tuple(ray.get(refs, timeout=TIMEOUT_S))

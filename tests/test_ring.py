@@ -1,0 +1,116 @@
+"""A trainer of two ranks and two engines, as a run has them: what is published is what both sample from."""
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers.models.auto import AutoModelForCausalLM
+
+from megatron_rl.batching import build_batch
+from megatron_rl.config import AlgorithmConfig
+from rollout.engine_state import EngineStatus
+
+PROMPT_AND_ON = [5, 9, 17, 33, 60, 7, 81, 120, 3, 44]
+
+
+@pytest.fixture(scope="module")
+def published(ring):
+    """The ring once both engines have served a publish."""
+    if ring.version < 0:
+        assert [state.status for state in ring.states()] == [EngineStatus.FENCED] * 2
+        ring.publish()
+    return ring
+
+
+def hugging_face_logprobs(directory: str, token_ids: list[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
+
+
+def probed(ring) -> np.ndarray:
+    """Log-probabilities of the probe text, [engines, len - 1]."""
+    return np.array(ray.get(ring.engines.begin("probe", PROMPT_AND_ON)))
+
+
+def learn(ring, groups) -> None:
+    algorithm = AlgorithmConfig(group_size=4, drop_zero_variance=False)
+    batch = build_batch(groups, ring.version, algorithm=algorithm, dp_size=1, max_micro_batch_tokens=256, seed=0)
+    result = ring.trainer.train(batch)
+    assert (result.num_optimizer_steps, result.num_skipped_updates) == (1, 0)
+
+
+def taken(ring, groups):
+    """Scored groups, each of which was admitted as a step of its own."""
+    ring.pool.admit(groups)
+    found = [scored for group in groups for scored in ring.pool.take("train", group.step)]
+    ring.pool.check_integrity()
+    return found
+
+
+def test_the_first_publish_makes_both_engines_compute_what_the_directory_says(published):
+    if published.version > 0:
+        pytest.fail("another test trained first; this file must see the weights of the directory")
+    first, second = probed(published)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, hugging_face_logprobs(published.directory, PROMPT_AND_ON), atol=0.06)
+
+
+def test_groups_are_spread_over_both_engines_and_come_back_whole(published):
+    scored = taken(published, published.groups(6))
+    assert {group.summary.engine_id for group in scored} == {0, 1}
+    for group in scored:
+        columns = ray.get(group.columns)
+        assert group.summary.lengths == tuple(np.diff(columns.offsets)) == group.rewards
+        assert len(columns.rollout_logprobs) == columns.offsets[-1]
+        assert {span.weight_version for spans in group.summary.weight_spans for span in spans} == {published.version}
+
+
+def test_what_was_learned_is_sampled_from_on_both_engines_after_the_next_publish(published):
+    scored = taken(published, published.groups(4))
+    before = probed(published)
+    learn(published, scored)
+    np.testing.assert_array_equal(probed(published), before)
+    report = published.publish()
+    assert max(report.probe_gaps) < 0.05
+    first, second = probed(published)
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first - before[0]).max() > 0
+    (group,) = published.groups(1)
+    summary, _ = published.sample_on(1, group)
+    assert summary.oldest_version == published.version
+
+
+def test_the_same_version_twice_is_refused_and_nothing_changes(published):
+    before = probed(published)
+    with pytest.raises(RuntimeError, match=r"engine 0.*version"):
+        published.publisher().publish(published.version)
+    assert [state.status for state in published.states()] == [EngineStatus.SERVING] * 2
+    np.testing.assert_array_equal(probed(published), before)
+
+
+def test_engines_that_fail_the_probe_are_fenced_and_the_next_publish_heals_them(published):
+    with pytest.raises(RuntimeError, match=r"engine\(s\) \[0, 1\] are fenced.*probe_max_logprob_gap"):
+        published.publish(published.publisher(max_probe_gap=0.0))
+    assert [state.status for state in published.states()] == [EngineStatus.FENCED] * 2
+    waiting = [published.engines.actors[0].generate_group.options(num_returns=2).remote(published.groups(1)[0])]
+    ready, _ = ray.wait([waiting[0][0]], timeout=1)
+    assert not ready
+    published.publish()
+    summary = ray.get(waiting[0][0], timeout=60)
+    assert summary.oldest_version == published.version
+
+
+def test_a_publish_over_sockets_reaches_both_engines(published):
+    before = probed(published)
+    published.publish(published.publisher("gloo"))
+    np.testing.assert_array_equal(probed(published), before)
+    published.publish()
+
+
+def test_equal_seeds_give_equal_samples_on_either_engine(published):
+    (group,) = published.groups(1)
+    (_, first), (_, second) = published.sample_on(0, group), published.sample_on(1, group)
+    np.testing.assert_array_equal(first.response_ids, second.response_ids)
+    np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
