@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
@@ -89,6 +90,72 @@ def seeded_request_dies_in_partial_prefill(runner: ModelRunner) -> Iterator[None
         yield
     finally:
         generators.update(aside)
+
+
+def drafted_rows_are_sampled_at_a_random_temperature() -> None:
+    """Spread a value per request over the tokens of its draft: temperature, top-p, top-k.
+
+    The CPU stand-in for the kernel writes into a converted copy of the output unless that is int64, so the values that
+    logits are divided by are whatever the memory held.
+    """
+    if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
+        return
+
+    def expand(
+        output: torch.Tensor,
+        values: torch.Tensor,
+        ends: torch.Tensor,
+        replace_from: int,
+        replace_to: int,
+        _max_num_tokens: int | None = None,
+    ) -> None:
+        """Write values [R] to output [N]; row r's tokens end before `ends[r]`."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def padding_of_a_draft_is_accepted() -> None:
+    """Reject the -1 with which a draft is padded, in the sampled path of the CPU stand-in for the kernel.
+
+    The scheduler pads where a request has one token left to compute (the others were in the prefix cache). The
+    stand-in looks up the probability of token -1, which is the one before the row's first, and may accept by it; what
+    follows is then sampled behind a token that is not there.
+    """
+    sample = getattr(cpu_triton_utils, "_rejection_random_sample_kernel_impl", None)
+    if sample is None or hasattr(sample, "rejects_padding"):
+        return
+
+    def rejecting_padding(
+        output_token_ids: torch.Tensor,
+        ends: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_probs: torch.Tensor,
+        bonus_token_ids: torch.Tensor,
+        recovered_token_ids: torch.Tensor,
+        uniform_probs: torch.Tensor,
+        *more: object,
+    ) -> None:
+        never = uniform_probs.masked_fill(
+            draft_token_ids < 0, 2.0
+        )  # a token is accepted if its probability is not less
+        drafts = draft_token_ids.clamp(min=0)
+        sample(
+            output_token_ids,
+            ends,
+            drafts,
+            draft_probs,
+            target_probs,
+            bonus_token_ids,
+            recovered_token_ids,
+            never,
+            *more,
+        )
+
+    rejecting_padding.rejects_padding = True  # type: ignore[attr-defined]
+    cpu_triton_utils._rejection_random_sample_kernel_impl = rejecting_padding
 
 
 class _NotAboutRotaryEmbeddings(logging.Filter):

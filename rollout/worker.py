@@ -33,6 +33,8 @@ else:
 vllm_quirks.first_small_batch_dies_with_illegal_instruction()
 vllm_quirks.int8_logits_are_uniform_after_reload()
 vllm_quirks.reload_complains_about_rotary_embeddings()
+vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
+vllm_quirks.padding_of_a_draft_is_accepted()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 

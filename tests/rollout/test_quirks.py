@@ -1,13 +1,19 @@
 """Each workaround is still needed. A test that fails here says: upstream has mended it, drop the workaround."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.platforms import current_platform
 
+from rollout import vllm_quirks
 from rollout.process_env import ProcessEnv
 from tests.rollout.conftest import ROOT
 from tests.rollout.test_publish import gap
@@ -61,3 +67,73 @@ def test_onednn_still_reads_scales_that_it_does_not_own_unless_it_is_given_a_cop
 def test_a_cpu_generator_still_cannot_be_rewound_as_vllm_does_after_a_chunk_of_a_prefill():
     with pytest.raises(RuntimeError):
         torch.Generator().get_offset()
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    """vLLM's own stand-ins of the rejection sampler's kernels, whatever this process has put in their place."""
+    current_platform.import_kernels()
+    found = importlib.util.find_spec("vllm.utils.cpu_triton_utils")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def mended(stand_ins, monkeypatch):
+    """The same after our workarounds."""
+    monkeypatch.setattr(vllm_quirks, "cpu_triton_utils", stand_ins)
+    before = dict(vars(stand_ins))
+    vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
+    vllm_quirks.padding_of_a_draft_is_accepted()
+    yield SimpleNamespace(**vars(stand_ins))
+    vars(stand_ins).update(before)
+
+
+def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft(stand_ins):
+    output = torch.full((3,), torch.nan)
+    stand_ins._expand_kernel_impl(output, torch.tensor([0.7, 1.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
+    assert output.isnan().all()
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_value_per_request_is_spread_over_its_tokens(mended, counts, dtype):
+    values = torch.arange(len(counts)).to(dtype)
+    output = torch.full((sum(counts),), -1).to(dtype)
+    mended._expand_kernel_impl(output, values, torch.tensor(counts).cumsum(0).to(torch.int32), 0, 9, 128)
+    assert output.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
+
+
+def rejection_of_padding(kernels) -> list[int]:
+    """Outcome of a row whose only draft is padding, behind a row that ends with a sure token."""
+    output = torch.full((2, 2), -1, dtype=torch.int32)
+    kernels._rejection_random_sample_kernel_impl(
+        output,
+        torch.tensor([1, 2], dtype=torch.int32),
+        torch.tensor([3, -1], dtype=torch.int32),
+        None,
+        torch.tensor([[0.0, 0, 0, 1], [0.25, 0.25, 0.25, 0.25]]),
+        torch.tensor([[0], [1]], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.full((2,), 0.5, dtype=torch.float64),
+        torch.tensor([False, False]),
+        1,
+        4,
+        None,
+        True,
+        False,
+    )
+    assert output[0].tolist() == [3, 0]
+    return output[1].tolist()
+
+
+def test_padding_of_a_draft_is_still_accepted(stand_ins):
+    assert rejection_of_padding(stand_ins) == [-1, 1]
+
+
+def test_padding_of_a_draft_is_rejected_with_the_workaround(mended):
+    assert rejection_of_padding(mended) == [2, -1]
