@@ -44,20 +44,31 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Where the world will meet, listening on a free port from now on (a port that is only chosen may be taken)."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store that rank 0 has opened."""
+    return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
 def initialize(
     parallel: ParallelConfig,
     *,
     rank: int,
     world_size: int,
-    init_method: str,
+    store: dist.Store,
     timeout_s: float,
     seed: int,
     device_index: int = 0,
 ) -> Position:
     """Join the world and make Megatron's groups; called by every rank at once, blocks until all are there.
 
-    `init_method` is a torch.distributed address (`tcp://HOST:PORT`, `file:///PATH`). `device_index` is
-    the CUDA device among those visible to the process.
+    `store` is where the ranks meet (`open_store` on rank 0, `join_store` on the others). `device_index` is the CUDA
+    device among those visible to the process.
 
     Raises:
         ValueError: the world has another size than the partition.
@@ -72,7 +83,7 @@ def initialize(
         torch.cuda.set_device(device_index)
     dist.init_process_group(
         backend="nccl" if on_cuda else "gloo",
-        init_method=init_method,
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

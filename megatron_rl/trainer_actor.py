@@ -38,22 +38,24 @@ class TrainerActor:
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
         self._rows: ImitationRows | None = None
+        self._world: TCPStore | None = None
         self._stores: list[TCPStore] = []
 
-    def rendezvous(self) -> str:
-        """An address on this rank's node where the world can meet; asked of rank 0 only."""
-        import socket
+    def rendezvous(self) -> tuple[str, int]:
+        """Import what `join` needs, on all ranks at once; rank 0 opens the store where all meet: (host, port)."""
+        from megatron_rl.parallel import open_store
 
+        if self._rank:
+            return "", 0
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._world = open_store(host, self._spec.config.timeout_s)
+        return host, self._world.port
 
-    def join(self, init_method: str) -> None:
-        """Meet the other ranks, build the model, load the directory."""
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks at rank 0's store, build the model, load the directory."""
         import torch
 
-        from megatron_rl.parallel import initialize
+        from megatron_rl.parallel import initialize, join_store
         from megatron_rl.trainer import Trainer
 
         config = self._spec.config
@@ -62,7 +64,7 @@ class TrainerActor:
             config.parallel,
             rank=self._rank,
             world_size=config.parallel.world_size,
-            init_method=init_method,
+            store=self._world or join_store(host, port, config.timeout_s),
             timeout_s=config.timeout_s,
             seed=self._spec.seed,
         )

@@ -88,8 +88,9 @@ def start_trainer(
         for slot, environment in zip(slots, environments, strict=True)
     ]
     ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
-    address = ray.get(actors[0].rendezvous.remote())
-    ranks.call("join", address)
+    (address, *_) = ranks.call("rendezvous")
+    assert isinstance(address, tuple)
+    ranks.call("join", *address)
     return TrainerGroup(ranks)
 
 

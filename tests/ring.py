@@ -42,12 +42,12 @@ TIMEOUT_S = 120.0
 
 
 @ray.remote(num_cpus=0)
-class LengthScorer:
-    """Rewards a response by its length."""
+class LastTokenScorer:
+    """Rewards a response by the id that it ends with, so that no two rewards need be equal."""
 
     def score(self, group, columns):
-        lengths = np.diff(columns.offsets)
-        return tuple(Score(reward=float(length), status=ScoreStatus.OK) for length in lengths)
+        last = columns.response_ids[columns.offsets[1:] - 1]
+        return tuple(Score(reward=float(token), status=ScoreStatus.OK) for token in last)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Ring:
         )
         trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
-        scorer = LengthScorer.remote()
+        scorer = LastTokenScorer.remote()
         return cls(directory, trainer, engines, EnginePool(engines.actors, [scorer], slots_per_engine=8))
 
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:

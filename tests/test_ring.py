@@ -62,7 +62,8 @@ def test_groups_are_spread_over_both_engines_and_come_back_whole(published):
     assert {group.summary.engine_id for group in scored} == {0, 1}
     for group in scored:
         columns = ray.get(group.columns)
-        assert group.summary.lengths == tuple(np.diff(columns.offsets)) == group.rewards
+        assert group.summary.lengths == tuple(np.diff(columns.offsets))
+        assert group.rewards == tuple(columns.response_ids[columns.offsets[1:] - 1])
         assert len(columns.rollout_logprobs) == columns.offsets[-1]
         assert {span.weight_version for spans in group.summary.weight_spans for span in spans} == {published.version}
 

@@ -39,7 +39,7 @@ def _serve(connection: Connection, rank: int) -> None:
                     parallel,
                     rank=rank,
                     world_size=parallel.world_size,
-                    init_method=f"file://{store}",
+                    store=torch.distributed.FileStore(str(store), parallel.world_size),
                     timeout_s=DEADLINE_S,
                     seed=0,
                 )

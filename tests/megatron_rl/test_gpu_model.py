@@ -21,7 +21,12 @@ def single_rank(tmp_path):
     from megatron_rl import parallel
 
     position = parallel.initialize(
-        ParallelConfig(), rank=0, world_size=1, init_method=f"file://{tmp_path}/store", timeout_s=60, seed=0
+        ParallelConfig(),
+        rank=0,
+        world_size=1,
+        store=torch.distributed.FileStore(f"{tmp_path}/store", 1),
+        timeout_s=60,
+        seed=0,
     )
     yield position
     parallel.destroy()
