@@ -1,0 +1,18 @@
+"""`compiled`: numba's decorator with types, for functions that call compiled functions of their own file only.
+
+(numba's cache does not notice when those of another file change.)
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numba
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, compiled at its first call or loaded from the cache."""
+    typed: Callable[P, T] = numba.njit(cache=True, nogil=True)(function)
+    return typed
