@@ -1,8 +1,8 @@
 """How functions of the history are compiled: numba, without the interpreter's lock, once per installation.
 
 numba caches machine code on disk and notices only changes of the file that a function stands in, not of
-kernels in other files that were compiled into it. Here every kernel is stamped with all sources of this
-package, so a change of any of them compiles again.
+kernels in other files that were compiled into it. Here every kernel is stamped with all files of this
+package that hold kernels, so a change of any of them compiles again.
 
 Imported only by modules that hold kernels: numba must not be imported before vLLM's CPU worker has
 initialised (it breaks the registration of its operators), so whoever drafts inside an engine imports
@@ -16,7 +16,9 @@ from typing import Any, ParamSpec, TypeVar
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 P = ParamSpec("P")
@@ -24,7 +26,7 @@ T = TypeVar("T")
 
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = [file for file in sorted(Path(__file__).parent.glob("*.py")) if b"history.kernel" in file.read_bytes()]
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
@@ -47,8 +49,30 @@ def _pointer(_context: object, address: types.Integer) -> tuple[object, Callable
     return types.voidptr(address), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_context: object, address: types.Integer) -> tuple[object, Callable[..., Any]]:
+    """Ask for the cache line at `address`, which somebody is about to read. Only for kernels."""
+
+    def generate(_: object, builder: Any, __: object, arguments: Any) -> Any:  # noqa: ANN401
+        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = builder.inttoptr(arguments[0], pointer)
+        builder.call(function, [line, ir.Constant(number, 0), ir.Constant(number, 3), ir.Constant(number, 1)])
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(address), generate
+
+
 @kernel
 def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
     """The int32[length] that lies at `address`, without a copy. Only for kernels; somebody else keeps it alive."""
     found: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
+    return found
+
+
+@kernel
+def int64s_at(address: int, length: int) -> npt.NDArray[np.int64]:
+    """The int64[length] that lies at `address`, as above."""
+    found: npt.NDArray[np.int64] = numba.carray(_pointer(address), length, np.int64)
     return found

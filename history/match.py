@@ -1,109 +1,144 @@
-"""Finds where a prompt's past responses continue as the text does now: the longest match of its end in a segment.
+"""Finds where texts continue as a request's text does now, and says what comes next there.
 
-Texts end like a context (`history.suffix_array`): the tokens of this response, newest first, then the
-separator, so that the beginning of a response matches the beginnings of past ones and nothing before.
+The *context* of a position is the token at it, the one before, and so on back to the separator before its
+response, which is part of it: a beginning matches beginnings, and nothing of a prompt or of a
+response before is ever compared. A segment is searched through its fences (every 8th context in their
+order, its first three tokens packed into a number), then in the few positions around where that ends.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from history.kernel import kernel
-from history.suffix_array import DEPTH, SEPARATOR, Order
+from history.suffix_array import DEPTH, FENCE_STRIDE, SEPARATOR, Order, fence
 from history.types import TokenIds
 
+WINDOW = 32
+"""Positions of a segment that are compared token by token, at most."""
 
-@kernel
-def symbol(text: TokenIds, length: int, prompt_length: int, depth: int) -> int:
-    """The context of text[:length] at `depth`: 0 is its newest token, behind its response is the separator."""
-    position = length - 1 - depth
-    return text[position] if position >= prompt_length else SEPARATOR
+Fences = npt.NDArray[np.int64]
 
 
 @kernel
-def compare(tokens: TokenIds, position: int, text: TokenIds, length: int, prompt_length: int) -> tuple[int, int]:
-    """Sign of (context of `position`) - (context of the text), and how many tokens are equal."""
-    for depth in range(DEPTH):
-        mine = tokens[position - depth]
-        theirs = symbol(text, length, prompt_length, depth)
-        if mine != theirs:
-            return (1 if mine > theirs else -1), depth
-        if mine < 0:
-            return 0, depth + 1
-    return 0, DEPTH
+def num_equal(tokens: TokenIds, position: int, text: TokenIds, last: int, limit: int) -> int:
+    """How many tokens the contexts of `position` in `tokens` and of `last` in `text` share.
 
-
-@kernel
-def longest_match(
-    tokens: TokenIds, order: Order, text: TokenIds, length: int, prompt_length: int, found: npt.NDArray[np.int32]
-) -> tuple[int, int]:
-    """Places after which the longest match of text[:length] continues, into `found`.
-
-    Returns how many were found (at most len(found)) and how many tokens match (separator included).
+    `limit` tokens of `text` up to `last` belong to its response; if all are equal and a response begins in
+    `tokens` where this one does, that counts as one more.
     """
-    low, high = 0, len(order)
-    best = 0
-    at = 0
-    while low < high:
+    for i in range(min(limit, DEPTH)):
+        if tokens[position - i] != text[last - i]:
+            return i
+    if limit < DEPTH and tokens[position - limit] == SEPARATOR:
+        return limit + 1
+    return min(limit, DEPTH)
+
+
+@kernel
+def window(fences: Fences, num_tokens: int, text: TokenIds, last: int, limit: int) -> tuple[int, int]:
+    """The range of a segment's order in which all contexts lie that begin with the same three tokens."""
+    key = fence(
+        text[last] if limit > 0 else SEPARATOR,
+        text[last - 1] if limit > 1 else SEPARATOR,
+        text[last - 2] if limit > 2 else SEPARATOR,
+    )
+    begin = max(_count_below(fences, key) - 1, 0) * FENCE_STRIDE
+    end = min(_count_below(fences, key + 1) * FENCE_STRIDE, num_tokens)
+    return begin, end
+
+
+@kernel
+def _count_below(fences: Fences, key: int) -> int:
+    """How many fences are smaller than `key`. Has no branches to guess: many searches run at once."""
+    low, size = 0, len(fences)
+    while size > 1:
+        half = size >> 1
+        low += half * (fences[low + half - 1] < key)
+        size -= half
+    return int(low + (fences[low] < key))
+
+
+@kernel
+def narrowed(
+    tokens: TokenIds, order: Order, begin: int, end: int, text: TokenIds, last: int, limit: int
+) -> tuple[int, int]:
+    """A range of at most `WINDOW` positions around the place in begin..end that the context of `last` would have."""
+    low, high = begin, end
+    while high - low > 1:
         middle = (low + high) >> 1
-        sign, equal = compare(tokens, order[middle], text, length, prompt_length)
-        if equal > best:
-            best, at = equal, middle
-        if sign < 0:
-            low = middle + 1
+        position = order[middle]
+        equal = num_equal(tokens, position, text, last, limit)
+        theirs = text[last - equal] if equal < limit else SEPARATOR
+        if equal <= limit and equal < DEPTH and tokens[position - equal] < theirs:
+            low = middle
         else:
             high = middle
-    if best == 0:
-        return 0, 0
-    count = 0
-    i = at
-    while i < len(order) and count < len(found):
-        if i != at and compare(tokens, order[i], text, length, prompt_length)[1] < best:
-            break
-        found[count] = order[i] + 1
-        count += 1
-        i += 1
-    i = at - 1
-    while i >= 0 and count < len(found):
-        if compare(tokens, order[i], text, length, prompt_length)[1] < best:
-            break
-        found[count] = order[i] + 1
-        count += 1
-        i -= 1
+    return max(low - WINDOW // 4, begin), min(low + 3 * WINDOW // 4, end)
+
+
+@kernel
+def best_places(
+    tokens: TokenIds, order: Order, begin: int, end: int, text: TokenIds, last: int, limit: int, places: TokenIds
+) -> tuple[int, int]:
+    """The positions behind the longest match among order[begin:end], into `places`.
+
+    Returns how many (at most len(places)) and how many tokens match.
+    """
+    best, count = 1, 0
+    for i in range(begin, end):
+        position = order[i]
+        equal = num_equal(tokens, position, text, last, limit)
+        if equal > best:
+            best, count = equal, 0
+        if equal == best and count < len(places):
+            places[count] = position + 1
+            count += 1
     return count, best
 
 
 @kernel
 def follow(
-    tokens: TokenIds,
-    found: npt.NDArray[np.int32],
-    count: int,
-    room: int,
-    chain: TokenIds,
-    shares: npt.NDArray[np.float32],
-) -> int:
-    """What most of the places found say next, token by token, into `chain`; its length.
+    tokens: TokenIds, places: TokenIds, count: int, chain: TokenIds, votes: npt.NDArray[np.int32]
+) -> tuple[int, int]:
+    """What most of `places` say next, token by token, into `chain` [K]; places that differ leave.
 
-    `shares` [K]: how large a part of those that agreed with the chain so far says its token. Places that
-    differ leave; `found` is used up. A chain ends before the end of a response.
+    `votes` [K, 2]: how many said the chain's token, of how many that agreed until then. A chain ends before
+    the end of a response. Returns its length and the place that agrees with it longest. Uses `places` up.
     """
-    for k in range(room):
-        best, best_votes, voters = SEPARATOR, 0, 0
+    length = 0
+    while count > 1 and length < len(chain):
+        token, agreeing = _majority(tokens, places, count)
+        if token < 0:
+            return length, places[0] - length
+        chain[length] = token
+        votes[length, 0], votes[length, 1] = agreeing, count
+        agreed = 0
         for i in range(count):
-            token = tokens[found[i]]
-            voters += 1
-            votes = 0
-            for j in range(count):
-                votes += tokens[found[j]] == token
-            if votes > best_votes:
-                best, best_votes = token, votes
-        if best < 0:
-            return k
-        chain[k] = best
-        shares[k] = best_votes / voters
-        kept = 0
-        for i in range(count):
-            if tokens[found[i]] == best:
-                found[kept] = found[i] + 1
-                kept += 1
-        count = kept
-    return room
+            if tokens[places[i]] == token:
+                places[agreed] = places[i] + 1
+                agreed += 1
+        count = agreed
+        length += 1
+    anchor = places[0] - length
+    while length < len(chain) and tokens[anchor + length] >= 0:
+        chain[length] = tokens[anchor + length]
+        votes[length, 0], votes[length, 1] = 1, 1
+        length += 1
+    return length, anchor
+
+
+@kernel
+def _majority(tokens: TokenIds, places: TokenIds, count: int) -> tuple[int, int]:
+    """The token that most of the places hold, the first of several, and how many do."""
+    best, most = tokens[places[0]], 1
+    for i in range(1, count):
+        most += tokens[places[i]] == best
+    i = 1
+    while most < count - i and i < count:
+        token, votes = tokens[places[i]], 0
+        for j in range(i, count):
+            votes += tokens[places[j]] == token
+        if votes > most:
+            best, most = token, votes
+        i += 1
+    return best, most

@@ -27,6 +27,10 @@ END = -2
 DEPTH = 64
 """Tokens of context that are sorted by."""
 
+FENCE_STRIDE = 8
+"""One fence for so many positions: one byte a token."""
+
+_FENCE_BITS = 21
 _FIRST_DEPTH = 4
 _RADIX_BITS = 11
 
@@ -224,3 +228,26 @@ def is_sorted(tokens: TokenIds, order: Order) -> bool:
             if tokens[a - depth] < tokens[b - depth] or tokens[a - depth] < 0:
                 break
     return True
+
+
+@kernel
+def fence(first: int, second: int, third: int) -> int:
+    """Three tokens of context as one number that sorts as they do; ids of 2^21 and more count as one."""
+    most = (1 << _FENCE_BITS) - 1
+    key = min(first - END, most)
+    if first >= 0:
+        key = (key << _FENCE_BITS) | min(second - END, most)
+        if second >= 0:
+            return (key << _FENCE_BITS) | min(third - END, most)
+        return key << _FENCE_BITS
+    return key << 2 * _FENCE_BITS
+
+
+@kernel
+def fences(tokens: TokenIds, order: Order) -> npt.NDArray[np.int64]:
+    """The first three tokens of context of every `FENCE_STRIDE`th position of `order`."""
+    found = np.empty(-(-len(order) // FENCE_STRIDE), dtype=np.int64)
+    for i in range(len(found)):
+        position = order[i * FENCE_STRIDE]
+        found[i] = fence(tokens[position], tokens[position - 1], tokens[position - 2])
+    return found

@@ -1,0 +1,131 @@
+"""How likely a draft token is to be accepted, learned from what the engine emits.
+
+One table of counts: a *cell* is what is known of a draft token beforehand: which candidate says it, how
+many tokens of context match, how the places agree, how deep in the draft it stands, how many other candidates
+say the same so far and how many do not. Its rate is the share of such tokens that were accepted, given
+that the tokens before them were. Every candidate is scored against what was emitted, also those that were
+not drafted and what was cut off (shadow feedback), each token once.
+
+The product of rates along a draft is corrected by a second table, of how often drafts with such a product
+did survive that deep: it takes back what is lost by choosing the best of several estimates, and what rates
+cannot know of each other. Counts are halved when full, so both tables follow a policy that changes.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from history.kernel import kernel
+
+NUM_CANDIDATES = 4
+NUM_DEPTHS = 8
+NUM_BINS = 20
+"""Of predicted survival, in the correction and in the reported calibration."""
+
+_MATCHES = 16
+_AGREEMENTS = 10
+_RELATIONS = 9
+_SHAPE = (NUM_CANDIDATES, _MATCHES, _AGREEMENTS, NUM_DEPTHS, _RELATIONS)
+NUM_CELLS = NUM_CANDIDATES * _MATCHES * _AGREEMENTS * NUM_DEPTHS * _RELATIONS
+
+_FULL = 4096.0
+_PRIOR_WEIGHT = 3.0
+_FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.75, 0.85, 0.05, 0.6, 0.8)
+"""Rate of a draft's first token, by relation to the other candidates."""
+_LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.9, 0.9, 0.6, 0.8, 0.9)
+_MINORITY_PRIOR = (0.9, 0.7, 0.6, 0.5, 0.25, 0.15)
+"""Factor for places that do not agree, by bin of agreement from 4 on."""
+
+_CORRECTION_FULL = 65536.0
+_CORRECTION_WEIGHT = 100.0
+
+Counts = npt.NDArray[np.float32]
+Rates = npt.NDArray[np.float32]
+
+
+@kernel
+def cell(candidate: int, match: int, agreement: int, depth: int, relation: int) -> int:
+    """The cell of a draft token, from bins."""
+    return (((candidate * _MATCHES + match) * _AGREEMENTS + agreement) * NUM_DEPTHS + depth) * _RELATIONS + relation
+
+
+@kernel
+def match_bin(num_tokens: int) -> int:
+    """0..15 for tokens of context that match: one by one at first, then in ever wider steps."""
+    if num_tokens <= 8:
+        return max(num_tokens - 1, 0)
+    for i, most in enumerate((10, 12, 16, 20, 28, 40, 63)):
+        if num_tokens <= most:
+            return 8 + i
+    return 15
+
+
+@kernel
+def agreement_bin(votes: int, voters: int) -> int:
+    """0..9: unanimous of one, two, few, many; then ever smaller majorities."""
+    if votes == voters:
+        return 0 if voters == 1 else (1 if voters == 2 else (2 if voters <= 4 else 3))
+    share = votes / voters
+    for i, least in enumerate((0.75, 0.6, 0.5, 0.35, 0.2)):
+        if share >= least:
+            return 4 + i
+    return 9
+
+
+@kernel
+def depth_bin(k: int) -> int:
+    """0..7 for the k-th token of a draft."""
+    if k < 4:
+        return k
+    return 4 if k < 6 else (5 if k < 8 else (6 if k < 12 else 7))
+
+
+@kernel
+def relation_bin(num_same: int, num_other: int) -> int:
+    """0..8 for how many other candidates say the same up to here, and how many say something else."""
+    return min(num_same, 2) + 3 * min(num_other, 2)
+
+
+@kernel
+def score(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
+    """One more token of a cell was accepted or was not."""
+    if counts[where, 1] >= _FULL:
+        counts[where, 0] *= 0.5
+        counts[where, 1] *= 0.5
+    counts[where, 0] += 1.0 if accepted else 0.0
+    counts[where, 1] += 1.0
+    rates[where] = counts[where, 0] / counts[where, 1]
+
+
+@kernel
+def survival_bin(survival: float) -> int:
+    """0..19"""
+    return min(int(survival * NUM_BINS), NUM_BINS - 1)
+
+
+@kernel
+def score_correction(sums: Counts, corrections: Rates, depth: int, predicted: float, survived: bool) -> None:
+    """One more drafted token, whose product of rates was `predicted`, survived or did not."""
+    where = depth * NUM_BINS + survival_bin(predicted)
+    if sums[where, 1] >= _CORRECTION_FULL:
+        sums[where, 0] *= 0.5
+        sums[where, 1] *= 0.5
+    sums[where, 0] += (1.0 if survived else 0.0) - predicted
+    sums[where, 1] += 1.0
+    corrections[where] = sums[where, 0] / (sums[where, 1] + _CORRECTION_WEIGHT)
+
+
+@kernel
+def corrected(corrections: Rates, depth: int, predicted: float, before: float) -> float:
+    """Survival of a token by both tables; never more than `before`, that of the token before it."""
+    survival = predicted + corrections[depth * NUM_BINS + survival_bin(predicted)]
+    return float(min(max(survival, 0.0), before))
+
+
+def fresh_counts() -> Counts:
+    """[NUM_CELLS, 2] accepted and all: nothing but a weak prior, which decides in an engine's first forwards."""
+    rates = np.empty(_SHAPE)
+    rates[:] = np.array(_LATER_PRIOR)
+    rates[:, :, :, 0] = np.array(_FIRST_PRIOR)
+    rates[:2, :, 4:] *= np.array(_MINORITY_PRIOR)[:, None, None]
+    counts = np.stack([_PRIOR_WEIGHT * rates.reshape(-1), np.full(NUM_CELLS, _PRIOR_WEIGHT)], axis=1)
+    return counts.astype(np.float32)

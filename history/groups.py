@@ -1,0 +1,84 @@
+"""One prompt's requests in this process: the segment that they are drafted from and the text that they write.
+
+Owns the arrays whose addresses stand in the table of groups; the drafter writes the row whenever they change.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from history.live import BUCKET, reindex
+from history.segment import Segment, attach_segment
+from history.slots import (
+    BUCKETS,
+    FENCES,
+    LIVE_SIZE,
+    LIVE_TEXT,
+    NUM_BUCKETS,
+    NUM_TOKENS,
+    ORDER,
+    TOKENS,
+    Longs,
+)
+from history.suffix_array import SEPARATOR, fences
+
+_FIRST_REGIONS = 4
+_FIRST_BUCKETS = 1 << 8
+_GROWTH = 4
+
+Numbers = npt.NDArray[np.int32]
+
+
+class DraftGroup:
+    """Requests of one prompt. `add_region`, `attach` and `spread` mutate; afterwards the row must be written."""
+
+    def __init__(self, *, prompt_key: int, prompt_length: int, region_size: int) -> None:
+        self.prompt_key = prompt_key
+        self.segment: Segment | None = None
+        self.num_open = 0
+        """Requests that are running."""
+        self._fences = np.zeros(0, dtype=np.int64)
+        self._region_size = region_size
+        self._num_used = prompt_length + 2
+        self._text: Numbers = np.zeros(self._num_used + _FIRST_REGIONS * region_size, dtype=np.int32)
+        self._text[:2] = SEPARATOR
+        self._buckets: Numbers = np.full((_FIRST_BUCKETS, BUCKET), -1, dtype=np.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it owns (a segment belongs to the node); of the text, what is written is resident."""
+        return self._text.nbytes + self._buckets.nbytes + self._fences.nbytes
+
+    def add_region(self) -> tuple[int, int]:
+        """Room for one more response: where its tokens begin, and where they must end."""
+        base = self._num_used
+        self._num_used += self._region_size
+        if self._num_used > len(self._text):
+            larger = np.zeros(self._num_used + base, dtype=np.int32)
+            larger[:base] = self._text[:base]
+            self._text = larger
+        self._text[base : base + 2] = SEPARATOR
+        return base + 1, base + self._region_size - 1
+
+    def attach(self, directory: Path) -> bool:
+        """Take the segment that lies in `directory`; whether there is one. Raises SegmentError."""
+        segment = attach_segment(directory, self.prompt_key)
+        if segment is None:
+            return False
+        self._fences = fences(segment.tokens, segment.order)
+        self.segment = segment
+        return True
+
+    def spread(self) -> None:
+        """Index the living text in more buckets."""
+        self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
+        reindex(self._text, self._buckets, self._num_used)
+
+    def write(self, row: Longs) -> None:
+        """Set the addresses and sizes of the group's row."""
+        row[LIVE_TEXT], row[LIVE_SIZE] = self._text.ctypes.data, len(self._text)
+        row[BUCKETS], row[NUM_BUCKETS] = self._buckets.ctypes.data, len(self._buckets)
+        if self.segment is not None:
+            row[TOKENS], row[ORDER] = self.segment.tokens.ctypes.data, self.segment.order.ctypes.data
+            row[FENCES], row[NUM_TOKENS] = self._fences.ctypes.data, len(self.segment.tokens)

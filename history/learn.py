@@ -1,0 +1,181 @@
+"""Takes in what an engine emitted since the last forward: scores, cursors, living texts. Compiled."""
+
+from history.acceptance import depth_bin, score, score_correction, survival_bin
+from history.kernel import int32s_at, kernel
+from history.live import BUCKET, append
+from history.slots import (
+    ACCEPTED,
+    ACCEPTED_BY,
+    BUCKETS,
+    CHOSEN,
+    COUNTED,
+    CROWDED,
+    CURSOR,
+    CURSOR_TEXT,
+    DRAFTED,
+    EMITTED,
+    GROUP,
+    HISTORY,
+    IN_HISTORY,
+    IN_LIVE,
+    LIVE,
+    LIVE_END,
+    LIVE_SIZE,
+    LIVE_STOP,
+    LIVE_TEXT,
+    LOST,
+    MOVED,
+    NOWHERE,
+    NUM_BUCKETS,
+    NUM_LIVE,
+    NUM_TOKENS,
+    PREDICTED,
+    PROMPT_LENGTH,
+    PROMPT_SEEN,
+    PROPOSED,
+    PROPOSED_BY,
+    ROWS,
+    SEEN,
+    STICKY,
+    STRENGTH,
+    SURVIVED,
+    TOKENS,
+    DraftState,
+    Longs,
+)
+from history.types import TokenIds
+
+_CANDIDATES = (STICKY, MOVED, HISTORY, LIVE)
+"""A cursor that was right as long as others stays where it is."""
+
+_GIVEN_UP = 24
+"""Tokens without a match after which a cursor is dropped."""
+
+_STRONG = 3
+"""Tokens of context from which a match that predicted nothing right is still a place to stay at."""
+
+
+@kernel
+def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
+    """Learn from every row's tokens that are new since it was last seen; each proposal is scored once."""
+    for row in range(len(slots)):
+        slot = slots[row]
+        if slot < 0:
+            continue
+        seen, length = state.slots[slot, SEEN], num_tokens[row]
+        text = token_ids[row]
+        if seen == 0:
+            seen = state.slots[slot, PROMPT_LENGTH]
+        elif length > seen:
+            _score(state, slot, text, seen, length)
+            _move_cursor(state, slot, text, seen, length)
+        if length > seen:
+            _extend_live(state, slot, text, seen, length)
+        state.slots[slot, SEEN] = length
+        for candidate in _CANDIDATES:
+            state.lengths[slot, candidate] = 0
+
+
+@kernel
+def _lead(state: DraftState, slot: int, candidate: int, text: TokenIds, start: int, stop: int) -> int:
+    """How many of a candidate's tokens, from the first on, were emitted as text[start:stop]."""
+    lead, most = 0, min(state.lengths[slot, candidate], stop - start)
+    while lead < most and state.chains[slot, candidate, lead] == text[start + lead]:
+        lead += 1
+    return lead
+
+
+@kernel
+def _score(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
+    sums = state.sums
+    sums[ROWS] += 1
+    sums[EMITTED] += stop - start
+    for candidate in _CANDIDATES:
+        lead = _lead(state, slot, candidate, text, start, stop)
+        for k in range(lead):
+            score(state.counts, state.rates, state.cells[slot, candidate, k], True)
+        if lead < min(state.lengths[slot, candidate], stop - start):
+            score(state.counts, state.rates, state.cells[slot, candidate, lead], False)
+    chosen, drafted = state.slots[slot, CHOSEN], state.slots[slot, DRAFTED]
+    if chosen < 0:
+        return
+    lead = _lead(state, slot, chosen, text, start, stop)
+    # The token behind the drafted ones is known as well; further ones only if an earlier one was wrong, which
+    # would be a biased sample.
+    known = min(state.lengths[slot, chosen], drafted + 1)
+    for k in range(known if lead < stop - start else min(known, lead)):
+        product, survival, survived = state.products[slot, k], state.survivals[slot, k], k < lead
+        score_correction(state.correction_sums, state.corrections, depth_bin(k), product, survived)
+        where = survival_bin(survival)
+        sums[COUNTED + where] += 1
+        sums[PREDICTED + where] += survival
+        sums[SURVIVED + where] += survived
+    source, accepted = min(chosen, STICKY), min(lead, drafted)
+    sums[PROPOSED] += drafted
+    sums[ACCEPTED] += accepted
+    sums[PROPOSED_BY + source] += drafted
+    sums[ACCEPTED_BY + source] += accepted
+
+
+@kernel
+def _move_cursor(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
+    """Put the cursor where the candidate that was right longest is, then on over what it did not know."""
+    columns = state.slots[slot]
+    best, lead = -1, 0
+    for candidate in _CANDIDATES:
+        this = _lead(state, slot, candidate, text, start, stop)
+        if this > lead:
+            best, lead = candidate, this
+    if best < 0 and columns[CURSOR_TEXT] == NOWHERE:
+        for candidate in (HISTORY, LIVE):
+            if best < 0 and state.lengths[slot, candidate] > 0 and state.strengths[slot, candidate] >= _STRONG:
+                best = candidate
+    if best >= 0:
+        if best == HISTORY:
+            columns[CURSOR_TEXT] = IN_HISTORY
+        elif best == LIVE:
+            columns[CURSOR_TEXT] = IN_LIVE
+        if best != STICKY or columns[LOST] > 0:
+            columns[STRENGTH] = state.strengths[slot, best]
+        columns[CURSOR] = state.anchors[slot, best] + lead
+        columns[STRENGTH] += lead
+        if lead > 0:
+            columns[LOST] = 0
+    if columns[CURSOR_TEXT] == NOWHERE:
+        return
+    tokens = cursor_tokens(state, slot)
+    for i in range(start + lead, stop):
+        expected = tokens[columns[CURSOR]]
+        if expected == text[i]:
+            columns[STRENGTH] = columns[STRENGTH] + 1 if columns[LOST] == 0 else 1
+            columns[LOST] = 0
+        else:
+            columns[LOST] += 1
+        columns[CURSOR] += expected >= 0
+    if columns[LOST] >= _GIVEN_UP:
+        columns[CURSOR_TEXT] = NOWHERE
+
+
+@kernel
+def cursor_tokens(state: DraftState, slot: int) -> TokenIds:
+    """The text that the slot's cursor is in."""
+    group = state.slots[slot, GROUP]
+    if state.slots[slot, CURSOR_TEXT] == IN_HISTORY:
+        return int32s_at(state.groups[group, TOKENS], state.groups[group, NUM_TOKENS])
+    return int32s_at(state.groups[group, LIVE_TEXT], state.groups[group, LIVE_SIZE])
+
+
+@kernel
+def _extend_live(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
+    columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
+    live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
+    buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
+    if group[PROMPT_SEEN] == 0:
+        group[PROMPT_SEEN] = 1
+        append(live, buckets, 1, text, 0, columns[PROMPT_LENGTH])
+        group[NUM_LIVE] += columns[PROMPT_LENGTH]
+    stop = min(stop, start + columns[LIVE_STOP] - columns[LIVE_END])
+    columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop)
+    group[NUM_LIVE] += max(stop - start, 0)
+    if group[NUM_LIVE] > 2 * group[NUM_BUCKETS]:
+        state.sums[CROWDED] += 1

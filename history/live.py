@@ -1,0 +1,91 @@
+"""The living text of one prompt: what its requests have produced so far in this process, indexed as it grows.
+
+One int32 array holds regions, each behind a `SEPARATOR` and ended by one: first the prompt, then a region
+for every request of the group, as long as its longest response. `buckets` [a power of two, 4] holds the
+newest four positions of each context of three tokens, by its hash. Different contexts may share a
+bucket; a reader compares.
+
+Invariants: a position is in a bucket only if something stands behind it; a region that is read while it
+grows always ends in a separator. Mutating: `append`, `reindex`.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from history.kernel import kernel
+from history.match import num_equal
+from history.suffix_array import SEPARATOR
+from history.types import TokenIds
+
+BUCKET = 4
+"""Positions kept of one context."""
+
+Numbers = npt.NDArray[np.int32]
+
+
+@kernel
+def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int) -> int:
+    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end."""
+    for i in range(start, stop):
+        live[end] = text[i]
+        if live[end - 1] >= 0:
+            _remember(live, buckets, end - 1)
+        end += 1
+    live[end] = SEPARATOR
+    return end
+
+
+@kernel
+def reindex(live: TokenIds, buckets: Numbers, num_used: int) -> None:
+    """Index a whole text again, into other (empty) buckets."""
+    for position in range(1, num_used - 1):
+        if live[position] >= 0 and live[position + 1] >= 0:
+            _remember(live, buckets, position)
+
+
+@kernel
+def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
+    """The bucket of the context of `last` in `text`, of whose response `limit` tokens are there (at least one)."""
+    second = text[last - 1] if limit > 1 else SEPARATOR
+    third = text[last - 2] if limit > 2 else SEPARATOR
+    return _hash(text[last], second, third) & (num_buckets - 1)
+
+
+@kernel
+def newest_places(
+    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, places: TokenIds
+) -> tuple[int, int]:
+    """The positions behind the longest match of the context of `last` that the bucket knows, newest first.
+
+    Returns how many and how many tokens match; fewer than three (two at the beginning of a response) is none.
+    """
+    best, count = min(limit + 1, 3), 0
+    for i in range(BUCKET):
+        position = buckets[bucket, i]
+        if position < 0:
+            break
+        equal = num_equal(live, position, text, last, limit)
+        if equal > best:
+            best, count = equal, 0
+        if equal == best:
+            places[count] = position + 1
+            count += 1
+    return count, best
+
+
+@kernel
+def _remember(live: TokenIds, buckets: Numbers, position: int) -> None:
+    second = live[position - 1]
+    third = live[position - 2] if second >= 0 else SEPARATOR
+    bucket = _hash(live[position], second, third) & (len(buckets) - 1)
+    for i in range(BUCKET - 1, 0, -1):
+        buckets[bucket, i] = buckets[bucket, i - 1]
+    buckets[bucket, 0] = position
+
+
+@kernel
+def _hash(first: int, second: int, third: int) -> int:
+    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(32)) ^ np.uint64(second + 2)) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ (mixed >> np.uint64(29)) ^ np.uint64(third + 2)) * np.uint64(0x165667B19E3779F9)
+    return int(np.int64(mixed >> np.uint64(33)))

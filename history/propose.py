@@ -1,0 +1,251 @@
+"""Says what comes next for every row of a batch, and how likely it is to survive. Compiled, no Python per row.
+
+Rows are worked on in three passes, each asking for the memory that the next one reads: with many requests
+the index is far larger than the caches, and waiting for it would be most of the time.
+"""
+
+import numpy as np
+
+from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, depth_bin, match_bin, relation_bin
+from history.cursor import realign
+from history.kernel import int32s_at, int64s_at, kernel, prefetch
+from history.learn import cursor_tokens
+from history.live import BUCKET, bucket_of, newest_places
+from history.match import WINDOW, best_places, follow, narrowed, window
+from history.slots import (
+    BUCKETS,
+    CHOSEN,
+    CURSOR,
+    CURSOR_TEXT,
+    DRAFTED,
+    FENCES,
+    GROUP,
+    HISTORY,
+    IN_HISTORY,
+    LIVE,
+    LIVE_SIZE,
+    LIVE_TEXT,
+    LOST,
+    MOVED,
+    NOWHERE,
+    NUM_BUCKETS,
+    NUM_TOKENS,
+    ORDER,
+    PROMPT_LENGTH,
+    STICKY,
+    STRENGTH,
+    TOKENS,
+    DraftState,
+    Floats,
+    Longs,
+)
+from history.suffix_array import FENCE_STRIDE
+from history.types import TokenIds
+
+_MAX_PLACES = 8
+_HOPELESS = 0.02
+"""Survival below which a candidate is not followed any further."""
+_LINE = 64
+"""Bytes of a cache line."""
+
+
+@kernel
+def propose(
+    state: DraftState,
+    slots: Longs,
+    token_ids: TokenIds,
+    num_tokens: TokenIds,
+    rooms: TokenIds,
+    drafts: TokenIds,
+    survivals: Floats,
+    available: TokenIds,
+) -> None:
+    """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
+    and how many there are, at most rooms[i], into `available` [R].
+    """
+    num_rows, num_draft = drafts.shape
+    begins = np.empty(num_rows, dtype=np.int64)
+    ends = np.empty(num_rows, dtype=np.int64)
+    buckets = np.empty(num_rows, dtype=np.int64)
+    for row in range(num_rows):
+        available[row] = 0
+        begins[row] = ends[row] = 0
+        if slots[row] >= 0:
+            state.slots[slots[row], CHOSEN] = -1
+            state.slots[slots[row], DRAFTED] = 0
+        if slots[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row], buckets[row] = _locate(state, slots[row], token_ids[row], num_tokens[row])
+    for row in range(num_rows):
+        if slots[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row] = _approach(
+                state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
+            )
+    places = np.empty(_MAX_PLACES, dtype=np.int32)
+    votes = np.empty((NUM_CANDIDATES, num_draft, 2), dtype=np.int32)
+    kinds = np.zeros(NUM_CANDIDATES, dtype=np.int64)
+    common = np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64)
+    products = np.empty((NUM_CANDIDATES, num_draft), dtype=np.float32)
+    for row in range(num_rows):
+        slot = slots[row]
+        if slot < 0 or rooms[row] <= 0:
+            continue
+        _find_candidates(
+            state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row], places, votes, kinds
+        )
+        chosen = _judge(state, slot, rooms[row], votes, kinds, common, products)
+        if chosen < 0:
+            continue
+        state.slots[slot, CHOSEN] = chosen
+        survival = 1.0
+        available[row] = min(state.lengths[slot, chosen], rooms[row])
+        for k in range(state.lengths[slot, chosen]):
+            survival = corrected(state.corrections, depth_bin(k), products[chosen, k], survival)
+            state.products[slot, k] = products[chosen, k]
+            state.survivals[slot, k] = survivals[row, k] = survival
+            drafts[row, k] = state.chains[slot, chosen, k]
+
+
+@kernel
+def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[int, int, int]:
+    """Where to look: a range of the segment's order and a bucket of the living text (-1: none). Asks for both."""
+    group = state.slots[slot, GROUP]
+    limit = length - state.slots[slot, PROMPT_LENGTH]
+    begin, end, bucket = 0, 0, -1
+    size = state.groups[group, NUM_TOKENS]
+    if size > 0:
+        fences = int64s_at(state.groups[group, FENCES], (size + FENCE_STRIDE - 1) // FENCE_STRIDE)
+        begin, end = window(fences, size, text, length - 1, limit)
+        address = state.groups[group, ORDER]
+        for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), _LINE):
+            prefetch(line)
+    if limit > 0:
+        bucket = bucket_of(state.groups[group, NUM_BUCKETS], text, length - 1, limit)
+        prefetch(state.groups[group, BUCKETS] + 4 * BUCKET * bucket)
+    return begin, end, bucket
+
+
+@kernel
+def _approach(
+    state: DraftState, slot: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
+) -> tuple[int, int]:
+    """Cut a long range down, and ask for the texts that will be compared."""
+    group = state.slots[slot, GROUP]
+    if end > begin:
+        address, size = state.groups[group, TOKENS], state.groups[group, NUM_TOKENS]
+        order = int32s_at(state.groups[group, ORDER], size)
+        if end - begin > WINDOW:
+            limit = length - state.slots[slot, PROMPT_LENGTH]
+            begin, end = narrowed(int32s_at(address, size), order, begin, end, text, length - 1, limit)
+        for i in range(begin, end):
+            prefetch(address + 4 * order[i])
+    if bucket >= 0:
+        positions = int32s_at(state.groups[group, BUCKETS] + 4 * BUCKET * bucket, BUCKET)
+        for i in range(BUCKET):
+            prefetch(state.groups[group, LIVE_TEXT] + 4 * max(positions[i], 0))
+    if state.slots[slot, CURSOR_TEXT] != NOWHERE:
+        column = TOKENS if state.slots[slot, CURSOR_TEXT] == IN_HISTORY else LIVE_TEXT
+        prefetch(state.groups[group, column] + 4 * state.slots[slot, CURSOR])
+    return begin, end
+
+
+@kernel
+def _find_candidates(
+    state: DraftState,
+    slot: int,
+    text: TokenIds,
+    length: int,
+    begin: int,
+    end: int,
+    bucket: int,
+    places: TokenIds,
+    votes: TokenIds,
+    kinds: Longs,
+) -> None:
+    """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes [C, K, 2] of their places."""
+    columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
+    last, limit = length - 1, length - columns[PROMPT_LENGTH]
+    live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
+    cursor, cursor_text, lost = columns[CURSOR], columns[CURSOR_TEXT], columns[LOST]
+    for candidate in range(NUM_CANDIDATES):
+        tokens, count, strength = live, 0, 0
+        if candidate == HISTORY:
+            if end > begin:
+                tokens = int32s_at(group[TOKENS], group[NUM_TOKENS])
+                order = int32s_at(group[ORDER], group[NUM_TOKENS])
+                count, strength = best_places(tokens, order, begin, end, text, last, limit, places)
+        elif candidate == LIVE:
+            if bucket >= 0:
+                buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
+                count, strength = newest_places(live, buckets, bucket, text, last, limit, places)
+        elif cursor_text != NOWHERE:
+            tokens = cursor_tokens(state, slot)
+            strength, places[0] = columns[STRENGTH], cursor
+            if candidate == STICKY:
+                count = 0 if lost == 0 and _is_followed(state, slot, cursor_text, cursor) else 1
+                kinds[STICKY] = lost if lost <= 2 else (3 if lost <= 4 else 4)
+            elif lost > 0:
+                shift, equal = realign(tokens, cursor, text, last, limit)
+                count, places[0] = (1 if equal > 0 else 0), cursor + shift
+                kinds[MOVED] = min(equal, 4) - 1 + (4 if shift < 0 else 0)
+        state.strengths[slot, candidate] = strength
+        state.lengths[slot, candidate] = 0
+        if count > 0:
+            state.lengths[slot, candidate], state.anchors[slot, candidate] = follow(
+                tokens, places, count, state.chains[slot, candidate], votes[candidate]
+            )
+
+
+@kernel
+def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
+    """Whether another candidate already continues at the cursor."""
+    candidate = HISTORY if text == IN_HISTORY else LIVE
+    return bool(state.lengths[slot, candidate] > 0 and state.anchors[slot, candidate] == cursor)
+
+
+@kernel
+def _judge(
+    state: DraftState, slot: int, room: int, votes: TokenIds, kinds: Longs, common: Longs, products: Floats
+) -> int:
+    """Products of rates along every candidate, into `products` [C, K]; the one with most expected tokens (-1: none)."""
+    best, chosen = 0.0, -1
+    for candidate in range(NUM_CANDIDATES):
+        for other in range(candidate):
+            common[candidate, other] = common[other, candidate] = _common(state, slot, candidate, other)
+    for candidate in range(NUM_CANDIDATES):
+        length = state.lengths[slot, candidate]
+        if length == 0:
+            continue
+        match = match_bin(state.strengths[slot, candidate])
+        expected, product = 0.0, 1.0
+        for k in range(length):
+            num_same, num_other = 0, 0
+            for other in range(NUM_CANDIDATES):
+                num_same += common[candidate, other] > k
+                num_other += 0 <= common[candidate, other] <= k
+            agreement = kinds[candidate]
+            if candidate < STICKY:
+                agreement = agreement_bin(votes[candidate, k, 0], votes[candidate, k, 1])
+            where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_other))
+            state.cells[slot, candidate, k] = where
+            product *= state.rates[where]
+            products[candidate, k] = product
+            if k < room:
+                expected += product
+            if product < _HOPELESS:
+                state.lengths[slot, candidate] = k + 1
+                break
+        if expected > best:
+            best, chosen = expected, candidate
+    return chosen
+
+
+@kernel
+def _common(state: DraftState, slot: int, candidate: int, other: int) -> int:
+    """How many tokens two candidates say alike from the first on; -1 if there is nothing to compare."""
+    most = min(state.lengths[slot, candidate], state.lengths[slot, other])
+    if most == 0:
+        return -1
+    k = 0
+    while k < most and state.chains[slot, candidate, k] == state.chains[slot, other, k]:
+        k += 1
+    return k

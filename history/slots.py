@@ -1,0 +1,119 @@
+"""What drafting keeps between forwards, as flat arrays that kernels read and write.
+
+A *slot* is one request, a *group* all requests of one prompt in this process. The columns of the two
+tables are named here; addresses are those of arrays that the group's owner keeps alive. A *candidate* is a
+way to find what comes next: places of the longest match in the history, the newest places of the living
+text, the cursor, and the cursor moved by an insertion or deletion.
+"""
+
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_DEPTHS, fresh_counts
+from history.types import TokenIds
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+
+HISTORY, LIVE, STICKY, MOVED = range(NUM_CANDIDATES)
+
+PROMPT_LENGTH, GROUP, SEEN, LIVE_END, LIVE_STOP, CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(11)
+"""Columns of a slot. SEEN: tokens taken in. LIVE_END, LIVE_STOP: where its region of the living text grows and ends.
+CURSOR: the position expected next, in CURSOR_TEXT. STRENGTH: tokens that it was followed. LOST: tokens since it was
+right. CHOSEN: the candidate drafted last (-1: none), DRAFTED: how many of its tokens."""
+NUM_SLOT_COLUMNS = 11
+
+TOKENS, ORDER, FENCES, NUM_TOKENS, LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_SEEN, NUM_LIVE = range(10)
+"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; whether the prompt
+is in it, and how many tokens."""
+NUM_GROUP_COLUMNS = 10
+
+NOWHERE, IN_HISTORY, IN_LIVE = range(3)
+"""Texts that a cursor can be in."""
+
+ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
+PROPOSED_BY, ACCEPTED_BY = 5, 8
+COUNTED, PREDICTED, SURVIVED = 11, 11 + NUM_BINS, 11 + 2 * NUM_BINS
+NUM_SUMS = 11 + 3 * NUM_BINS
+"""Counters since the last report; CROWDED: living texts that have outgrown their buckets."""
+
+
+class DraftState(NamedTuple):
+    """S slots, G groups, C candidates, K tokens a draft."""
+
+    slots: Longs
+    """[S, NUM_SLOT_COLUMNS]"""
+    chains: TokenIds
+    """[S, C, K]: what each candidate said last."""
+    cells: TokenIds
+    """[S, C, K]: the cell of each of these tokens."""
+    lengths: TokenIds
+    """[S, C]"""
+    anchors: Longs
+    """[S, C]: position of each chain's first token in its text."""
+    strengths: TokenIds
+    """[S, C]: tokens of context that matched."""
+    products: Floats
+    """[S, K]: product of rates of the chosen chain."""
+    survivals: Floats
+    """[S, K]: the same, corrected."""
+    groups: Longs
+    """[G, NUM_GROUP_COLUMNS]"""
+    counts: Floats
+    """[cells, 2]"""
+    rates: Floats
+    """[cells]"""
+    correction_sums: Floats
+    """[NUM_DEPTHS * NUM_BINS, 2]"""
+    corrections: Floats
+    """[NUM_DEPTHS * NUM_BINS]"""
+    sums: Doubles
+    """[NUM_SUMS]"""
+
+
+def fresh_state(max_draft_tokens: int) -> DraftState:
+    """State without slots or groups."""
+    counts = fresh_counts()
+    return DraftState(
+        slots=np.zeros((0, NUM_SLOT_COLUMNS), dtype=np.int64),
+        chains=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
+        cells=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
+        lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        anchors=np.zeros((0, NUM_CANDIDATES), dtype=np.int64),
+        strengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        products=np.zeros((0, max_draft_tokens), dtype=np.float32),
+        survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
+        groups=np.zeros((0, NUM_GROUP_COLUMNS), dtype=np.int64),
+        counts=counts,
+        rates=counts[:, 0] / counts[:, 1],
+        correction_sums=np.zeros((NUM_DEPTHS * NUM_BINS, 2), dtype=np.float32),
+        corrections=np.zeros(NUM_DEPTHS * NUM_BINS, dtype=np.float32),
+        sums=np.zeros(NUM_SUMS),
+    )
+
+
+def with_slots(state: DraftState, num_slots: int) -> DraftState:
+    """The state with more slots, all zero."""
+    return state._replace(
+        slots=_grown(state.slots, num_slots),
+        chains=_grown(state.chains, num_slots),
+        cells=_grown(state.cells, num_slots),
+        lengths=_grown(state.lengths, num_slots),
+        anchors=_grown(state.anchors, num_slots),
+        strengths=_grown(state.strengths, num_slots),
+        products=_grown(state.products, num_slots),
+        survivals=_grown(state.survivals, num_slots),
+    )
+
+
+def with_groups(state: DraftState, num_groups: int) -> DraftState:
+    """The state with more groups, all zero."""
+    return state._replace(groups=_grown(state.groups, num_groups))
+
+
+def _grown(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
+    return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), dtype=array.dtype)])
