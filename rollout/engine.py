@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from history.draft_stats import DraftStats
 from rollout import vllm_compat
 from rollout.engine_config import end_of_sequence_ids, engine_arguments
 from rollout.engine_responses import Finished, Response, ResponseLedger, check_length, columns, sampling_params
@@ -138,7 +139,7 @@ class Engine:
         queue = await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
             {"type": "token", "prompt_token_ids": [int(token) for token in group.prompt.token_ids]},
-            sampling_params(group.sampling, seed, self._stop_ids),
+            sampling_params(group.sampling, seed, self._stop_ids, group.prompt.prompt_id),
         )
         response = Response(group_id=group.group_id, queue=queue)
         self._ledger.add(response)
@@ -339,6 +340,13 @@ class Engine:
         (first, *_) = await self._ranks("drain_trace")
         assert isinstance(first, bytes)
         return decode_forwards(first)
+
+    async def draft_stats(self) -> DraftStats:
+        """What drafting did since the last call; all zeros in a stock engine."""
+        (first, *_) = await self._ranks("draft_stats")
+        assert isinstance(first, bytes)
+        found: DraftStats = pickle.loads(first)
+        return found
 
     async def kernel_classes(self) -> dict[str, str]:
         """Kernel of each linear layer of rank 0, by the layer's name."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
+from history.draft_stats import DraftStats
 from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineState, EngineStats
 from rollout.engine_trace import Forwards
@@ -92,6 +93,10 @@ class EngineActor:
     async def drain_trace(self) -> Forwards:
         """See `Engine.drain_trace`."""
         return await self._engine.drain_trace()
+
+    async def draft_stats(self) -> DraftStats:
+        """See `Engine.draft_stats`."""
+        return await self._engine.draft_stats()
 
     async def kernel_classes(self) -> dict[str, str]:
         """See `Engine.kernel_classes`."""

@@ -13,12 +13,15 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from history.types import prompt_key
+from rollout.proposer import PROMPT_KEY
 from rollout.types import (
     FinishReason,
     GroupColumns,
     GroupId,
     Logprobs,
     PromptGroup,
+    PromptId,
     SamplingSpec,
     TokenIds,
     WeightSpan,
@@ -55,7 +58,9 @@ class Finished:
     weight_spans: tuple[WeightSpan, ...]
 
 
-def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(
+    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId
+) -> SamplingParams:
     """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
     return SamplingParams(
         temperature=sampling.temperature,
@@ -68,6 +73,7 @@ def sampling_params(sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...]
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={PROMPT_KEY: prompt_key(prompt_id)},
     )
 
 

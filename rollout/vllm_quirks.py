@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
@@ -70,6 +72,10 @@ class ModelRunner(Protocol):
     input_batch: InputBatch
     discard_request_mask: CpuGpuBuffer
     """Rows of the batch whose sampled token will be thrown away."""
+    max_model_len: int
+    num_spec_tokens: int
+    effective_drafter_max_model_len: int
+    """Where no row may be drafted once a row's text and a full draft would reach beyond it."""
 
 
 @contextmanager
@@ -95,36 +101,31 @@ def seeded_request_dies_in_partial_prefill(runner: ModelRunner) -> Iterator[None
 def drafted_rows_are_sampled_at_a_random_temperature() -> None:
     """Spread a value per request over the tokens of its draft: temperature, top-p, top-k.
 
-    The CPU stand-in for the kernel writes into a converted copy of the output unless that is int64, so the values that
+    The CPU stand-in for the kernel writes into a converted copy of its output unless that is int64, so the values that
     logits are divided by are whatever the memory held.
     """
-    if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
+    if not _stands_in(rejection_sampler, "expand_kernel"):
         return
 
-    def expand(
-        output: torch.Tensor,
-        values: torch.Tensor,
-        ends: torch.Tensor,
-        replace_from: int,
-        replace_to: int,
-        _max_num_tokens: int | None = None,
-    ) -> None:
-        """Write values [R] to output [N]; row r's tokens end before `ends[r]`."""
+    def expand_batch_to_tokens(
+        values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        """Values [R] to [num_tokens]; the tokens of row r end before `ends[r]`."""
         counts = ends.diff(prepend=ends.new_zeros(1))
-        output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
+        return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
-    cpu_triton_utils._expand_kernel_impl = expand
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def padding_of_a_draft_is_accepted() -> None:
-    """Reject the -1 with which a draft is padded, in the sampled path of the CPU stand-in for the kernel.
+    """Reject the -1 with which a draft is padded, also where responses are sampled.
 
-    The scheduler pads where a request has one token left to compute (the others were in the prefix cache). The
-    stand-in looks up the probability of token -1, which is the one before the row's first, and may accept by it; what
+    The scheduler pads where all but one token of a request were in the prefix cache. The CPU stand-in for the kernel
+    looks up the probability of token -1, which is the number before the row's first, and may accept by it; what
     follows is then sampled behind a token that is not there.
     """
-    sample = getattr(cpu_triton_utils, "_rejection_random_sample_kernel_impl", None)
-    if sample is None or hasattr(sample, "rejects_padding"):
+    sample = rejection_sampler._rejection_random_sample
+    if not _stands_in(rejection_sampler, "rejection_random_sample_kernel") or hasattr(sample, "rejects_padding"):
         return
 
     def rejecting_padding(
@@ -138,24 +139,27 @@ def padding_of_a_draft_is_accepted() -> None:
         uniform_probs: torch.Tensor,
         *more: object,
     ) -> None:
-        never = uniform_probs.masked_fill(
-            draft_token_ids < 0, 2.0
-        )  # a token is accepted if its probability is not less
         drafts = draft_token_ids.clamp(min=0)
+        # a draft is accepted if its probability is not less
+        bars = uniform_probs.masked_fill(draft_token_ids < 0, 2.0)
         sample(
-            output_token_ids,
-            ends,
-            drafts,
-            draft_probs,
-            target_probs,
-            bonus_token_ids,
-            recovered_token_ids,
-            never,
-            *more,
+            output_token_ids, ends, drafts, draft_probs, target_probs, bonus_token_ids, recovered_token_ids, bars, *more
         )
 
     rejecting_padding.rejects_padding = True  # type: ignore[attr-defined]
-    cpu_triton_utils._rejection_random_sample_kernel_impl = rejecting_padding
+    rejecting_padding.register_warmup = sample.register_warmup  # type: ignore[attr-defined]
+    rejection_sampler._rejection_random_sample = rejecting_padding
+
+
+def _stands_in(module: ModuleType, kernel: str) -> bool:
+    """Whether vLLM has put its CPU function in the place of a kernel."""
+    function = getattr(cpu_triton_utils, f"_{kernel}_impl", None)
+    return function is not None and getattr(getattr(module, kernel, None), "func", None) is function
+
+
+def one_request_near_its_end_takes_the_drafts_of_all(runner: ModelRunner) -> None:
+    """Lift the bound beyond which vLLM drafts zeros for the whole batch; the proposer bounds each row by itself."""
+    runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
 class _NotAboutRotaryEmbeddings(logging.Filter):

@@ -20,9 +20,11 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
+from history.draft_stats import DraftStats
 from rollout import vllm_quirks
 from rollout.engine_trace import ForwardLog, ForwardRecord
 from rollout.owner_watch import die_with
+from rollout.proposer import HistoryProposer
 from rollout.receiver import BACKEND, BucketReceiver
 
 if current_platform.is_cpu():
@@ -33,8 +35,6 @@ else:
 vllm_quirks.first_small_batch_dies_with_illegal_instruction()
 vllm_quirks.int8_logits_are_uniform_after_reload()
 vllm_quirks.reload_complains_about_rotary_embeddings()
-vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
-vllm_quirks.padding_of_a_draft_is_accepted()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
@@ -77,6 +77,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         owner = self.vllm_config.additional_config.get("owner_pid")
         if owner is not None:
             die_with(owner)
+        vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
+        vllm_quirks.padding_of_a_draft_is_accepted()
         super().init_device()
 
     # -- forwards ----------------------------------------------------------------------------------
@@ -85,6 +87,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Run one forward and note what it was."""
         if self._log is None:
             self._log = ForwardLog()
+        if (proposer := self._proposer()) is not None:
+            proposer.end(scheduler_output.finished_req_ids)
         if scheduler_output.total_num_scheduled_tokens:
             self._under_way = scheduler_output, time.time(), start_clock()
         output = super().execute_model(scheduler_output)
@@ -93,7 +97,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return output
 
     def sample_tokens(self, grammar_output: object) -> object:
-        """Sample after a forward, which ends its record."""
+        """Sample after a forward, which ends its record; drafts for the next one are not part of it."""
         with vllm_quirks.seeded_request_dies_in_partial_prefill(self.model_runner):
             output = super().sample_tokens(grammar_output)
         self._close_record()
@@ -102,12 +106,35 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def _close_record(self) -> None:
         if self._under_way is not None and self._log is not None:
             order, started_at_s, clock = self._under_way
-            self._log.append(_describe(order, started_at_s, clock()))
+            record = _describe(order, started_at_s, clock())
+            self._log.append(record)
             self._under_way = None
+            if (proposer := self._proposer()) is not None and _only_decodes(order):
+                proposer.observe(record)
 
     def drain_trace(self) -> bytes:
         """Return the forwards since the last call, as bytes of `rollout.engine_trace.FORWARD`."""
         return b"" if self._log is None else self._log.drain()
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def compile_or_warm_up_model(self) -> object:
+        """Bind the proposer, once the model is there and before the first request is."""
+        done = super().compile_or_warm_up_model()
+        if (proposer := self._proposer()) is not None and self.rank == 0:
+            vllm_quirks.one_request_near_its_end_takes_the_drafts_of_all(self.model_runner)
+            proposer.bind(self.model_runner, forward_ended=self._close_record)
+        return done
+
+    def draft_stats(self) -> bytes:
+        """Return what drafting did since the last call, a pickled `DraftStats`."""
+        proposer = self._proposer()
+        return pickle.dumps(DraftStats() if proposer is None else proposer.drain())
+
+    def _proposer(self) -> HistoryProposer | None:
+        """None in a stock engine."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter if isinstance(drafter, HistoryProposer) else None
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -207,6 +234,12 @@ def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[],
         num_context_tokens=context,
         seconds=seconds,
     )
+
+
+def _only_decodes(order: SchedulerOutput) -> bool:
+    """Whether every row computes its newest token and its draft, and no row a part of its prompt."""
+    num_drafted = sum(len(draft) for draft in order.scheduled_spec_decode_tokens.values())
+    return bool(order.total_num_scheduled_tokens == len(order.num_scheduled_tokens) + num_drafted)
 
 
 def _probe_order(token_ids: list[int], block_sizes: list[int]) -> SchedulerOutput:

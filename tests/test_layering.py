@@ -16,6 +16,7 @@ VLLM_ADAPTERS = {
     "rollout/engine.py",
     "rollout/engine_config.py",
     "rollout/engine_responses.py",
+    "rollout/proposer.py",
     "rollout/receiver.py",
     "rollout/vllm_compat.py",
     "rollout/vllm_quirks.py",

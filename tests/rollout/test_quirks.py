@@ -1,6 +1,5 @@
 """Each workaround is still needed. A test that fails here says: upstream has mended it, drop the workaround."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
+from vllm.v1.sample import rejection_sampler
 
 from rollout import vllm_quirks
 from rollout.process_env import ProcessEnv
@@ -69,30 +70,37 @@ def test_a_cpu_generator_still_cannot_be_rewound_as_vllm_does_after_a_chunk_of_a
         torch.Generator().get_offset()
 
 
-@pytest.fixture(scope="module")
-def stand_ins():
-    """vLLM's own stand-ins of the rejection sampler's kernels, whatever this process has put in their place."""
+@pytest.fixture
+def sampler(monkeypatch):
+    """vLLM's rejection sampler with its CPU stand-ins in place, as in an engine's process."""
     current_platform.import_kernels()
-    found = importlib.util.find_spec("vllm.utils.cpu_triton_utils")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+
+    def sample(*arguments):
+        *first, synthetic = arguments
+        vocabulary = first[4].shape[1]
+        cpu_triton_utils._rejection_random_sample_kernel_impl(*first, vocabulary, synthetic, first[3] is None, False)
+
+    sample.register_warmup = rejection_sampler._rejection_random_sample.register_warmup
+    for kernel in ("expand_kernel", "rejection_random_sample_kernel"):
+        stand_in = SimpleNamespace(func=getattr(cpu_triton_utils, f"_{kernel}_impl"))
+        monkeypatch.setattr(rejection_sampler, kernel, stand_in)
+    monkeypatch.setattr(rejection_sampler, "_rejection_random_sample", sample)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+    return rejection_sampler
 
 
 @pytest.fixture
-def mended(stand_ins, monkeypatch):
-    """The same after our workarounds."""
-    monkeypatch.setattr(vllm_quirks, "cpu_triton_utils", stand_ins)
-    before = dict(vars(stand_ins))
-    vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
-    vllm_quirks.padding_of_a_draft_is_accepted()
-    yield SimpleNamespace(**vars(stand_ins))
-    vars(stand_ins).update(before)
+def mended(sampler):
+    for _ in range(2):  # a process may start more than one engine
+        vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
+        vllm_quirks.padding_of_a_draft_is_accepted()
+    return sampler
 
 
-def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft(stand_ins):
+def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft():
     output = torch.full((3,), torch.nan)
-    stand_ins._expand_kernel_impl(output, torch.tensor([0.7, 1.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.0]), ends, 0, 1)
     assert output.isnan().all()
 
 
@@ -103,15 +111,16 @@ def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft(stand_ins)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_value_per_request_is_spread_over_its_tokens(mended, counts, dtype):
     values = torch.arange(len(counts)).to(dtype)
-    output = torch.full((sum(counts),), -1).to(dtype)
-    mended._expand_kernel_impl(output, values, torch.tensor(counts).cumsum(0).to(torch.int32), 0, 9, 128)
-    assert output.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    found = mended.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
+    assert found.dtype is dtype
+    assert found.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
 
 
-def rejection_of_padding(kernels) -> list[int]:
+def rejection_of_padding(sampler) -> list[int]:
     """Outcome of a row whose only draft is padding, behind a row that ends with a sure token."""
     output = torch.full((2, 2), -1, dtype=torch.int32)
-    kernels._rejection_random_sample_kernel_impl(
+    sampler._rejection_random_sample(
         output,
         torch.tensor([1, 2], dtype=torch.int32),
         torch.tensor([3, -1], dtype=torch.int32),
@@ -122,18 +131,24 @@ def rejection_of_padding(kernels) -> list[int]:
         torch.full((2,), 0.5, dtype=torch.float64),
         torch.tensor([False, False]),
         1,
-        4,
         None,
-        True,
-        False,
     )
     assert output[0].tolist() == [3, 0]
     return output[1].tolist()
 
 
-def test_padding_of_a_draft_is_still_accepted(stand_ins):
-    assert rejection_of_padding(stand_ins) == [-1, 1]
+def test_padding_of_a_draft_is_still_accepted(sampler):
+    assert rejection_of_padding(sampler) == [-1, 1]
 
 
 def test_padding_of_a_draft_is_rejected_with_the_workaround(mended):
     assert rejection_of_padding(mended) == [2, -1]
+
+
+def test_another_kernel_than_the_stand_in_is_left_alone(sampler, monkeypatch):
+    monkeypatch.setattr(rejection_sampler, "expand_kernel", SimpleNamespace(func=print))
+    monkeypatch.setattr(rejection_sampler, "rejection_random_sample_kernel", SimpleNamespace(func=print))
+    before = sampler.expand_batch_to_tokens, sampler._rejection_random_sample
+    vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
+    vllm_quirks.padding_of_a_draft_is_accepted()
+    assert (sampler.expand_batch_to_tokens, sampler._rejection_random_sample) == before

@@ -1,0 +1,155 @@
+"""Drafts inside vLLM: which request each row of the batch is, and how far it may be drafted.
+
+vLLM makes a `HistoryProposer` by name (`speculative_config`) and asks it after every forward for drafts
+of all rows, without saying whose rows they are. The worker therefore binds it to its model runner, where
+a row has a request and a request has the key of its prompt. Everything that is known of texts and
+acceptance lives in `history.drafter`; here are only rows.
+
+Invariants: a request has one slot of the drafter from the first forward that samples for it until vLLM
+says that it has ended, preemptions and weight updates included; no draft reaches beyond the response's
+limit or the engine's longest request, so that no drafted token is verified in vain; only the rank whose
+drafts are used drafts.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from history.draft_stats import DraftStats
+from rollout.engine_trace import ForwardRecord
+
+if TYPE_CHECKING:
+    from history.drafter import Drafter
+    from history.prices import PriceSurface
+
+PROMPT_KEY = "prompt_key"
+"""Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
+
+
+class ModelRunner(Protocol):
+    """What is read of vLLM's model runner (V1)."""
+
+    input_batch: InputBatch
+    requests: dict[str, CachedRequestState]
+    """Every request that has not ended, those included that are not in the batch now."""
+    max_model_len: int
+
+
+class _Request(NamedTuple):
+    slot: int
+    """Of the drafter; -1 for a request that is not drafted."""
+    limit: int
+    """Most tokens of prompt and response together."""
+
+
+class HistoryProposer:
+    """vLLM's `custom_class` proposer of one rank."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._segments_dir = str(vllm_config.additional_config["drafts"]["segments_dir"])
+        self._drafter: Drafter | None = None
+        self._requests: dict[str, _Request] = {}
+        self._row_ids: list[str] = []
+        self._row_slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._row_limits: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+
+    def load_model(self, target_model: object) -> None:
+        """There is none."""
+
+    def bind(self, runner: ModelRunner, forward_ended: Callable[[], None]) -> None:
+        """Draft from now on, for the rows of `runner`; to be called on the rank whose drafts are used.
+
+        `forward_ended` is called before each proposal: what follows is not the forward's time.
+        """
+        # numba may not be imported before the CPU worker has initialised
+        from history.prices import PriceSurface
+
+        self._runner = runner
+        self._forward_ended = forward_ended
+        self._prices = PriceSurface()
+        self._drafter = self.make_drafter(self._prices)
+
+    def make_drafter(self, prices: "PriceSurface") -> "Drafter":
+        """The drafter of an engine."""
+        from history.drafter import Drafter
+
+        return Drafter(
+            max_draft_tokens=self._max_draft_tokens,
+            segments_dir=self._segments_dir,
+            max_model_len=self._runner.max_model_len,
+        )
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return one draft per row.
+
+        Args:
+            sampled_token_ids: what each row has just emitted; nothing if a part of its prompt is still to be computed.
+            num_tokens_no_spec: [at least R], tokens of each row's text, the emitted ones included.
+            token_ids_cpu: [at least R, L], the texts.
+            slot_mappings: of the key-value cache; unused.
+        """
+        if self._drafter is None:
+            return [[] for _ in sampled_token_ids]
+        self._forward_ended()
+        num_rows = len(sampled_token_ids)
+        slots, limits = self._rows()
+        if not all(sampled_token_ids):
+            slots = np.where([bool(ids) for ids in sampled_token_ids], slots, -1)
+        num_tokens = num_tokens_no_spec[:num_rows]
+        # a forward emits one token more than it accepts
+        rooms = np.clip(limits - num_tokens - 1, 0, self._max_draft_tokens)
+        return self._drafter.propose(slots, token_ids_cpu[:num_rows], num_tokens, rooms)
+
+    def observe(self, forward: ForwardRecord) -> None:
+        """Learn what a forward costs, from one in which every row decoded."""
+        if self._drafter is not None:
+            self._prices.observe(
+                num_rows=forward.num_running,
+                num_tokens=forward.num_scheduled_tokens,
+                num_context_tokens=forward.num_context_tokens,
+                seconds=forward.seconds(),
+            )
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that vLLM will not run again."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None and self._drafter is not None:
+                self._drafter.close(request.slot)
+
+    def drain(self) -> DraftStats:
+        """What drafting did since the last call."""
+        return DraftStats() if self._drafter is None else self._drafter.drain()
+
+    def _rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Slot and limit of each row, [R]; rows move when requests come and go."""
+        row_ids = self._runner.input_batch.req_ids
+        if row_ids != self._row_ids:
+            self._row_ids = list(row_ids)
+            rows = [self._request(request_id) for request_id in row_ids]
+            self._row_slots = np.array([row.slot for row in rows], dtype=np.int64)
+            self._row_limits = np.array([row.limit for row in rows], dtype=np.int32)
+        return self._row_slots, self._row_limits
+
+    def _request(self, request_id: str) -> _Request:
+        if request_id not in self._requests:
+            state = self._runner.requests[request_id]
+            key = (state.sampling_params.extra_args or {}).get(PROMPT_KEY)
+            if key is None:
+                return _Request(slot=-1, limit=0)
+            limit = min(state.num_prompt_tokens + state.sampling_params.max_tokens, self._runner.max_model_len)
+            assert self._drafter is not None
+            slot = self._drafter.open(prompt_key=key, prompt_length=state.num_prompt_tokens, max_length=limit)
+            self._requests[request_id] = _Request(slot=slot, limit=limit)
+        return self._requests[request_id]
