@@ -15,7 +15,7 @@ before that byte changes nothing; tokens leave the engine once, when their whole
 import asyncio
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,12 +32,24 @@ from rollout.receiver import UpdateOrder
 from rollout.roll_call import RollCall
 from rollout.transports.base import Channel, GlooChannel, ShmChannel
 from rollout.transports.shm import verify_segments
-from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup, WeightVersion
+from rollout.types import (
+    FinishReason,
+    GroupColumns,
+    GroupId,
+    GroupSummary,
+    PromptGroup,
+    TokenIds,
+    WeightVersion,
+)
 from rollout.wire import TensorSpec, WeightManifest
 
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
 """A rank names the peer that is late by itself; the engine waits so much longer before it gives the rank up."""
+
+
+EndedListener = Callable[[PromptGroup, int, TokenIds, FinishReason], None]
+"""Called with group, sample, response ids and reason when a response has ended."""
 
 
 class Engine:
@@ -57,6 +69,7 @@ class Engine:
         self._expected: tuple[TensorSpec, ...] = ()
         self._stop_ids: tuple[int, ...] = ()
         self._started: AsyncLLM | None = None
+        self._on_ended: EndedListener | None = None
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -101,7 +114,7 @@ class Engine:
         responses: list[Response] = []
         try:
             await self._submit_group(group, responses)
-            finished = await asyncio.gather(*(self._collect(response) for response in responses))
+            finished = await asyncio.gather(*(self._collect(group, *each) for each in enumerate(responses)))
         except asyncio.CancelledError:
             await self._llm.abort([response.request_id for response in responses], internal=True)
             self._ledger.drop(responses)
@@ -145,10 +158,17 @@ class Engine:
         self._ledger.add(response)
         return response
 
-    async def _collect(self, response: Response) -> Finished:
+    async def _collect(self, group: PromptGroup, sample: int, response: Response) -> Finished:
         output = response.queue.get_nowait() or await response.queue.get()
         assert isinstance(output, RequestOutput)
-        return self._ledger.finish(response, output, self._version)
+        finished = self._ledger.finish(response, output, self._version)
+        if self._on_ended is not None:
+            self._on_ended(group, sample, finished.response_ids, finished.reason)
+        return finished
+
+    def tell_ended(self, listener: EndedListener) -> None:
+        """Call `listener` for every response that ends from now on, on the engine's event loop; it must not wait."""
+        self._on_ended = listener
 
     async def abort(self, group_id: GroupId) -> int:
         """End a group's unfinished responses, which keep the tokens they have; returns how many there were."""

@@ -14,6 +14,7 @@ from history.draft_stats import DraftStats
 from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineState, EngineStats
 from rollout.engine_trace import Forwards
+from rollout.history_outbox import HistoryOutbox
 from rollout.process_log import redirect_output
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
@@ -32,6 +33,7 @@ class EngineActor:
         from rollout.engine import Engine
 
         self._engine = Engine(spec)
+        self._outbox: HistoryOutbox | None = None
 
     async def start(self) -> None:
         """See `Engine.start`."""
@@ -97,6 +99,15 @@ class EngineActor:
     async def draft_stats(self) -> DraftStats:
         """See `Engine.draft_stats`."""
         return await self._engine.draft_stats()
+
+    async def connect_history(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Send finished responses to these shards from now on; see `HistoryOutbox`."""
+        self._outbox = HistoryOutbox(shards)
+        self._engine.tell_ended(self._outbox.put)
+
+    async def lost_history_calls(self) -> int:
+        """Batches of finished responses that no shard took, ever."""
+        return self._outbox.num_lost_calls if self._outbox is not None else 0
 
     async def kernel_classes(self) -> dict[str, str]:
         """See `Engine.kernel_classes`."""

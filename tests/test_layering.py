@@ -23,6 +23,7 @@ VLLM_ADAPTERS = {
     "rollout/worker.py",
 }
 RAY_USERS = {
+    "history/service.py",
     "launcher/processes.py",
     "launcher/prompt_loading.py",
     "launcher/recorder.py",
@@ -33,6 +34,7 @@ RAY_USERS = {
     "megatron_rl/trainer_group.py",
     "rollout/engine_actor.py",
     "rollout/engine_group.py",
+    "rollout/history_outbox.py",
     "rollout/pool.py",
     "rollout/scoring.py",
 }

@@ -6,7 +6,7 @@ from history.types import PastResponse
 
 
 def token_ids(key: int, step: int, sample: int, length: int) -> np.ndarray:
-    return ((key * 7919 + step * 101 + sample * 13 + np.arange(length)) % 50_000).astype(np.int32)
+    return ((key % 50_000 * 7919 + step * 101 + sample * 13 + np.arange(length)) % 50_000).astype(np.int32)
 
 
 def response(key: int, step: int, sample: int, *, length: int = 12, reward: float = float("nan")) -> PastResponse:
