@@ -7,8 +7,8 @@ acceptance lives in `history.drafter`; here are only rows.
 
 Invariants: a request has one slot of the drafter from the first forward that samples for it until vLLM
 says that it has ended, preemptions and weight updates included; no draft reaches beyond the response's
-limit or the engine's longest request, so that no drafted token is verified in vain; only the rank whose
-drafts are used drafts.
+limit or the engine's longest request, and all of them fit one forward, so that no row waits for its
+neighbours' drafts; only the rank whose drafts are used drafts.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,6 +51,8 @@ class HistoryProposer:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._max_forward_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._graph_sizes = tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ())
         self._segments_dir = str(vllm_config.additional_config["drafts"]["segments_dir"])
         self._drafter: Drafter | None = None
         self._requests: dict[str, _Request] = {}
@@ -71,8 +73,9 @@ class HistoryProposer:
 
         self._runner = runner
         self._forward_ended = forward_ended
-        self._prices = PriceSurface()
+        self._prices = PriceSurface(verify_sizes=self._graph_sizes)
         self._drafter = self.make_drafter(self._prices)
+        self._warm_up(self._drafter)
 
     def make_drafter(self, prices: "PriceSurface") -> "Drafter":
         """The drafter of an engine."""
@@ -83,6 +86,14 @@ class HistoryProposer:
             segments_dir=self._segments_dir,
             max_model_len=self._runner.max_model_len,
         )
+
+    def _warm_up(self, drafter: "Drafter") -> None:
+        """Have the kernels compiled, or loaded, before the first request comes."""
+        slot = drafter.open(prompt_key=0, prompt_length=1, max_length=3)
+        text, ones = self._runner.input_batch.token_ids_cpu[:1], np.ones(1, dtype=np.int32)
+        drafter.propose(np.array([slot]), text, ones, ones)
+        drafter.close(slot)
+        drafter.drain()
 
     def propose(
         self,
@@ -107,8 +118,9 @@ class HistoryProposer:
         if not all(sampled_token_ids):
             slots = np.where([bool(ids) for ids in sampled_token_ids], slots, -1)
         num_tokens = num_tokens_no_spec[:num_rows]
-        # a forward emits one token more than it accepts
-        rooms = np.clip(limits - num_tokens - 1, 0, self._max_draft_tokens)
+        # a forward computes and emits one token of each row beside its draft
+        most = min(self._max_draft_tokens, max(self._max_forward_tokens // num_rows - 1, 0))
+        rooms = np.clip(limits - num_tokens - 1, 0, most)
         return self._drafter.propose(slots, token_ids_cpu[:num_rows], num_tokens, rooms)
 
     def observe(self, forward: ForwardRecord) -> None:
