@@ -21,17 +21,17 @@ NUM_DEPTHS = 8
 NUM_BINS = 20
 """Of predicted survival, in the correction and in the reported calibration."""
 
-_MATCHES = 16
+_MATCHES = 12
 _AGREEMENTS = 10
-_RELATIONS = 9
+_RELATIONS = 6
 _SHAPE = (NUM_CANDIDATES, _MATCHES, _AGREEMENTS, NUM_DEPTHS, _RELATIONS)
 NUM_CELLS = NUM_CANDIDATES * _MATCHES * _AGREEMENTS * NUM_DEPTHS * _RELATIONS
 
 _FULL = 4096.0
 _PRIOR_WEIGHT = 3.0
-_FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.75, 0.85, 0.05, 0.6, 0.8)
+_FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.7, 0.85)
 """Rate of a draft's first token, by relation to the other candidates."""
-_LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.9, 0.9, 0.6, 0.8, 0.9)
+_LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.85, 0.9)
 _MINORITY_PRIOR = (0.9, 0.7, 0.6, 0.5, 0.25, 0.15)
 """Factor for places that do not agree, by bin of agreement from 4 on."""
 
@@ -50,13 +50,13 @@ def cell(candidate: int, match: int, agreement: int, depth: int, relation: int) 
 
 @kernel
 def match_bin(num_tokens: int) -> int:
-    """0..15 for tokens of context that match: one by one at first, then in ever wider steps."""
-    if num_tokens <= 8:
+    """0..11 for tokens of context that match: one by one at first, then in ever wider steps."""
+    if num_tokens <= 6:
         return max(num_tokens - 1, 0)
-    for i, most in enumerate((10, 12, 16, 20, 28, 40, 63)):
+    for i, most in enumerate((8, 11, 16, 24, 40)):
         if num_tokens <= most:
-            return 8 + i
-    return 15
+            return 6 + i
+    return 11
 
 
 @kernel
@@ -81,8 +81,8 @@ def depth_bin(k: int) -> int:
 
 @kernel
 def relation_bin(num_same: int, num_other: int) -> int:
-    """0..8 for how many other candidates say the same up to here, and how many say something else."""
-    return min(num_same, 2) + 3 * min(num_other, 2)
+    """0..5 for how many other candidates say the same up to here, and how many say something else."""
+    return min(num_same, 2) + 3 * min(num_other, 1)
 
 
 @kernel

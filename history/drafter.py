@@ -1,19 +1,23 @@
 """Drafts for a batch of requests: what their prompts' history says comes next, as far as it is worth verifying.
 
 Nothing here is remote, and nothing is Python per token. A segment that is missing or damaged costs its
-prompt drafts from history and nothing else; it is looked for again later.
+prompt drafts from history and nothing else; it is looked for again later. Where drafts cannot pay, or the
+texts of this batch give nothing to draft, the drafter rests: it costs next to nothing then, and tries again.
 """
 
+import logging
 import time
 from pathlib import Path
 
 import numpy as np
 
 from history.acceptance import NUM_BINS
+from history.draft_length import break_even, choose_draft_lengths, makespan_weights
 from history.draft_stats import DraftStats
 from history.groups import DraftGroup
 from history.kernel import kernel
 from history.learn import absorb
+from history.prices import PriceSurface
 from history.propose import propose
 from history.segment import SegmentError
 from history.slots import (
@@ -33,8 +37,11 @@ from history.slots import (
     PROMPT_LENGTH,
     PROPOSED,
     PROPOSED_BY,
+    REST_POINTS,
     ROWS,
+    SEEN,
     SURVIVED,
+    Doubles,
     DraftState,
     Floats,
     Longs,
@@ -44,10 +51,19 @@ from history.slots import (
 )
 from history.types import TokenIds
 
+_log = logging.getLogger(__name__)
+
 _LOOK_AGAIN = 64
 """Forwards after which a segment that was missing or damaged is looked for again."""
 _MORE = 64
 """Slots and groups that are added at a time."""
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.5, 4.0
+"""Bounds of a row's makespan weight."""
+_PATIENCE = 8
+"""Forwards in a row without anything worth drafting after which the drafter rests."""
+_LONGEST_REST = 16
+_NOTICEABLE = 0.005
+"""Share of a forward from which the drafter's own time is worth saving."""
 
 
 class Drafter:
@@ -58,13 +74,24 @@ class Drafter:
         *,
         max_draft_tokens: int,
         segments_dir: str = "",
-        prices: None = None,
+        prices: PriceSurface | None = None,
         threshold: float = 0.1,
         max_model_len: int = 1 << 30,
     ) -> None:
-        """Prepare to draft at most `max_draft_tokens` a request and forward."""
+        """Prepare to draft.
+
+        Args:
+            max_draft_tokens: most tokens of one draft.
+            segments_dir: folder in which the prompts' segments lie; empty: there is no history.
+            prices: decide how much of a draft is worth its forward; None: all that survives with `threshold`.
+            threshold: least probability of survival of a draft token, without prices.
+            max_model_len: most tokens of a text.
+        """
+        self.num_damaged = 0
+        """Segments that could not be read."""
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
+        self._prices = prices
         self._threshold = threshold
         self._max_model_len = max_model_len
         self._state: DraftState = fresh_state(max_draft_tokens)
@@ -72,9 +99,11 @@ class Drafter:
         self._slots: dict[int, tuple[int, DraftGroup]] = {}
         self._free_groups: list[int] = []
         self._free_slots: list[int] = []
-        self._stats = DraftStats()
-        self._num_forwards = 0
-        self._propose_s = 0.0
+        self._num_useless, self._num_resting = 0, 0
+        self._last_prices: tuple[float, float] | None = None
+        """Of the forward under way: seconds of a plain one, and of this one."""
+        self._num_forwards, self._num_requests, self._num_hits = 0, 0, 0
+        self._propose_s, self._saved_s = 0.0, 0.0
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int) -> int:
         """The slot of a request that appeared.
@@ -100,7 +129,8 @@ class Drafter:
         row[LIVE_END], row[LIVE_STOP] = group.add_region()
         group.write(self._state.groups[index])
         self._state.lengths[slot] = 0
-        self._stats += DraftStats(num_requests=1, num_hits=int(group.segment is not None))
+        self._num_requests += 1
+        self._num_hits += group.segment is not None
         return slot
 
     def close(self, slot: int) -> None:
@@ -123,31 +153,30 @@ class Drafter:
             rooms: [R], most tokens to draft for each row.
         """
         began = time.perf_counter()
+        # another dtype would be compiled anew, in the middle of a run
+        slots, num_tokens = np.asarray(slots, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
+        rooms = np.asarray(rooms, dtype=np.int32)
         self._num_forwards += 1
-        state = self._state
-        absorb(state, slots, token_ids, num_tokens)
-        if state.sums[CROWDED]:
-            self._spread()
-        drafts = np.empty((len(slots), self._max_draft_tokens), dtype=np.int32)
-        survivals = np.empty((len(slots), self._max_draft_tokens), dtype=np.float32)
-        available = np.empty(len(slots), dtype=np.int32)
-        propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
-        lengths = _above(survivals, available, self._threshold)
-        ends = np.empty(len(slots), dtype=np.int64)
-        flat = _settle(state, slots, drafts, lengths, ends)
-        tokens, found, start = flat.tolist(), [], 0
-        for end in ends.tolist():
-            found.append(tokens[start:end])
-            start = end
         if self._num_forwards % _LOOK_AGAIN == 0:
             self._look_again()
-        self._propose_s += time.perf_counter() - began
+        seconds = None
+        if self._prices is not None:
+            num_rows, most = len(slots), int(np.minimum(rooms, self._max_draft_tokens).sum())
+            context = int(num_tokens.sum())
+            seconds = self._prices.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
+            if self._num_resting or break_even(seconds, num_rows) >= 1:
+                return self._rest(slots, seconds, began)
+        found = self._draft(slots, token_ids, num_tokens, rooms, seconds)
+        spent = time.perf_counter() - began
+        self._propose_s += spent
+        if seconds is not None:
+            self._tire(any(found), spent / seconds[0])
         return found
 
     def drain(self) -> DraftStats:
         """What happened since the last call."""
         sums = self._state.sums
-        stats = self._stats + DraftStats(
+        stats = DraftStats(
             num_forwards=self._num_forwards,
             num_rows=int(sums[ROWS]),
             num_emitted=int(sums[EMITTED]),
@@ -158,11 +187,65 @@ class Drafter:
             calibration_count=tuple(int(x) for x in sums[COUNTED:PREDICTED]),
             calibration_predicted=tuple(sums[PREDICTED:SURVIVED].tolist()),
             calibration_survived=tuple(int(x) for x in sums[SURVIVED : SURVIVED + NUM_BINS]),
+            num_requests=self._num_requests,
+            num_hits=self._num_hits,
             propose_s=self._propose_s,
+            saved_s=self._saved_s,
         )
         sums[:] = 0
-        self._stats, self._num_forwards, self._propose_s = DraftStats(), 0, 0.0
+        self._num_forwards, self._num_requests, self._num_hits = 0, 0, 0
+        self._propose_s, self._saved_s = 0.0, 0.0
         return stats
+
+    def _draft(
+        self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
+    ) -> list[list[int]]:
+        state, num_rows = self._state, len(slots)
+        seen = state.sums[ROWS], state.sums[EMITTED]
+        absorb(state, slots, token_ids, num_tokens)
+        self._note_savings(state.sums[ROWS] - seen[0], state.sums[EMITTED] - seen[1])
+        if state.sums[CROWDED]:
+            self._spread()
+        drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
+        survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
+        available = np.empty(num_rows, dtype=np.int32)
+        propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+        if seconds is None:
+            lengths = _above(survivals, available, self._threshold)
+        else:
+            weights = makespan_weights(_remaining(state, slots, num_tokens), _LEAST_WEIGHT, _MOST_WEIGHT)
+            lengths = choose_draft_lengths(survivals, available, weights, seconds)
+        ends = np.empty(num_rows, dtype=np.int64)
+        tokens = _settle(state, slots, drafts, lengths, ends).tolist()
+        if seconds is not None:
+            self._last_prices = float(seconds[0]), float(seconds[len(tokens)])
+        found, start = [], 0
+        for end in ends.tolist():
+            found.append(tokens[start:end])
+            start = end
+        return found
+
+    def _note_savings(self, num_rows: int, num_emitted: int) -> None:
+        """Plain forwards would have emitted one token a row each."""
+        if self._last_prices is not None and num_rows:
+            plain, spent = self._last_prices
+            self._saved_s += plain * num_emitted / num_rows - spent
+        self._last_prices = None
+
+    def _rest(self, slots: Longs, seconds: Doubles, began: float) -> list[list[int]]:
+        """Draft nothing and learn nothing; what is emitted meanwhile is taken in later, all at once."""
+        self._num_resting = max(self._num_resting - 1, 0)
+        self._last_prices = None
+        # `absorb` will count one row for all that it takes in.
+        self._state.sums[ROWS] += np.count_nonzero(self._state.slots[slots[slots >= 0], SEEN])
+        self._propose_s += time.perf_counter() - began
+        return [[] for _ in range(len(slots))]
+
+    def _tire(self, useful: bool, share: float) -> None:
+        """Rest after many useless forwards, ever longer, if drafting took a noticeable share of a forward."""
+        self._num_useless = 0 if useful else self._num_useless + 1
+        if self._num_useless >= _PATIENCE and share > _NOTICEABLE:
+            self._num_resting = min(1 << (self._num_useless - _PATIENCE), _LONGEST_REST)
 
     def _add_group(self, prompt_key: int, prompt_length: int, region_size: int) -> None:
         if not self._free_groups:
@@ -173,19 +256,23 @@ class Drafter:
         group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size)
         self._groups[prompt_key] = index, group
         self._attach(group)
+        self._state.remaining[index] = group.remaining()
 
     def _attach(self, group: DraftGroup) -> bool:
         if self._directory is None:
             return False
         try:
             return group.attach(self._directory)
-        except SegmentError:
+        except SegmentError as error:
+            self.num_damaged += 1
+            _log.warning("drafting without the history of a prompt: %s", error)
             return False
 
     def _look_again(self) -> None:
         for index, group in self._groups.values():
             if group.segment is None and self._attach(group):
                 group.write(self._state.groups[index])
+                self._state.remaining[index] = group.remaining()
 
     def _spread(self) -> None:
         """Give living texts that have outgrown their buckets more of them."""
@@ -204,6 +291,20 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
         while lengths[row] < available[row] and survivals[row, lengths[row]] >= threshold:
             lengths[row] += 1
     return lengths
+
+
+@kernel
+def _remaining(state: DraftState, slots: Longs, num_tokens: TokenIds) -> Doubles:
+    """Expected remaining tokens of each row; none is expected of a row without a slot."""
+    found = np.zeros(len(slots))
+    for row in range(len(slots)):
+        if slots[row] >= 0:
+            table = state.remaining[state.slots[slots[row], GROUP]]
+            place = (num_tokens[row] - state.slots[slots[row], PROMPT_LENGTH]) / table[REST_POINTS]
+            below = min(max(int(place), 0), REST_POINTS - 2)
+            part = min(max(place - below, 0.0), 1.0)
+            found[row] = table[below] * (1 - part) + table[below + 1] * part
+    return found
 
 
 @kernel

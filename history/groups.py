@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from history.lengths import LengthEstimate
 from history.live import BUCKET, reindex
 from history.segment import Segment, attach_segment
 from history.slots import (
@@ -16,12 +17,15 @@ from history.slots import (
     LIVE_SIZE,
     LIVE_TEXT,
     NUM_BUCKETS,
+    NUM_FENCES,
     NUM_TOKENS,
     ORDER,
+    REST_POINTS,
     TOKENS,
+    Doubles,
     Longs,
 )
-from history.suffix_array import SEPARATOR, fences
+from history.suffix_array import SEPARATOR
 
 _FIRST_REGIONS = 4
 _FIRST_BUCKETS = 1 << 8
@@ -38,7 +42,6 @@ class DraftGroup:
         self.segment: Segment | None = None
         self.num_open = 0
         """Requests that are running."""
-        self._fences = np.zeros(0, dtype=np.int64)
         self._region_size = region_size
         self._num_used = prompt_length + 2
         self._text: Numbers = np.zeros(self._num_used + _FIRST_REGIONS * region_size, dtype=np.int32)
@@ -48,7 +51,7 @@ class DraftGroup:
     @property
     def num_bytes(self) -> int:
         """Bytes that it owns (a segment belongs to the node); of the text, what is written is resident."""
-        return self._text.nbytes + self._buckets.nbytes + self._fences.nbytes
+        return self._text.nbytes + self._buckets.nbytes
 
     def add_region(self) -> tuple[int, int]:
         """Room for one more response: where its tokens begin, and where they must end."""
@@ -66,7 +69,6 @@ class DraftGroup:
         segment = attach_segment(directory, self.prompt_key)
         if segment is None:
             return False
-        self._fences = fences(segment.tokens, segment.order)
         self.segment = segment
         return True
 
@@ -75,10 +77,22 @@ class DraftGroup:
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
         reindex(self._text, self._buckets, self._num_used)
 
+    def remaining(self) -> Doubles:
+        """Expected remaining tokens of a response over an even grid, and the grid's step, as in the state."""
+        longest = self._region_size - 2
+        step = longest / (REST_POINTS - 1)
+        lengths = [] if self.segment is None else self.segment.lengths.tolist()
+        steps = [] if self.segment is None else self.segment.steps.tolist()
+        estimate = LengthEstimate.of(lengths, steps=steps, prior_mean=longest / 2)
+        emitted = np.arange(REST_POINTS) * step
+        rest = np.minimum(estimate.remaining_after(emitted.astype(np.int64)), longest - emitted)
+        return np.append(rest, step)
+
     def write(self, row: Longs) -> None:
         """Set the addresses and sizes of the group's row."""
         row[LIVE_TEXT], row[LIVE_SIZE] = self._text.ctypes.data, len(self._text)
         row[BUCKETS], row[NUM_BUCKETS] = self._buckets.ctypes.data, len(self._buckets)
         if self.segment is not None:
             row[TOKENS], row[ORDER] = self.segment.tokens.ctypes.data, self.segment.order.ctypes.data
-            row[FENCES], row[NUM_TOKENS] = self._fences.ctypes.data, len(self.segment.tokens)
+            row[FENCES], row[NUM_FENCES] = self.segment.fences.ctypes.data, len(self.segment.fences)
+            row[NUM_TOKENS] = len(self.segment.tokens)

@@ -10,13 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from history.kernel import kernel
-from history.suffix_array import DEPTH, FENCE_STRIDE, SEPARATOR, Order, fence
+from history.suffix_array import DEPTH, FANOUT, SEPARATOR, Fences, Order, count_below, fence
 from history.types import TokenIds
 
 WINDOW = 32
 """Positions of a segment that are compared token by token, at most."""
-
-Fences = npt.NDArray[np.int64]
 
 
 @kernel
@@ -42,20 +40,9 @@ def window(fences: Fences, num_tokens: int, text: TokenIds, last: int, limit: in
         text[last - 1] if limit > 1 else SEPARATOR,
         text[last - 2] if limit > 2 else SEPARATOR,
     )
-    begin = max(_count_below(fences, key) - 1, 0) * FENCE_STRIDE
-    end = min(_count_below(fences, key + 1) * FENCE_STRIDE, num_tokens)
+    begin = max(count_below(fences, num_tokens, key) - 1, 0) * FANOUT
+    end = min(count_below(fences, num_tokens, key + 1) * FANOUT, num_tokens)
     return begin, end
-
-
-@kernel
-def _count_below(fences: Fences, key: int) -> int:
-    """How many fences are smaller than `key`. Has no branches to guess: many searches run at once."""
-    low, size = 0, len(fences)
-    while size > 1:
-        half = size >> 1
-        low += half * (fences[low + half - 1] < key)
-        size -= half
-    return int(low + (fences[low] < key))
 
 
 @kernel

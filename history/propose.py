@@ -29,6 +29,7 @@ from history.slots import (
     MOVED,
     NOWHERE,
     NUM_BUCKETS,
+    NUM_FENCES,
     NUM_TOKENS,
     ORDER,
     PROMPT_LENGTH,
@@ -39,7 +40,6 @@ from history.slots import (
     Floats,
     Longs,
 )
-from history.suffix_array import FENCE_STRIDE
 from history.types import TokenIds
 
 _MAX_PLACES = 8
@@ -113,7 +113,7 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
     begin, end, bucket = 0, 0, -1
     size = state.groups[group, NUM_TOKENS]
     if size > 0:
-        fences = int64s_at(state.groups[group, FENCES], (size + FENCE_STRIDE - 1) // FENCE_STRIDE)
+        fences = int64s_at(state.groups[group, FENCES], state.groups[group, NUM_FENCES])
         begin, end = window(fences, size, text, length - 1, limit)
         address = state.groups[group, ORDER]
         for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), _LINE):

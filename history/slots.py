@@ -27,10 +27,14 @@ CURSOR: the position expected next, in CURSOR_TEXT. STRENGTH: tokens that it was
 right. CHOSEN: the candidate drafted last (-1: none), DRAFTED: how many of its tokens."""
 NUM_SLOT_COLUMNS = 11
 
-TOKENS, ORDER, FENCES, NUM_TOKENS, LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_SEEN, NUM_LIVE = range(10)
+TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
+LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_SEEN, NUM_LIVE = range(5, 11)
 """Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; whether the prompt
 is in it, and how many tokens."""
-NUM_GROUP_COLUMNS = 10
+NUM_GROUP_COLUMNS = 11
+
+REST_POINTS = 33
+"""Points of a group's table of expected remaining tokens."""
 
 NOWHERE, IN_HISTORY, IN_LIVE = range(3)
 """Texts that a cursor can be in."""
@@ -63,6 +67,9 @@ class DraftState(NamedTuple):
     """[S, K]: the same, corrected."""
     groups: Longs
     """[G, NUM_GROUP_COLUMNS]"""
+    remaining: Doubles
+    """[G, REST_POINTS + 1]: tokens that a response is expected to emit still, after 0, 1, .. steps; the last is the
+    step in tokens."""
     counts: Floats
     """[cells, 2]"""
     rates: Floats
@@ -88,6 +95,7 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         products=np.zeros((0, max_draft_tokens), dtype=np.float32),
         survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
         groups=np.zeros((0, NUM_GROUP_COLUMNS), dtype=np.int64),
+        remaining=np.zeros((0, REST_POINTS + 1)),
         counts=counts,
         rates=counts[:, 0] / counts[:, 1],
         correction_sums=np.zeros((NUM_DEPTHS * NUM_BINS, 2), dtype=np.float32),
@@ -112,7 +120,7 @@ def with_slots(state: DraftState, num_slots: int) -> DraftState:
 
 def with_groups(state: DraftState, num_groups: int) -> DraftState:
     """The state with more groups, all zero."""
-    return state._replace(groups=_grown(state.groups, num_groups))
+    return state._replace(groups=_grown(state.groups, num_groups), remaining=_grown(state.remaining, num_groups))
 
 
 def _grown(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:

@@ -27,14 +27,17 @@ END = -2
 DEPTH = 64
 """Tokens of context that are sorted by."""
 
-FENCE_STRIDE = 8
-"""One fence for so many positions: one byte a token."""
+FANOUT = 8
+"""Positions behind one fence, and fences behind one of the level before."""
 
+_FANOUT_BITS = 3
 _FENCE_BITS = 21
+_BEYOND = np.iinfo(np.int64).max
 _FIRST_DEPTH = 4
 _RADIX_BITS = 11
 
 Order = npt.NDArray[np.int32]
+Fences = npt.NDArray[np.int64]
 
 
 @kernel
@@ -244,10 +247,60 @@ def fence(first: int, second: int, third: int) -> int:
 
 
 @kernel
-def fences(tokens: TokenIds, order: Order) -> npt.NDArray[np.int64]:
-    """The first three tokens of context of every `FENCE_STRIDE`th position of `order`."""
-    found = np.empty(-(-len(order) // FENCE_STRIDE), dtype=np.int64)
-    for i in range(len(found)):
-        position = order[i * FENCE_STRIDE]
-        found[i] = fence(tokens[position], tokens[position - 1], tokens[position - 2])
+def build_fences(tokens: TokenIds, order: Order) -> Fences:
+    """A search tree over `order`, level by level, each a multiple of `FANOUT` long (filled up with `_BEYOND`).
+
+    The last level has the fence of every `FANOUT`th position of `order`, each level before it every
+    `FANOUT`th fence of the next, the first is one node. 1.15 bytes a token.
+    """
+    num_positions = len(order)
+    top = _top_shift(num_positions)
+    total, shift = 0, top
+    while shift > 0:
+        total += _level_size(num_positions, shift)
+        shift -= _FANOUT_BITS
+    found = np.full(total, _BEYOND, dtype=np.int64)
+    begin, shift = 0, top
+    while shift > 0:
+        for i in range(-(-num_positions >> shift)):
+            position = order[i << shift]
+            found[begin + i] = fence(tokens[position], tokens[position - 1], tokens[position - 2])
+        begin += _level_size(num_positions, shift)
+        shift -= _FANOUT_BITS
     return found
+
+
+@kernel
+def count_below(fences: Fences, num_positions: int, key: int) -> int:
+    """How many fences of the last level are smaller than `key`.
+
+    Looks at one node a level (a cache line), and has no branches to guess: many searches run at once.
+    """
+    begin, below, shift = 0, 0, _top_shift(num_positions)
+    while shift > 0:
+        node = max(below - 1, 0) * FANOUT
+        below = node
+        for i in range(FANOUT):
+            below += fences[begin + node + i] < key
+        begin += _level_size(num_positions, shift)
+        shift -= _FANOUT_BITS
+    return below
+
+
+@kernel
+def _top_shift(num_positions: int) -> int:
+    shift = _FANOUT_BITS
+    while -(-num_positions >> shift) > FANOUT:
+        shift += _FANOUT_BITS
+    return shift
+
+
+@kernel
+def _level_size(num_positions: int, shift: int) -> int:
+    return (-(-num_positions >> shift) + FANOUT - 1) // FANOUT * FANOUT
+
+
+def num_fences(num_positions: int) -> int:
+    """Length of what `build_fences` makes."""
+    shifts = range(_FANOUT_BITS, _top_shift(num_positions) + 1, _FANOUT_BITS)
+    return sum(_level_size(num_positions, shift) for shift in shifts)
