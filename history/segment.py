@@ -102,10 +102,16 @@ class Segment:
 
 
 def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> Segment:
-    """Index `responses`; empty ones are left out. Compiled and without the interpreter's lock but for the copying."""
+    """Index `responses`; empty ones are left out. Compiled and without the interpreter's lock but for the copying.
+
+    Raises ValueError when a token id is negative.
+    """
     kept = [response for response in responses if len(response.token_ids)]
     lengths = np.array([len(response.token_ids) for response in kept], dtype=np.int32)
     starts = (np.cumsum(lengths + 1) - lengths).astype(np.int32)
+    least = min((int(response.token_ids.min()) for response in kept), default=0)
+    if least < 0:
+        raise ValueError(f"token id {least} of prompt {prompt_key:016x}: ids are not negative")
     tokens = _joined(kept)
     order = sort_by_left_context(tokens)
     fences = build_fences(tokens, order)
