@@ -120,7 +120,7 @@ class Arctic:
         self._open: dict[int, tuple[_Cache, int]] = {}
         self._decoded: set[tuple[str, int, int]] = set()
         self._num_requests = 0
-        self.survivals: list[list[float]] = []
+        self.survivals: Sequence[Sequence[float]] = ()
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
         """Each response as a request that was decoded before; those that were decoded here are known already."""
@@ -148,7 +148,8 @@ class Arctic:
 
     def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Append what is new, then speculate, row by row."""
-        drafts, self.survivals = [], []
+        drafts: list[list[int]] = []
+        survivals: list[list[float]] = []
         for row, (slot, end, room) in enumerate(zip(slots.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)):
             cache, seen = self._open[slot]
             text = token_ids[row]
@@ -162,7 +163,8 @@ class Arctic:
                 min_token_prob=self._min_probability,
             )
             drafts.append(draft.token_ids)
-            self.survivals.append(draft.probs)
+            survivals.append(draft.probs)
+        self.survivals = survivals
         return drafts
 
     def num_bytes(self) -> int:

@@ -65,7 +65,7 @@ class HistoSpec:
         self._visits: dict[str, Visit] = {}
         self._open: dict[int, tuple[Visit | None, int, list[int], int]] = {}
         self._num_requests = 0
-        self.survivals: list[list[float]] = []
+        self.survivals: Sequence[Sequence[float]] = ()
 
     def next_window(self, window: int, *, accepted: bool) -> int:
         """The window after a draft that was accepted whole, or not."""
@@ -88,7 +88,7 @@ class HistoSpec:
     def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Look at what became of the last draft, then match and follow, row by row."""
         drafts: list[list[int]] = []
-        self.survivals = []
+        survivals: list[list[float]] = []
         for row, (slot, end, room) in enumerate(zip(slots.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)):
             visit, window, last, begin = self._open[slot]
             if last:
@@ -104,9 +104,10 @@ class HistoSpec:
                 )
                 draft = chain[:length].tolist()
                 if self.least_share:
-                    self.survivals.append(shares[:length].tolist())
+                    survivals.append(shares[:length].tolist())
             self._open[slot] = visit, window, draft, end
             drafts.append(draft)
+        self.survivals = survivals
         return drafts
 
     def num_bytes(self) -> int:
