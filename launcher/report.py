@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from history.draft_stats import SOURCES
 from launcher.before_after import Change, changes
 from launcher.durable import read_rows, replace_text
 from launcher.report_page import page, section, table, tiles
@@ -66,7 +67,14 @@ def write_report(run_dir: Path) -> Path:
     record = read_record(run_dir)
     target = run_dir / "report.html"
     body = "".join(
-        (_summary(record), _evaluation(record), _charts(record.metrics), _samples(record), _settings(record))
+        (
+            _summary(record),
+            _evaluation(record),
+            _charts(record.metrics),
+            _drafts(record.metrics),
+            _samples(record),
+            _settings(record),
+        )
     )
     replace_text(target, page(title=record.name, subtitle=_subtitle(record), body=body))
     return target
@@ -100,6 +108,7 @@ def _summary(record: Record) -> str:
     for metric, label, form in (
         ("reward/mean", "reward", ".3f"),
         ("response_length/mean", "response tokens", ".0f"),
+        ("history/tokens_per_forward", "tokens per forward", ".2f"),
         ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
     ):
         if values := _values(record.metrics, metric):
@@ -171,8 +180,58 @@ def _charts(metrics: Metrics) -> str:
         ("Entropy", _chart(metrics, "entropy", {"actor/entropy": "entropy"}, unit="nats a token")),
         ("Gradient norm", _chart(metrics, "grad", {"actor/grad_norm": "norm"})),
     ]
+    return section("Training", _grid(charts))
+
+
+def _drafts(metrics: Metrics) -> str:
+    """What the history was good for; nothing in a run without drafts."""
+    if not _values(metrics, "history/tokens_per_forward"):
+        return ""
+    charts = [
+        (
+            "Tokens per forward (dashed: without drafts)",
+            _chart(metrics, "tokens_per_forward", {"history/tokens_per_forward": "tokens"}, unit="tokens", limit=1.0),
+        ),
+        ("Accepted draft tokens by source", _sources(metrics)),
+        (
+            "Tokens that the prompts' last visit already had",
+            _chart(metrics, "reuse", {"history/reusable_share": "share"}, unit="share of tokens"),
+        ),
+        (
+            "Prompts' mean lengths, this visit and the last",
+            _chart(metrics, "ranks", {"history/length_rank_correlation": "rank"}, unit="rank correlation"),
+        ),
+        (
+            "Draft tokens: predicted and observed acceptance",
+            _chart(metrics, "calibration", {"history/calibration_error": "error"}, unit="calibration error"),
+        ),
+        (
+            "Seconds saved by drafts",
+            _chart(
+                metrics,
+                "saved",
+                {"history/saved_s_estimated": "estimated", "history/saved_s_measured": "measured"},
+                unit="seconds a step",
+            ),
+        ),
+    ]
+    return section("Drafts from history", _grid(charts))
+
+
+def _sources(metrics: Metrics) -> str:
+    rows = [row for row in metrics if row.get("history/accepted_tokens", 0) > 0]
+    parts = {
+        name: [row["history/accepted_tokens"] * row.get(f"history/accepted_share/{name}", 0.0) for row in rows]
+        for name in SOURCES
+    }
+    steps = [row["step"] + 1 for row in rows]
+    return stacked("sources", steps, parts, unit="tokens a step") if rows else ""
+
+
+def _grid(charts: Sequence[tuple[str, str]]) -> str:
+    """The charts that there are."""
     figures = "".join(f"<figure><figcaption>{title}</figcaption>{chart}</figure>" for title, chart in charts if chart)
-    return section("Training", f'<div class="grid">{figures}</div>')
+    return f'<div class="grid">{figures}</div>'
 
 
 def _chart(

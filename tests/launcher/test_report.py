@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from history.draft_stats import SOURCES, DraftStats
 from launcher.config import RunConfig
 from launcher.durable import replace_rows
 from launcher.loading import resolved_yaml
@@ -104,6 +105,27 @@ def test_charts_of_metrics_that_were_not_recorded_are_left_out(tmp_path: Path) -
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count("<svg") == 1
     assert "Evaluation" not in text
+
+
+def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, DraftStats(num_forwards=4, num_rows=10, num_emitted=10).metrics())
+        found = DraftStats(
+            num_rows=10, num_emitted=23, num_drafted=20, num_accepted=13, accepted_by_source=(9, 3, 1)
+        ).metrics()
+        seen = {"history/reusable_share": 0.8, "history/length_rank_correlation": 0.7}
+        run.append_metrics(1, {**found, **seen, "history/saved_s_measured": 2.0})
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert text.count("<svg") == 6
+    assert "1.00 → 2.30" in text
+    assert "rank correlation" in text
+    for source in SOURCES:
+        assert f">{source}<" in text
+
+
+def test_a_run_without_drafts_has_no_charts_of_them(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    assert "Drafts from history" not in write_report(tmp_path / "run").read_text(encoding="utf-8")
 
 
 def test_a_directory_without_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
