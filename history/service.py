@@ -363,6 +363,6 @@ def start_history(
 
 
 def _line(error: BaseException) -> str:
-    """The last line of an error, which names it; a remote one begins with a traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    """The last line of what a method raised, which comes behind its traceback; the kind of any other failure."""
+    lines = str(error).strip().splitlines() if isinstance(error, ray.exceptions.RayTaskError) else []
     return lines[-1].strip() if lines else type(error).__name__

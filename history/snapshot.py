@@ -34,6 +34,10 @@ class SnapshotError(RuntimeError):
     """A snapshot cannot be used; the message names the file and what is wrong with it."""
 
 
+class OtherTokenizerError(SnapshotError):
+    """A snapshot is whole, but its token ids mean something else here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFile:
     """One file of responses."""
@@ -86,11 +90,11 @@ def read_manifest(folder: Path) -> Manifest:
 def check_snapshot(folder: Path, fingerprint: str) -> Manifest:
     """The manifest of a snapshot whose files are all as they were written, by the same tokenizer.
 
-    Raises SnapshotError naming the first file that is not.
+    Raises SnapshotError naming the first file that is not; OtherTokenizerError for the tokenizer.
     """
     manifest = read_manifest(folder)
     if manifest.fingerprint != fingerprint:
-        raise SnapshotError(
+        raise OtherTokenizerError(
             f"{folder}: was made with another tokenizer or vocabulary ({manifest.fingerprint}, here {fingerprint})"
         )
     for file in manifest.files:

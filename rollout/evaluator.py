@@ -23,6 +23,11 @@ class Evaluator:
         self._seed = seed
         self._next_id = FIRST_GROUP_ID
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Of all sets, in the order in which they are sampled."""
+        return [prompt for name in self._sets for prompt in self._prompts[name]]
+
     def evaluate(
         self, pool: EnginePool, finished_steps: int, *, progress: Progress | None = None
     ) -> list[EvaluationRow]:

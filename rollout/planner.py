@@ -43,6 +43,10 @@ class Planner:
             for index, draw in enumerate(draws)
         ]
 
+    def peek(self) -> list[Prompt]:
+        """The prompts that the next `due` will admit, so that their history can be made ready."""
+        return [self._prompts[draw.prompt_id] for draw in self._order.peek(self._prompts_per_step)]
+
     def _group(self, step: int, group_id: GroupId, prompt: Prompt) -> PromptGroup:
         return PromptGroup(
             group_id=group_id,

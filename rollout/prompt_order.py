@@ -87,14 +87,23 @@ class PromptOrder:
         self._cursor = state.cursor if state else 0
         self._ahead = set(state.consumed_ahead) if state else set()
         self._in_flight: defaultdict[PromptId, deque[int]] = defaultdict(deque)
+        self._looked_at: deque[Draw] = deque()
         self._draws = self._unconsumed(_sequence(sets, seed=seed, shuffle=shuffle), frozenset(self._ahead))
 
     def take(self, count: int) -> list[Draw]:
         """Issue the next `count` draws."""
-        draws = [next(self._draws) for _ in range(count)]
+        draws = self.peek(count)
+        for _ in draws:
+            self._looked_at.popleft()
         for draw in draws:
             self._in_flight[draw.prompt_id].append(draw.position)
         return draws
+
+    def peek(self, count: int) -> list[Draw]:
+        """The draws that `take(count)` would issue, without issuing them."""
+        while len(self._looked_at) < count:
+            self._looked_at.append(next(self._draws))
+        return [self._looked_at[index] for index in range(count)]
 
     def consume(self, prompt_ids: Iterable[PromptId]) -> None:
         """Mark prompts as trained on (or given up on), each by its oldest issue.

@@ -216,6 +216,20 @@ def test_a_resumed_order_issues_exactly_what_was_not_consumed_in_order(sets, see
     assert resumed.take(len(expected)) == expected
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12))
+def test_looking_ahead_shows_what_comes_and_changes_nothing(calls):
+    sets = [PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(5)))]
+    order, undisturbed = PromptOrder(sets, seed=3), PromptOrder(sets, seed=3)
+    for look, count in calls:
+        if look:
+            seen = order.peek(count)
+            assert order.peek(count) == seen
+            assert order.take(count) == seen == undisturbed.take(count)
+        else:
+            assert order.take(count) == undisturbed.take(count)
+    assert order.state() == undisturbed.state()
+
+
 def test_another_seed_or_epoch_is_another_permutation():
     prompts = PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(50)))
     first, second = PromptOrder([prompts], seed=1).take(100), PromptOrder([prompts], seed=2).take(50)
