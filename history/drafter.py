@@ -190,7 +190,7 @@ class Drafter:
             num_requests=self._num_requests,
             num_hits=self._num_hits,
             propose_s=self._propose_s,
-            saved_s=self._saved_s,
+            saved_s=float(self._saved_s),
         )
         sums[:] = 0
         self._num_forwards, self._num_requests, self._num_hits = 0, 0, 0

@@ -44,13 +44,12 @@ class DraftGroup:
         """Requests that are running."""
         self._region_size = region_size
         self._num_used = prompt_length + 2
-        self._text: Numbers = np.zeros(self._num_used + _FIRST_REGIONS * region_size, dtype=np.int32)
-        self._text[:2] = SEPARATOR
+        self._text: Numbers = np.full(self._num_used + _FIRST_REGIONS * region_size, SEPARATOR, dtype=np.int32)
         self._buckets: Numbers = np.full((_FIRST_BUCKETS, BUCKET), -1, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it owns (a segment belongs to the node); of the text, what is written is resident."""
+        """Bytes that it owns; a segment belongs to the node."""
         return self._text.nbytes + self._buckets.nbytes
 
     def add_region(self) -> tuple[int, int]:
@@ -58,10 +57,9 @@ class DraftGroup:
         base = self._num_used
         self._num_used += self._region_size
         if self._num_used > len(self._text):
-            larger = np.zeros(self._num_used + base, dtype=np.int32)
+            larger = np.full(self._num_used + base, SEPARATOR, dtype=np.int32)
             larger[:base] = self._text[:base]
             self._text = larger
-        self._text[base : base + 2] = SEPARATOR
         return base + 1, base + self._region_size - 1
 
     def attach(self, directory: Path) -> bool:

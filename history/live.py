@@ -1,12 +1,12 @@
 """The living text of one prompt: what its requests have produced so far in this process, indexed as it grows.
 
-One int32 array holds regions, each behind a `SEPARATOR` and ended by one: first the prompt, then a region
+One int32 array holds regions, each behind a `SEPARATOR` and followed by one: first the prompt, then a region
 for every request of the group, as long as its longest response. `buckets` [a power of two, 4] holds the
 newest four positions of each context of three tokens, by its hash. Different contexts may share a
 bucket; a reader compares.
 
-Invariants: a position is in a bucket only if something stands behind it; a region that is read while it
-grows always ends in a separator. Mutating: `append`, `reindex`.
+Invariants: a position is in a bucket only if something stands behind it; what is not written yet is separators.
+Mutating: `append`, `reindex`.
 """
 
 import numpy as np
@@ -31,7 +31,6 @@ def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: in
         if live[end - 1] >= 0:
             _remember(live, buckets, end - 1)
         end += 1
-    live[end] = SEPARATOR
     return end
 
 

@@ -34,14 +34,17 @@ def num_equal(tokens: TokenIds, position: int, text: TokenIds, last: int, limit:
 
 @kernel
 def window(fences: Fences, num_tokens: int, text: TokenIds, last: int, limit: int) -> tuple[int, int]:
-    """The range of a segment's order in which all contexts lie that begin with the same three tokens."""
+    """The range of a segment's order in which all contexts lie that begin with the same three tokens.
+
+    If there are none, those on both sides of where they would be, one of which matches longest.
+    """
     key = fence(
         text[last] if limit > 0 else SEPARATOR,
         text[last - 1] if limit > 1 else SEPARATOR,
         text[last - 2] if limit > 2 else SEPARATOR,
     )
     begin = max(count_below(fences, num_tokens, key) - 1, 0) * FANOUT
-    end = min(count_below(fences, num_tokens, key + 1) * FANOUT, num_tokens)
+    end = min(count_below(fences, num_tokens, key + 1) * FANOUT + 1, num_tokens)
     return begin, end
 
 

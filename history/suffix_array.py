@@ -235,15 +235,16 @@ def is_sorted(tokens: TokenIds, order: Order) -> bool:
 
 @kernel
 def fence(first: int, second: int, third: int) -> int:
-    """Three tokens of context as one number that sorts as they do; ids of 2^21 and more count as one."""
+    """Three tokens of context as one number that sorts as they do; ids of 2^21 - 3 and more, and what is behind
+    them, count as one.
+    """
     most = (1 << _FENCE_BITS) - 1
-    key = min(first - END, most)
-    if first >= 0:
-        key = (key << _FENCE_BITS) | min(second - END, most)
-        if second >= 0:
-            return (key << _FENCE_BITS) | min(third - END, most)
-        return key << _FENCE_BITS
-    return key << 2 * _FENCE_BITS
+    key = min(first - END, most) << 2 * _FENCE_BITS
+    if first >= 0 and first - END < most:
+        key |= min(second - END, most) << _FENCE_BITS
+        if second >= 0 and second - END < most:
+            key |= min(third - END, most)
+    return key
 
 
 @kernel

@@ -62,6 +62,8 @@ def test_an_unsorted_order_is_noticed() -> None:
 
 def test_fences_sort_as_contexts_do() -> None:
     triples = [(a, b, c) for a in (-2, -1, 0, 5, 1 << 20) for b in (-1, 0, 5) for c in (-1, 0, 1 << 20)]
+    large = [fence(1 << 22, 5, 7), fence(1 << 23, -1, 0), fence(1 << 30, 1 << 30, 1)]
+    assert large[0] == large[1] == large[2] > max(fence(*triple) for triple in triples)
     for one in triples:
         for other in triples:
             cut = [t[: 1 + next((i for i in range(3) if t[i] < 0), 2)] for t in (one, other)]
@@ -76,7 +78,7 @@ def test_the_search_tree_counts_like_a_scan(length: int, vocabulary: int, seed: 
     order = sort_by_left_context(tokens)
     fences = build_fences(tokens, order)
     assert len(fences) == num_fences(len(tokens))
-    widest = [fence(*(context(tokens, p) + [0, 0, 0])[:3]) for p in order[::FANOUT]]
+    widest = [fence(*[*context(tokens, p), 0, 0][:3]) for p in order[::FANOUT]]
     keys = [fence(*generator.integers(-1, vocabulary, size=3)) for _ in range(20)]
     for key in [*keys, *widest, 0, 1 << 62]:
         assert count_below(fences, len(tokens), key) == sum(one < key for one in widest)
