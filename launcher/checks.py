@@ -7,6 +7,7 @@ imports torch.
 
 from pathlib import Path
 
+from history.warm_start import warm_start_problems
 from launcher.combinations import dotted_paths, evaluation_sets, run_combinations
 from launcher.config import EvalConfig, RunConfig, SftConfig
 from launcher.data_checks import imitation_file, prompt_file
@@ -29,6 +30,8 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     for number, one in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", one.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
+    if config.history.warm_start:
+        problems += warm_start_problems(Path(config.history.warm_start))
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))

@@ -21,6 +21,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _batch_sizes,
         _algorithm,
         _schedule,
+        _history,
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         lambda config: dotted_paths(
             {
@@ -104,6 +105,16 @@ def _schedule(config: RunConfig) -> list[str]:
             f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step"
         )
     return found
+
+
+def _history(config: RunConfig) -> list[str]:
+    engines = config.engine.num_engines
+    return [
+        f"`history.stock_engines` names engine {number}, but `engine.num_engines` = {engines}: they count from 0; "
+        "remove it"
+        for number in config.history.stock_engines
+        if not 0 <= number < engines
+    ]
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

@@ -76,6 +76,12 @@ class RunConfig(Config):
     cluster: ClusterConfig = ClusterConfig()
     """Where the processes live."""
 
+    @property
+    def drafts(self) -> bool:
+        """Whether any engine drafts; not in a deterministic run, whose batches may not depend on drafts."""
+        num_stock = len(set(self.history.stock_engines))
+        return self.history.drafts and not self.deterministic and num_stock < self.engine.num_engines
+
 
 class SftDataConfig(Config):
     """Rows of `prompt` (chat messages or text) and `response` (text); the loss is over the response alone."""

@@ -7,6 +7,7 @@ ranks may share. The arithmetic per rank is `megatron_rl.memory`'s.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from history.store import RESPONSE_BYTES
 from launcher.config import RunConfig, SftConfig
 from launcher.environment import NodeResources
 from megatron_rl.memory import (
@@ -18,6 +19,12 @@ from megatron_rl.memory import (
     weight_bytes,
 )
 from megatron_rl.model_config import ModelSpec
+
+SEGMENT_TOKEN_BYTES = 8
+"""A token and its place in the sorted order."""
+
+HISTORY_PROCESS_BYTES = 200 << 20
+"""Resident memory of a shard or a reader that holds nothing yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +89,23 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         _item("engine processes", engine_processes, "engine.num_engines"),
         _item("weights on their way", weight_bytes(spec, config.engine.format), "engine.format"),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
+        *(_history(config) if config.drafts else []),
     )
     return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
+
+
+def _history(config: RunConfig) -> list[MemoryItem]:
+    """At most the budget, or all that a short run can say; segments of the step that runs and of the next one."""
+    num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    step_tokens = num_responses * config.sampling.max_response_tokens
+    said = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
+    segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps
+    actors = (config.history.num_shards + 1) * HISTORY_PROCESS_BYTES
+    return [
+        _item("history", min(said, config.history.budget_bytes), "history.budget_bytes"),
+        _item("history segments", segments, "sampling.max_response_tokens"),
+        _item("history processes", actors, "history.num_shards"),
+    ]
 
 
 def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:

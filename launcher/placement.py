@@ -25,12 +25,14 @@ class Placement:
     engines: tuple[EngineSlot, ...]
     num_scorers: int
     """Processes that score rewards."""
+    num_history_shards: int
+    """Processes that own the history; beside them there is one reader on each node. 0 where no engine drafts."""
     crowded: str
     """Says where processes outnumber cores, which works but is slow; empty otherwise."""
 
     @property
     def num_actors(self) -> int:
-        """Ray actors of the run; Ray is started with as many logical CPUs."""
+        """Ray actors of the run that take a logical CPU; those of the history take none."""
         return len(self.trainers) + len(self.engines) + 1
 
     def lines(self) -> list[str]:
@@ -49,6 +51,7 @@ class Placement:
             *trainers,
             *engines,
             f"scorers: {self.num_scorers} process(es)",
+            *([f"history: {self.num_history_shards} shard(s) and 1 reader"] if self.num_history_shards else []),
             *([self.crowded] if self.crowded else []),
         ]
 
@@ -75,6 +78,7 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
             for number in range(engine.num_engines)
         ),
         num_scorers=config.reward.num_workers,
+        num_history_shards=config.history.num_shards if config.drafts else 0,
         crowded="" if devices else _crowded(config, node.cpu_cores),
     )
 

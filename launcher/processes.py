@@ -5,13 +5,15 @@ seconds to come up. Whatever happens, `Processes.close` ends what was started: a
 process, no shared memory and no Ray behind.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
 
+from history.config import HistoryConfig
+from history.service import HistoryService, start_history
 from launcher.config import ClusterConfig
 from megatron_rl.slots import TrainerSlot
 from megatron_rl.trainer_group import TrainerGroup, start_trainer
@@ -44,6 +46,7 @@ class Processes:
     """What an engine without a trainer beside it takes of a device; 0 on CPU."""
     started: list[ray.actor.ActorHandle] = field(default_factory=list)
     trainers: list[TrainerGroup] = field(default_factory=list)
+    histories: list[HistoryService] = field(default_factory=list)
 
     def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
         """Start the process that holds the tokenizer and the reward workers."""
@@ -80,6 +83,21 @@ class Processes:
         self.trainers.append(trainer)
         return trainer
 
+    def start_history(
+        self, config: HistoryConfig, *, directory: str, fingerprint: str, say: Callable[[str], None]
+    ) -> HistoryService:
+        """Start the shards and readers of a run; see `history.service.start_history`."""
+        service = start_history(
+            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), say=say
+        )
+        self.histories.append(service)
+        return service
+
+    def end_history(self, service: HistoryService) -> None:
+        """End the shards and readers, and remove what they published."""
+        service.close()
+        self.histories.remove(service)
+
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
         """End engines and scorers, and what they have started themselves."""
         closing = [actor.close.remote() for actor in actors]
@@ -95,6 +113,8 @@ class Processes:
 
     def close(self) -> None:
         """End everything."""
+        for service in list(self.histories):
+            self.end_history(service)
         for trainer in list(self.trainers):
             self.end_trainer(trainer)
         if self.started:

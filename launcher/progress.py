@@ -34,6 +34,7 @@ FIELDS = (
     Field(metric="rollout_corr/rollout_is_eff_sample_size", label="ESS", form=".4f"),
     Field(metric="actor/entropy", label="entropy", form=".2f"),
     Field(metric="actor/grad_norm", label="grad", form=".2f"),
+    Field(metric="history/tokens_per_forward", label="tok/fwd", form=".2f"),
     Field(metric="perf/throughput_tokens_s", label="tok/s", form=".0f"),
 )
 PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
@@ -42,6 +43,7 @@ TROUBLE = {
     "reward/timeouts": "reward time-outs",
     "actor/skipped_updates": "skipped updates",
     "batch/aborted_responses": "aborted responses",
+    "history/lost_calls": "lost history calls",
 }
 """Counters that a healthy step has at zero; shown only when they are not."""
 

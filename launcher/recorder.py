@@ -6,22 +6,29 @@ before the next step's samples and before a checkpoint.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import ray
 
+from history.service import HistoryService
 from launcher.durable import replace_text
 from launcher.progress import RunProgress
 from launcher.run_directory import RunDirectory
 from launcher.tracking import Tracker
 from megatron_rl.trainer_group import TrainerGroup
+from rollout.engine_trace import Forwards
 from rollout.evaluation import EvaluationRow
 from rollout.planner import Planner
+from rollout.stock_comparison import seconds_saved
 from rollout.types import ScoredGroup
 
 STATE = "state.json"
 """The controller's part of a checkpoint."""
+
+HISTORY = "history"
+"""The folder of a checkpoint that holds a snapshot of the history; absent where nothing is remembered."""
 
 
 class RunRecorder:
@@ -35,16 +42,23 @@ class RunRecorder:
         *,
         scorer: ray.actor.ActorHandle,
         engines: Sequence[ray.actor.ActorHandle],
+        history: HistoryService | None,
+        stock_engines: Sequence[int],
         table_rows: int,
         record_traces: bool,
         keep_last: int,
     ) -> None:
-        """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay."""
+        """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay.
+
+        `stock_engines` are those that the drafting ones are compared with.
+        """
         self._directory = directory
         self._tracker = tracker
         self._progress = progress
         self._scorer = scorer
         self._engines = tuple(engines)
+        self._history = history
+        self._stock_engines = tuple(stock_engines)
         self._table_rows = table_rows
         self._record_traces = record_traces
         self._keep_last = keep_last
@@ -57,6 +71,9 @@ class RunRecorder:
 
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Keep a step's metrics, samples, traces and forwards."""
+        forwards = self._keep_forwards()
+        if self._stock_engines:
+            metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._stock_engines))}
         self._directory.append_metrics(step, metrics)
         self._progress.step(step, metrics)
         self.flush()
@@ -67,14 +84,14 @@ class RunRecorder:
             num_returned=self._table_rows,
         )
         self._unlogged = (step, metrics)
-        self._keep_forwards()
 
-    def _keep_forwards(self) -> None:
+    def _keep_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last step (`rollout.engine_trace.FORWARD`) to `traces/`."""
-        drained = ray.get([engine.drain_trace.remote() for engine in self._engines])
+        drained: list[Forwards] = ray.get([engine.drain_trace.remote() for engine in self._engines])
         for number, forwards in enumerate(drained):
             with (self._directory.path / "traces" / f"engine-{number}.forwards").open("ab") as file:
                 file.write(forwards.tobytes())
+        return drained
 
     def flush(self) -> None:
         """Wait for the samples that are being written, and log their step."""
@@ -97,7 +114,15 @@ class RunRecorder:
         trainer.save(str(folder / "trainer"))
         state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
         replace_text(folder / STATE, json.dumps(state) + "\n")
-        self._directory.finish_checkpoint(finished_steps, self._keep_last)
+        if self._history is not None:
+            self._history.save(folder / HISTORY)
+        final = self._directory.finish_checkpoint(finished_steps, self._keep_last)
+        if self._history is not None:
+            self._history.saved(final / HISTORY)
+
+
+def _saving(seconds: float) -> dict[str, float]:
+    return {} if math.isnan(seconds) else {"history/saved_s_measured": seconds}
 
 
 def read_state(checkpoint: Path) -> dict[str, object]:

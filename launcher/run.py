@@ -12,16 +12,18 @@ from typing import Literal
 
 import ray
 
+from history.service import HistoryService
 from launcher import placement
 from launcher.bf16_evaluation import evaluate_directories
 from launcher.config import RunConfig
+from launcher.drafting import draft_spec, start_drafting
 from launcher.environment import describe, node_resources
 from launcher.errors import judging_user_input
 from launcher.loading import resolved_yaml
 from launcher.processes import START_TIMEOUT_S, Processes, processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
-from launcher.recorder import RunRecorder, read_state
+from launcher.recorder import HISTORY, RunRecorder, read_state
 from launcher.report import write_report
 from launcher.resume_check import changed_keys
 from launcher.run_directory import RunDirectory
@@ -38,6 +40,7 @@ from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
+from rollout.history_link import HistoryLink
 from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.prompt_order import OrderState
@@ -54,6 +57,8 @@ class _Resume:
     first_step: int = 0
     trainer: str = ""
     """Folder of the trainer's checkpoint."""
+    history: str = ""
+    """Folder of the history's snapshot; empty where the checkpoint has none."""
     order: OrderState | None = None
 
 
@@ -92,7 +97,12 @@ def _resume(directory: RunDirectory) -> _Resume:
     directory.resume_at(step)
     order = read_state(folder)["prompt_order"]
     assert isinstance(order, dict)
-    return _Resume(first_step=step, trainer=str(folder / "trainer"), order=OrderState.from_json(order))
+    return _Resume(
+        first_step=step,
+        trainer=str(folder / "trainer"),
+        history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
+        order=OrderState.from_json(order),
+    )
 
 
 def _train(
@@ -105,10 +115,20 @@ def _train(
 ) -> None:
     run_id = secrets.token_hex(4)
     with judging_user_input():
-        scorer, _ = running.start_scorer(config.model, config.reward)
+        scorer, tokenizer = running.start_scorer(config.model, config.reward)
         training = load_training_prompts(scorer, config.data)
         evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
         order = training_order(training, config.data, seed=config.seed, state=resume.order)
+        evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
+        history = start_drafting(
+            config,
+            running,
+            tokenizer,
+            {**evaluated, **training.by_id()},
+            run_id=run_id,
+            snapshot=resume.history,
+            say=progress.say,
+        )
     for line in training.lines():
         progress.say(line)
     engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
@@ -117,6 +137,7 @@ def _train(
         trainer.load(resume.trainer)
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
+    link = _link(history, engines)
     transport = choose_transport(config, one_node=running.environment.single_node)
     publisher = _publisher(config, trainer, engines, run_id, transport)
     planner = Planner(
@@ -134,6 +155,8 @@ def _train(
         progress,
         scorer=scorer,
         engines=engines.actors,
+        history=history,
+        stock_engines=config.history.stock_engines if history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
         keep_last=config.checkpoint.keep_last,
@@ -150,6 +173,7 @@ def _train(
         recorder=recorder,
         algorithm=config.algorithm,
         settings=_loop_settings(config),
+        history=link,
         first_step=resume.first_step,
     )
     try:
@@ -160,6 +184,8 @@ def _train(
         tracker.finish()
     _export(trainer, directory.path)
     running.end_trainer(trainer)
+    if history is not None:
+        running.end_history(history)
     running.end([*engines.actors, scorer])
 
 
@@ -174,9 +200,18 @@ def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
             config=config.engine,
             directory=config.model,
             max_model_len=config.data.max_prompt_tokens + longest,
+            drafts=draft_spec(config, number, run_id),
         )
         for number in range(config.engine.num_engines)
     ]
+
+
+def _link(history: HistoryService | None, engines: EngineGroup) -> HistoryLink | None:
+    if history is None:
+        return None
+    link = HistoryLink(history, engines)
+    link.connect()
+    return link
 
 
 def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:

@@ -22,6 +22,7 @@ from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.publisher import Publisher
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
+from rollout.history_link import HistoryLink
 from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.seeds import derive_seed
@@ -71,19 +72,27 @@ class Controller:
     recorder: Recorder
     algorithm: AlgorithmConfig
     settings: LoopSettings
+    history: HistoryLink | None = None
+    """None: nothing is remembered, engines do not draft."""
     first_step: int = 0
 
     def run(self) -> None:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
+        self._make_ready(self.first_step)
         with self.phases.publish():
             self.publisher.publish(self.first_step)
         if self.first_step == 0:
             self._evaluate(0)
         for step in range(self.first_step, self.settings.num_steps):
             self.phases.begin_step()
+            if self.history is not None:
+                self.history.begin_rollout()
             self.pool.admit(self.planner.due(step))
             with self.phases.rollout():
                 groups = self.pool.take("train", step, progress=self._progress("rollout"))
+            if self.history is not None:
+                self.history.remember(step, groups)
+            self._make_ready(step + 1)
             batch = self._batch(groups, step)
             with self.phases.train():
                 result = self.trainer.train(batch)
@@ -92,6 +101,17 @@ class Controller:
             self.planner.consumed(PromptId(group.group.prompt.prompt_id) for group in groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
+
+    def _make_ready(self, finished_steps: int) -> None:
+        """Have the history ready of what is sampled next: an evaluation if one is due, then a step's prompts.
+
+        Ordered as soon as it is known, while the trainer works; nobody waits for it.
+        """
+        if self.history is None:
+            return
+        evaluated = self.evaluator.prompts if self._evaluates_after(finished_steps) else []
+        is_over = finished_steps == self.settings.num_steps
+        self.history.want([*evaluated, *([] if is_over else self.planner.peek())])
 
     def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
         return build_batch(
@@ -107,15 +127,21 @@ class Controller:
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
         metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds())
+        if self.history is not None:
+            metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)
 
     def _after(self, finished_steps: int) -> None:
         last = finished_steps == self.settings.num_steps
-        if last or _is_due(finished_steps, self.settings.evaluate_every):
+        if self._evaluates_after(finished_steps):
             self._evaluate(finished_steps)
         if last or _is_due(finished_steps, self.settings.checkpoint_every):
             with self.phases.checkpoint():
                 self.recorder.save(finished_steps, self.trainer, self.planner)
+
+    def _evaluates_after(self, finished_steps: int) -> bool:
+        ends = (0, self.settings.num_steps)
+        return finished_steps in ends or _is_due(finished_steps, self.settings.evaluate_every)
 
     def _evaluate(self, finished_steps: int) -> None:
         with self.phases.evaluate():

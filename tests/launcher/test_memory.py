@@ -87,3 +87,22 @@ def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
     assert memory.available_bytes == 80 << 30
     kept = next(item for item in memory.items if item.what == "engine keys and values")
     assert kept.num_bytes == 2 * config.engine.kv_cache_bytes
+
+
+def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(tmp_path: Path) -> None:
+    node = NodeResources(cpu_cores=2, available_bytes=1 << 40, gpu_bytes=())
+
+    def items(**more: object) -> dict[str, int]:
+        base = {"model": "m", "run_dir": "r", "num_steps": 2, "data": {"train": [{"path": "x"}]}}
+        sizes = {"algorithm": {"prompts_per_step": 4, "group_size": 8}, "sampling": {"max_response_tokens": 100}}
+        config = RunConfig.model_validate({**base, **sizes, **more})
+        return {item.what: item.num_bytes for item in run_memory(config, spec_of(tmp_path), node).items}
+
+    short = items()
+    assert short["history"] >= 2 * 4 * 8 * 100 * 4
+    assert short["history segments"] == 2 * 4 * 8 * 100 * 8
+    assert items(num_steps=10**6)["history"] == 2 << 30
+    assert items(num_steps=10**6, history={"budget_bytes": 1 << 20})["history"] == 1 << 20
+    assert items(history={"num_shards": 3})["history processes"] == 2 * short["history processes"]
+    for more in ({"deterministic": True}, {"history": {"drafts": False}}, {"history": {"stock_engines": [0]}}):
+        assert not any(what.startswith("history") for what in items(**more))

@@ -69,3 +69,11 @@ def test_no_device_is_promised_more_than_once(devices: int, num_engines: int, te
 def test_a_trainer_larger_than_the_node_is_refused_naming_its_grid(node: NodeResources) -> None:
     with pytest.raises(ConfigError, match=r"needs 4 devices \(tensor 2 x pipeline 1 x data 2\), but the node has 2"):
         plan(run_config(trainer={"parallel": {"tensor": 2, "data": 2}}), replace(node, gpu_bytes=(1 << 36,) * 2))
+
+
+def test_the_history_is_named_where_engines_draft_and_takes_no_logical_cpu(node: NodeResources) -> None:
+    drafting = plan(run_config(history={"num_shards": 2}), node)
+    assert "history: 2 shard(s) and 1 reader" in drafting.lines()
+    stock = plan(run_config(history={"drafts": False}), node)
+    assert not any(line.startswith("history") for line in stock.lines())
+    assert drafting.num_actors == stock.num_actors

@@ -34,7 +34,16 @@ class Stand:
         self.__dict__.update(methods)
 
 
-def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0):
+def history(log):
+    return Stand(
+        want=lambda prompts: log.append(f"want {prompts}"),
+        begin_rollout=log.call("begin rollout"),
+        remember=log.call("remember"),
+        metrics=lambda: {"history/bytes": 1.0},
+    )
+
+
+def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None):
     groups = [scored_group(0), scored_group(1)]
     report = PublishReport(weight_version=0, wire_bytes=1, stage_s=0.0, deliver_s=0.0, probe_s=0.0, probe_gaps=(0.0,))
     phases = Stand(
@@ -43,12 +52,18 @@ def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_eve
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
     return Controller(
-        planner=Stand(due=log.call("due"), consumed=lambda ids: log.append(f"consumed {len(list(ids))}")),
+        planner=Stand(
+            due=log.call("due"),
+            consumed=lambda ids: log.append(f"consumed {len(list(ids))}"),
+            peek=lambda: ["train"],
+        ),
         pool=Stand(admit=log.call("admit"), take=lambda purpose, step, progress: groups),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
         phases=phases,
-        evaluator=Stand(evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or []),
+        evaluator=Stand(
+            evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
+        ),
         recorder=Stand(
             on_progress=lambda *a: None,
             on_step=lambda step, metrics, groups: log.append(f"record {step}"),
@@ -64,6 +79,7 @@ def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_eve
             data_parallel=1,
             seed=0,
         ),
+        history=history,
         first_step=first_step,
     )
 
@@ -114,3 +130,28 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
     log = Log()
     controller(log, num_steps=5, evaluate_every=every).run()
     assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated
+
+
+def test_the_history_of_what_comes_next_is_ordered_before_the_trainer_starts_and_the_first_before_any_token():
+    log = Log()
+    controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
+    words = ("want", "begin rollout", "admit", "remember", "train begins", "evaluate ")
+    assert [entry for entry in log if entry.startswith(words)] == [
+        "want ['evaluation', 'train']",
+        "evaluate begins",
+        "evaluate 0",
+        "evaluate ends",
+        "begin rollout",
+        "admit",
+        "remember 0",
+        "want ['train']",
+        "train begins",
+        "begin rollout",
+        "admit",
+        "remember 1",
+        "want ['evaluation']",
+        "train begins",
+        "evaluate begins",
+        "evaluate 2",
+        "evaluate ends",
+    ]

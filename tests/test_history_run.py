@@ -1,0 +1,120 @@
+"""Whole runs that draft from history: it is remembered, saved, killed, mended, damaged and refused."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from history.segments_dir import SHM
+from history.snapshot import MANIFEST, read_manifest
+from tests.test_run import DEADLINE_S, configuration, example, finish, rows, start, wait_for
+
+__all__ = ["example"]
+
+NUM_PROMPTS, PROMPTS_PER_STEP = 8, 4
+NUM_STEPS = 8
+KILLED_AFTER = 4
+"""Steps that are recorded when the history's processes are killed."""
+
+
+def drafting(example: Path, **changes) -> Path:
+    """A small run whose epoch is two steps; at a low temperature, so that responses repeat themselves."""
+    few = example / "few.jsonl"
+    few.write_text("".join((example / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
+    return configuration(
+        example,
+        deterministic=False,
+        num_steps=NUM_STEPS,
+        data={"train": [{"path": str(few)}], "max_prompt_tokens": 96},
+        sampling={"temperature": 0.3, "max_response_tokens": 48},
+        algorithm={"prompts_per_step": PROMPTS_PER_STEP, "group_size": 4, "drop_zero_variance": False},
+        trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
+        wandb={"mode": "disabled"},
+        **changes,
+    )
+
+
+def kill_history(run) -> int:
+    """Kill every process of the history that descends from `run`; returns how many there were."""
+    found = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        if process.cmdline()[:1] and process.cmdline()[0].startswith(("ray::Shard", "ray::Reader")):
+            found.append(process)
+    for process in found:
+        os.kill(process.pid, signal.SIGKILL)
+    return len(found)
+
+
+@pytest.fixture(scope="module")
+def killed(example) -> Path:
+    """The directory of a run whose history was killed (-9) when its second epoch was over."""
+    run_dir = example / "drafting"
+    run = start(drafting(example), run_dir)
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= KILLED_AFTER, run)
+    assert kill_history(run) == 2
+    output = finish(run)
+    assert "history shard 0 died and was started again" in output
+    return run_dir
+
+
+@pytest.mark.slow
+def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_killed(killed):
+    found = rows(killed / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    assert all(row["reward/errors"] == row["batch/aborted_responses"] == 0 for row in found)
+    hits = [row["history/hit_rate"] for row in found]
+    assert hits[:2] == [0.0, 0.0]
+    assert all(hit > 0 for hit in hits[2:KILLED_AFTER])
+    assert hits[-1] == 1.0
+    assert sum(row["history/lost_calls"] for row in found) > 0
+    assert all(row["history/lost_calls"] == 0 for row in found[:KILLED_AFTER])
+    assert found[3]["history/prompts"] == found[-1]["history/prompts"] == NUM_PROMPTS
+    assert 0 < found[3]["history/reusable_share"] <= 1
+    assert all(-1 <= row.get("history/length_rank_correlation", 0) <= 1 for row in found)
+    assert sum(row["history/drafted_tokens"] for row in found[KILLED_AFTER + 1 :]) > 0
+    assert list(SHM.glob("mrl-history-*")) == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_history_and_a_damaged_one_is_named_and_gone_without(example, killed):
+    folder = killed / "checkpoints" / str(NUM_STEPS) / "history"
+    manifest = read_manifest(folder)
+    assert sum(file.num_tokens for file in manifest.files) > 0
+    name = manifest.files[-1].name
+    damaged = bytearray((folder / name).read_bytes())
+    damaged[-1] ^= 1
+    (folder / name).unlink()  # it is linked from other checkpoints
+    (folder / name).write_bytes(damaged)
+    output = finish(start(drafting(example), killed, f"num_steps={NUM_STEPS + 1}"))
+    assert "goes on without its history" in output
+    assert name in output
+    last = rows(killed / "metrics.jsonl")[-1]
+    assert (last["step"], last["history/hit_rate"]) == (NUM_STEPS, 0.0)
+
+
+@pytest.mark.slow
+def test_history_of_another_tokenizer_is_refused_on_one_screen_before_any_engine_starts(example, killed):
+    folder = example / "foreign"
+    shutil.copytree(killed / "checkpoints" / str(NUM_STEPS + 1) / "history", folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": "another"}))
+    run = start(drafting(example), example / "refused", f"history.warm_start={folder}")
+    output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 2
+    assert "Traceback" not in output
+    assert "another tokenizer" in output
+    assert "warm_start" in output
+    assert len(output.splitlines()) < 25
+    assert not list((example / "refused" / "logs").glob("engine-*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_the_traces_of_another_finds_history_in_its_first_step(example, killed):
+    run_dir = example / "warm"
+    finish(start(drafting(example), run_dir, "num_steps=1", f"history.warm_start={killed / 'traces'}"))
+    (row,) = rows(run_dir / "metrics.jsonl")
+    assert row["history/hit_rate"] == 1.0
