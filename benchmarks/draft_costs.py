@@ -128,19 +128,19 @@ def attach_row(folder: Path, num_bytes: int, *, repeats: int = 51) -> Row:
 
 def modelled_row(
     case: str,
-    contestant: Contestant,
+    name: str,
     method: Method,
     new: Sequence[Trace],
     batch: int,
     *,
-    prices: PriceSurface | None,
-    charged: bool,
+    max_draft_tokens: int,
+    prices: PriceSurface | None = None,
 ) -> Row:
     """Decode speed on SURFACE while the batch is full: over that of an engine without drafts, and in tokens/s.
 
-    `charged`: the time of drafting counts. `prices` is told what each forward took.
+    `prices` is told what each forward took.
     """
-    replay = replay_of(contestant, method, new, batch)
+    replay = replay_of(method, new, max_draft_tokens=max_draft_tokens, batch=batch)
     forwards: list[Forward] = []
     emitted, seconds, drafting = 0, 0.0, 0.0
     while True:
@@ -155,7 +155,7 @@ def modelled_row(
             prices.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
         emitted += forward.num_emitted
         seconds += took
-        drafting += forward.propose_s if charged else 0.0
+        drafting += forward.propose_s if isinstance(method, Product) else 0.0
         if replay.finished:
             break
     replay.close()
@@ -163,7 +163,7 @@ def modelled_row(
     return {
         "what": "modelled",
         "case": case,
-        "method": contestant.name,
+        "method": name,
         "batch": batch,
         "forwards": len(forwards),
         "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),

@@ -22,6 +22,7 @@ K = 16
 PAPER_K = 32
 MAX_BATCH = 256
 OURS, NGRAM, PAPER, RELEASED = "ours", "vLLM ngram", "HistoSpec, paper", "HistoSpec, released"
+OURS_FIXED = "ours, threshold 0.1"
 ARCTIC = "Arctic, vLLM's defaults"
 ARCTIC_ONE_TREE = "Arctic, one tree a prompt, factor 4"
 GRID = {
@@ -126,13 +127,13 @@ def by_prompt(visit: Sequence[Trace]) -> Iterator[tuple[str, list[Trace]]]:
         yield prompt_id, list(responses)
 
 
-def replay_of(contestant: Contestant, method: Method, visit: Sequence[Trace], batch: int = MAX_BATCH) -> Replay:
+def replay_of(method: Method, visit: Sequence[Trace], *, max_draft_tokens: int, batch: int = MAX_BATCH) -> Replay:
     """A replay with room for responses half as long again as the longest."""
     return Replay(
         method,
         visit,
         batch=min(batch, len(visit)),
-        max_draft_tokens=contestant.max_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
         max_response_tokens=max(len(trace.response_ids) for trace in visit) * 3 // 2,
     )
 
@@ -142,7 +143,7 @@ def decode_visits(contestant: Contestant, epochs: Sequence[Sequence[Trace]], *, 
     method = contestant.make()
     for number, visit in enumerate(epochs):
         if number >= first:
-            outcome = decode(replay_of(contestant, method, visit))
+            outcome = decode(replay_of(method, visit, max_draft_tokens=contestant.max_draft_tokens))
             if isinstance(method, Product):
                 error = method.drain().calibration_error()
                 outcome = replace(outcome, calibration_error=error)

@@ -24,6 +24,7 @@ from benchmarks.draft_quality import (
     GRID,
     NGRAM,
     OURS,
+    OURS_FIXED,
     PAPER,
     PAPER_K,
     RELEASED,
@@ -98,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arctic = load_arctic(options.arctic)
     missing = [f"any GPU; modelled: {SURFACE}"]
     if arctic is None:
-        missing.append(
-            f"Arctic Inference {VERSION}: {options.arctic} holds none; python -m benchmarks.baselines.arctic"
-        )
+        missing.append(f"Arctic {VERSION}: not built (python -m benchmarks.baselines.arctic --build {options.arctic})")
     if options.traces is None:
         missing.append("traces of a real run: none were given with --traces")
     shared = Path("/dev/shm")
@@ -108,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         field = contestants(Path(name), arctic)
         rows: list[Row] = []
         for part in (
-            _recorded(field, options.traces),
-            _generated(field, scale),
-            _costs(field, scale, Path(name)),
-            _modelled(field, scale, Path(name)),
+            recorded(field, options.traces),
+            generated(field, scale),
+            costs(field, scale, Path(name)),
+            modelled(field, scale, Path(name)),
         ):
             for row in part:
                 rows.append(row)
@@ -120,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
+def recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
+    """Every visit of a real run, each method's first to last."""
     if path is None:
         return
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -130,7 +130,8 @@ def _recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
             yield quality_row("recorded", contestant.name, visit, outcome)
 
 
-def _generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
+def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
+    """What is drafted and accepted on generated epochs."""
     for length, (num_tokens, num_prompts) in scale.lengths.items():
         for reuse in (*REUSE, *LOW_REUSE) if length == "2k" else REUSE[:2]:
             found = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=num_prompts)
@@ -146,7 +147,8 @@ def _generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
                     yield {**quality_row(case, contestant.name, visit, outcome), "reuse": round(found.reuse, 4)}
 
 
-def _costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
+def costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
+    """What inserting, drafting and attaching takes."""
     chosen = [one for one in field if not one.is_arctic or one.name in CLOSEST]
     for length, (num_tokens, _) in scale.lengths.items():
         case = _case(length, 0.87)
@@ -160,24 +162,24 @@ def _costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Ro
     yield attach_row(work, scale.attached_bytes)
 
 
-def _modelled(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
-    """With the price rule of the drafter, whose surface learns from the modelled forwards."""
+def modelled(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
+    """Ours by the price rule, whose surface learns from the modelled forwards, and at a fixed threshold."""
     peers = [one for one in field if one.name in (PAPER, RELEASED, *CLOSEST)]
     for reuse in (*REUSE, 0.0):
         case = _case("2k", reuse)
         traces = generate(reuse=reuse, num_tokens=scale.modelled_tokens, num_prompts=24).traces
         for batch in scale.modelled_batches:
             old, new = (part[: max(8, 3 * batch)] for part in visits(traces))
-            for contestant in peers if reuse else []:
-                method = contestant.make()
+            for one in peers if reuse else []:
+                method = one.make()
                 remember(method, old)
-                yield modelled_row(case, contestant, method, new, batch, prices=None, charged=False)
-            prices = PriceSurface()
-            mine = Contestant(name=OURS, make=lambda: ours(work), max_draft_tokens=PAPER_K)
-            product = ours(work, prices=prices, k=PAPER_K)
-            modelled_row(case, mine, product, old, batch, prices=prices, charged=True)
-            remember(product, old)
-            yield modelled_row(case, mine, product, new, batch, prices=prices, charged=True)
+                yield modelled_row(case, one.name, method, new, batch, max_draft_tokens=one.max_draft_tokens)
+            for name, prices in ((OURS, PriceSurface()), (OURS_FIXED, None)):
+                product = ours(work, prices=prices, k=PAPER_K)
+                # learns from the epoch before, as in a run
+                modelled_row(case, name, product, old, batch, max_draft_tokens=PAPER_K, prices=prices)
+                remember(product, old)
+                yield modelled_row(case, name, product, new, batch, max_draft_tokens=PAPER_K, prices=prices)
 
 
 def _case(length: str, reuse: float) -> str:

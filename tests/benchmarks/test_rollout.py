@@ -1,0 +1,96 @@
+"""Ratios pair what was measured in one round, and a real engine emits the recording, with drafts and without."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.forced_sampler import RESPONSE, ForcedSampler
+from benchmarks.rollout import QUICK, EngineProcess, goals, lower_bound, ratios, write_cell
+from benchmarks.trace_generator import VOCABULARY
+from benchmarks.traced_engine import write_model
+from history.traces import read_traces
+
+
+def row(number: int, method: str, rate: float, *, batch: int = 1, history: str = "87 % reuse") -> dict:
+    return {"round": number, "history": history, "batch": batch, "method": method, "tokens_per_cpu_s": rate}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rows = [row(1, "stock", 10), row(1, "ours", 30), row(2, "stock", 5), row(2, "ours", 20), row(3, "stock", 5)]
+    rows += [row(1, "ours", 99, batch=8), row(1, "ours", 99, history="random history")]
+    assert ratios(rows, "87 % reuse", 1, "ours", "stock") == [3, 4]
+
+
+def test_the_lower_bound_lies_between_the_worst_and_the_median() -> None:
+    values = np.random.default_rng(0).normal(1, 0.02, 15).tolist()
+    assert min(values) <= lower_bound(values) < np.median(values)
+    assert lower_bound([1.5] * 4) == 1.5
+
+
+def test_goals_hold_the_medians_against_their_bounds() -> None:
+    rows = [
+        row(number, method, rate, batch=batch, history=history)
+        for number in (1, 2, 3)
+        for batch in (1, 8)
+        for history in ("87 % reuse", "random history")
+        for method, rate in (("stock", 10), ("ngram", 12), ("ours", 20))
+    ]
+    found = {goal.name: goal for goal in goals(rows, ("stock", "ngram", "ours"), (1, 8))}
+    assert found["ours over stock, batch 1, 87 % reuse"].value == 2
+    assert not found["ours over stock, batch 1, 87 % reuse"].met
+    assert found["ours over stock, batch 8, 87 % reuse"].met
+    assert found["ours over ngram, batch 8, 87 % reuse"].value == pytest.approx(20 / 12)
+    assert found["ours over stock, batch 8, random history, lower 95 % bound"].value == 2
+
+
+def test_a_cell_is_one_visit_before_and_the_batch_of_the_next(tmp_path: Path) -> None:
+    history, traces = write_cell(tmp_path, reuse=0.87, batch=12, num_tokens=64, seed=5)
+    before, now = list(read_traces(history)), list(read_traces(traces))
+    assert len(before) == 16 and len(now) == 12
+    assert {trace.step for trace in before} == {0} and {trace.step for trace in now} == {1}
+    assert {trace.prompt_id for trace in now} <= {trace.prompt_id for trace in before}
+
+
+def test_the_recorded_token_has_the_largest_logit_at_every_position() -> None:
+    """Two requests: one has emitted two tokens and drafts two, the other drafts none and is at its last token."""
+    responses = [np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([3, 4], dtype=np.int32)]
+    requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={RESPONSE: number}))
+        for name, number in (("a", 0), ("b", 1))
+    }
+    batch = SimpleNamespace(
+        req_ids=["a", "b"], num_tokens_no_spec=np.array([12, 11]), num_prompt_tokens=np.array([10, 10])
+    )
+    runner = SimpleNamespace(
+        input_batch=batch, requests=requests, _sample=lambda logits, _: logits.argmax(dim=1).tolist()
+    )
+    sampler = ForcedSampler(runner)
+    sampler.responses = responses
+    logits = torch.randn(4, 16)
+    assert runner._sample(logits, SimpleNamespace(num_draft_tokens=[2, 0])) == [7, 8, 9, 4]
+    assert sampler.num_row_forwards == 2
+    assert sampler.num_emitted() == 3
+
+
+def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tmp_path: Path) -> None:
+    (tmp_path / "segments").mkdir()
+    write_model(
+        tmp_path / "model",
+        vocabulary=VOCABULARY,
+        hidden=QUICK.hidden,
+        layers=QUICK.layers,
+        intermediate=QUICK.intermediate,
+        heads=QUICK.heads,
+    )
+    engine = EngineProcess("ours", QUICK, tmp_path)
+    try:
+        for seed in range(3):  # what a forward costs is learned on the way
+            found = engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
+    finally:
+        engine.close()
+    traces = list(read_traces(tmp_path / "2.jsonl"))
+    assert found["num_tokens"] == pytest.approx(sum(len(trace.response_ids) for trace in traces), abs=2 * len(traces))
+    assert found["num_tokens"] > 1.5 * found["num_row_forwards"]

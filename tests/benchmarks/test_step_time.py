@@ -1,0 +1,47 @@
+"""The arithmetic of models and memory, and drafts of the lengths that were asked for."""
+
+import numpy as np
+import pytest
+
+from benchmarks.scripted_proposer import ScriptedDrafter
+from benchmarks.step_time import CUDA_GRID, CUDA_SHAPES, SMALL, Case, Grid, patterns
+
+
+@pytest.mark.parametrize(("name", "billions"), [("7B", 7.6), ("14B", 14.8), ("32B", 32.8)])
+def test_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert CUDA_SHAPES[name].weight_bytes("bf16") == pytest.approx(2e9 * billions, rel=0.01)
+    assert 0.5 < CUDA_SHAPES[name].weight_bytes("int8") / CUDA_SHAPES[name].weight_bytes("bf16") < 0.6
+
+
+def test_keys_and_values_take_what_the_heads_say() -> None:
+    assert CUDA_SHAPES["7B"].kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
+    assert SMALL.kv_bytes_per_token == 2 * 12 * 4 * 64 * 2
+
+
+def test_a_32b_model_in_bf16_leaves_little_of_80_gb_and_in_int8_much() -> None:
+    bf16, int8 = (
+        Case(model="32B", format=format, drafts=False, device="cuda", quick=False) for format in ("bf16", "int8")
+    )
+    assert 10_000 < bf16.kv_tokens < 30_000
+    assert 100_000 < int8.kv_tokens < 160_000
+    assert int8.saturated_rows > 4 * bf16.saturated_rows > 0
+    assert max(batch for batch, _ in CUDA_GRID.cells(bf16.kv_tokens)) < 64
+
+
+def test_only_batches_that_fit_are_measured() -> None:
+    grid = Grid(batches=(1, 64), contexts=(100, 10_000))
+    assert grid.cells(50_000) == [(1, 100), (64, 100), (1, 10_000)]
+
+
+def test_drafts_have_the_lengths_that_rows_take_in_turn() -> None:
+    drafter = ScriptedDrafter()
+    drafter.lengths = (0, 2, 5)
+    slots, rooms = np.array([0, 0, 0, -1, 0]), np.array([9, 9, 3, 9, 9], dtype=np.int32)
+    drafts = drafter.propose(slots, np.zeros((5, 4), dtype=np.int32), np.full(5, 4, dtype=np.int32), rooms)
+    assert [len(draft) for draft in drafts] == [0, 2, 3, 0, 2]
+
+
+def test_uniform_and_ragged_patterns_are_both_there() -> None:
+    kinds = patterns()
+    assert {name for name, _ in kinds} == {"uniform", "ragged"}
+    assert all((len(set(lengths)) == 1) == (name == "uniform") for name, lengths in kinds)
