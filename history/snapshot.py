@@ -12,7 +12,7 @@ snapshot; the manifest has the checksum of every file.
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -194,23 +194,19 @@ class SnapshotWriter:
         forgotten = self._saved.keys() - stamps.keys()
         self._saved = {key: saved for key, saved in self._saved.items() if stamps.get(key) == saved.stamp}
         before = len(self._files)
-        self._files = {name: file for name, file in self._files.items() if self._link(file, folder, previous)}
+        current: Counter[str] = Counter()
+        for saved in self._saved.values():
+            current[saved.name] += saved.num_tokens
+        self._files = {
+            name: file
+            for name, file in self._files.items()
+            if previous is not None and 2 * current[name] > file.num_tokens and _link(name, folder, previous)
+        }
         self._saved = {key: saved for key, saved in self._saved.items() if saved.name in self._files}
         changed = [key for key in stamps if key not in self._saved]
         if changed or forgotten or len(self._files) < before:
             self._write(store, changed, folder)
         return list(self._files.values())
-
-    def _link(self, file: SnapshotFile, folder: Path, previous: Path | None) -> bool:
-        """Whether `file` is in `folder` now; not if too little of it is current, or it is gone."""
-        current = sum(saved.num_tokens for saved in self._saved.values() if saved.name == file.name)
-        if previous is None or 2 * current <= file.num_tokens:
-            return False
-        try:
-            os.link(previous / file.name, folder / file.name)
-        except OSError:
-            return False
-        return True
 
     def _write(self, store: PromptStore, prompt_keys: list[int], folder: Path) -> None:
         found = store.fetch(prompt_keys)
@@ -226,6 +222,15 @@ class SnapshotWriter:
         """A restored prompt need not be written again, unless it was forgotten at once for want of room."""
         for stamp, _ in store.fetch([key]).values():
             self._saved[key] = _Saved(stamp=stamp, name=name, num_tokens=_num_tokens(responses))
+
+
+def _link(name: str, folder: Path, previous: Path) -> bool:
+    """Whether the file is in `folder` now; not if it is gone."""
+    try:
+        os.link(previous / name, folder / name)
+    except OSError:
+        return False
+    return True
 
 
 def _num_tokens(responses: list[PastResponse]) -> int:
