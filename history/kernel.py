@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A", bound=npt.NDArray[Any])
 
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
@@ -34,8 +35,8 @@ _STAMP = _stamp()
 
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache."""
-    compiled = numba.njit(cache=True, nogil=True)(function)
+    """`function`, compiled at its first call or loaded from the cache; divides by zero as numpy does."""
+    compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     compiled._cache._cache_file._source_stamp = _STAMP
     typed: Callable[P, T] = compiled
     return typed
@@ -69,6 +70,13 @@ def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
     """The int32[length] that lies at `address`, without a copy. Only for kernels; somebody else keeps it alive."""
     found: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
     return found
+
+
+@kernel
+def borrowed(array: A) -> A:
+    """The same array, without the count of its owners, which costs more than reading it; its caller keeps it alive."""
+    view: A = numba.carray(_pointer(array.ctypes.data), array.shape, array.dtype)
+    return view
 
 
 @kernel

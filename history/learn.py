@@ -42,6 +42,7 @@ from history.slots import (
     TOKENS,
     DraftState,
     Longs,
+    borrowed_state,
 )
 from history.types import TokenIds
 
@@ -58,6 +59,7 @@ _STRONG = 3
 @kernel
 def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
     """Learn from every row's tokens that are new since it was last seen; each proposal is scored once."""
+    state = borrowed_state(state)
     for row in range(len(slots)):
         slot = slots[row]
         if slot < 0:

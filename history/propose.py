@@ -39,6 +39,7 @@ from history.slots import (
     DraftState,
     Floats,
     Longs,
+    borrowed_state,
 )
 from history.types import TokenIds
 
@@ -63,6 +64,7 @@ def propose(
     """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
     and how many there are, at most rooms[i], into `available` [R].
     """
+    state = borrowed_state(state)
     num_rows, num_draft = drafts.shape
     begins = np.empty(num_rows, dtype=np.int64)
     ends = np.empty(num_rows, dtype=np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_DEPTHS, fresh_counts
+from history.kernel import borrowed, kernel
 from history.types import TokenIds
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -80,6 +81,28 @@ class DraftState(NamedTuple):
     """[NUM_DEPTHS * NUM_BINS]"""
     sums: Doubles
     """[NUM_SUMS]"""
+
+
+@kernel
+def borrowed_state(state: DraftState) -> DraftState:
+    """The state for the length of one kernel: the same arrays, whose owner is its caller."""
+    return DraftState(
+        slots=borrowed(state.slots),
+        chains=borrowed(state.chains),
+        cells=borrowed(state.cells),
+        lengths=borrowed(state.lengths),
+        anchors=borrowed(state.anchors),
+        strengths=borrowed(state.strengths),
+        products=borrowed(state.products),
+        survivals=borrowed(state.survivals),
+        groups=borrowed(state.groups),
+        remaining=borrowed(state.remaining),
+        counts=borrowed(state.counts),
+        rates=borrowed(state.rates),
+        correction_sums=borrowed(state.correction_sums),
+        corrections=borrowed(state.corrections),
+        sums=borrowed(state.sums),
+    )
 
 
 def fresh_state(max_draft_tokens: int) -> DraftState:
