@@ -155,7 +155,7 @@ class Drafter:
         began = time.perf_counter()
         # another dtype would be compiled anew, in the middle of a run
         slots, num_tokens = np.asarray(slots, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
-        rooms = np.asarray(rooms, dtype=np.int32)
+        rooms, token_ids = np.asarray(rooms, dtype=np.int32), np.ascontiguousarray(token_ids, dtype=np.int32)
         self._num_forwards += 1
         if self._num_forwards % _LOOK_AGAIN == 0:
             self._look_again()

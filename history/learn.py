@@ -1,7 +1,7 @@
 """Takes in what an engine emitted since the last forward: scores, cursors, living texts. Compiled."""
 
 from history.acceptance import depth_bin, score, score_correction, survival_bin
-from history.kernel import int32s_at, kernel
+from history.kernel import borrowed, int32s_at, kernel
 from history.live import BUCKET, append
 from history.slots import (
     ACCEPTED,
@@ -59,7 +59,7 @@ _STRONG = 3
 @kernel
 def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
     """Learn from every row's tokens that are new since it was last seen; each proposal is scored once."""
-    state = borrowed_state(state)
+    state, token_ids = borrowed_state(state), borrowed(token_ids)
     for row in range(len(slots)):
         slot = slots[row]
         if slot < 0:

@@ -10,11 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from history.kernel import kernel
-from history.suffix_array import DEPTH, FANOUT, SEPARATOR, Fences, Order, count_below, fence
+from history.suffix_array import DEPTH, FANOUT, SEPARATOR, Fences, Order, count_below, fence, num_last_fences
 from history.types import TokenIds
 
 WINDOW = 32
 """Positions of a segment that are compared token by token, at most."""
+
+_FEW = 4
+"""Equal fences that are counted one by one."""
 
 
 @kernel
@@ -43,9 +46,13 @@ def window(fences: Fences, num_tokens: int, text: TokenIds, last: int, limit: in
         text[last - 1] if limit > 1 else SEPARATOR,
         text[last - 2] if limit > 2 else SEPARATOR,
     )
-    begin = max(count_below(fences, num_tokens, key) - 1, 0) * FANOUT
-    end = min(count_below(fences, num_tokens, key + 1) * FANOUT + 1, num_tokens)
-    return begin, end
+    first = last = count_below(fences, num_tokens, key)
+    widest = len(fences) - num_last_fences(num_tokens)
+    while last < first + _FEW and widest + last < len(fences) and fences[widest + last] == key:
+        last += 1
+    if last == first + _FEW:
+        last = count_below(fences, num_tokens, key + 1)
+    return max(first - 1, 0) * FANOUT, min(last * FANOUT + 1, num_tokens)
 
 
 @kernel

@@ -8,7 +8,7 @@ import numpy as np
 
 from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, depth_bin, match_bin, relation_bin
 from history.cursor import realign
-from history.kernel import int32s_at, int64s_at, kernel, prefetch
+from history.kernel import borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
 from history.live import BUCKET, bucket_of, newest_places
 from history.match import WINDOW, best_places, follow, narrowed, window
@@ -43,7 +43,6 @@ from history.slots import (
 )
 from history.types import TokenIds
 
-_MAX_PLACES = 8
 _HOPELESS = 0.02
 """Survival below which a candidate is not followed any further."""
 _LINE = 64
@@ -64,8 +63,8 @@ def propose(
     """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
     and how many there are, at most rooms[i], into `available` [R].
     """
-    state = borrowed_state(state)
-    num_rows, num_draft = drafts.shape
+    state, token_ids = borrowed_state(state), borrowed(token_ids)
+    num_rows = len(slots)
     begins = np.empty(num_rows, dtype=np.int64)
     ends = np.empty(num_rows, dtype=np.int64)
     buckets = np.empty(num_rows, dtype=np.int64)
@@ -82,27 +81,21 @@ def propose(
             begins[row], ends[row] = _approach(
                 state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
             )
-    places = np.empty(_MAX_PLACES, dtype=np.int32)
-    votes = np.empty((NUM_CANDIDATES, num_draft, 2), dtype=np.int32)
-    kinds = np.zeros(NUM_CANDIDATES, dtype=np.int64)
-    common = np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64)
-    products = np.empty((NUM_CANDIDATES, num_draft), dtype=np.float32)
     for row in range(num_rows):
         slot = slots[row]
         if slot < 0 or rooms[row] <= 0:
             continue
-        _find_candidates(
-            state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row], places, votes, kinds
-        )
-        chosen = _judge(state, slot, rooms[row], votes, kinds, common, products)
+        _find_candidates(state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row])
+        chosen = _judge(state, slot, rooms[row])
         if chosen < 0:
             continue
         state.slots[slot, CHOSEN] = chosen
         survival = 1.0
         available[row] = min(state.lengths[slot, chosen], rooms[row])
         for k in range(state.lengths[slot, chosen]):
-            survival = corrected(state.corrections, depth_bin(k), products[chosen, k], survival)
-            state.products[slot, k] = products[chosen, k]
+            product = state.candidate_products[chosen, k]
+            survival = corrected(state.corrections, depth_bin(k), product, survival)
+            state.products[slot, k] = product
             state.survivals[slot, k] = survivals[row, k] = survival
             drafts[row, k] = state.chains[slot, chosen, k]
 
@@ -159,11 +152,9 @@ def _find_candidates(
     begin: int,
     end: int,
     bucket: int,
-    places: TokenIds,
-    votes: TokenIds,
-    kinds: Longs,
 ) -> None:
-    """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes [C, K, 2] of their places."""
+    """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes and kinds."""
+    places, kinds = state.places, state.kinds
     columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
     last, limit = length - 1, length - columns[PROMPT_LENGTH]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
@@ -193,7 +184,7 @@ def _find_candidates(
         state.lengths[slot, candidate] = 0
         if count > 0:
             state.lengths[slot, candidate], state.anchors[slot, candidate] = follow(
-                tokens, places, count, state.chains[slot, candidate], votes[candidate]
+                tokens, places, count, state.chains[slot, candidate], state.votes[candidate]
             )
 
 
@@ -205,10 +196,9 @@ def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
 
 
 @kernel
-def _judge(
-    state: DraftState, slot: int, room: int, votes: TokenIds, kinds: Longs, common: Longs, products: Floats
-) -> int:
-    """Products of rates along every candidate, into `products` [C, K]; the one with most expected tokens (-1: none)."""
+def _judge(state: DraftState, slot: int, room: int) -> int:
+    """Products of rates along every candidate; the one with most expected tokens (-1: none)."""
+    votes, common = state.votes, state.common
     best, chosen = 0.0, -1
     for candidate in range(NUM_CANDIDATES):
         for other in range(candidate):
@@ -224,13 +214,13 @@ def _judge(
             for other in range(NUM_CANDIDATES):
                 num_same += common[candidate, other] > k
                 num_other += 0 <= common[candidate, other] <= k
-            agreement = kinds[candidate]
+            agreement = state.kinds[candidate]
             if candidate < STICKY:
                 agreement = agreement_bin(votes[candidate, k, 0], votes[candidate, k, 1])
             where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_other))
             state.cells[slot, candidate, k] = where
             product *= state.rates[where]
-            products[candidate, k] = product
+            state.candidate_products[candidate, k] = product
             if k < room:
                 expected += product
             if product < _HOPELESS:

@@ -34,6 +34,9 @@ LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_SEEN, NUM_LIVE = range(5, 11)
 is in it, and how many tokens."""
 NUM_GROUP_COLUMNS = 11
 
+MAX_PLACES = 8
+"""Places of a match that are followed together."""
+
 REST_POINTS = 33
 """Points of a group's table of expected remaining tokens."""
 
@@ -81,6 +84,16 @@ class DraftState(NamedTuple):
     """[NUM_DEPTHS * NUM_BINS]"""
     sums: Doubles
     """[NUM_SUMS]"""
+    places: TokenIds
+    """[MAX_PLACES], as all below room to work in."""
+    votes: TokenIds
+    """[C, K, 2]: how many places said a chain's token, of how many."""
+    kinds: Longs
+    """[C]: what the cursor went through, in the place of agreement."""
+    common: Longs
+    """[C, C]: how many tokens two chains begin with alike; -1: nothing to compare."""
+    candidate_products: Floats
+    """[C, K]"""
 
 
 @kernel
@@ -102,6 +115,11 @@ def borrowed_state(state: DraftState) -> DraftState:
         correction_sums=borrowed(state.correction_sums),
         corrections=borrowed(state.corrections),
         sums=borrowed(state.sums),
+        places=borrowed(state.places),
+        votes=borrowed(state.votes),
+        kinds=borrowed(state.kinds),
+        common=borrowed(state.common),
+        candidate_products=borrowed(state.candidate_products),
     )
 
 
@@ -124,6 +142,11 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         correction_sums=np.zeros((NUM_DEPTHS * NUM_BINS, 2), dtype=np.float32),
         corrections=np.zeros(NUM_DEPTHS * NUM_BINS, dtype=np.float32),
         sums=np.zeros(NUM_SUMS),
+        places=np.zeros(MAX_PLACES, dtype=np.int32),
+        votes=np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
+        kinds=np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        common=np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64),
+        candidate_products=np.zeros((NUM_CANDIDATES, max_draft_tokens), dtype=np.float32),
     )
 
 

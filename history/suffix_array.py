@@ -301,6 +301,12 @@ def _level_size(num_positions: int, shift: int) -> int:
     return (-(-num_positions >> shift) + FANOUT - 1) // FANOUT * FANOUT
 
 
+@kernel
+def num_last_fences(num_positions: int) -> int:
+    """Length of the last level, filling included."""
+    return _level_size(num_positions, _FANOUT_BITS)
+
+
 def num_fences(num_positions: int) -> int:
     """Length of what `build_fences` makes."""
     shifts = range(_FANOUT_BITS, _top_shift(num_positions) + 1, _FANOUT_BITS)
