@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 PROMPT_KEY = "prompt_key"
 """Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
 
+_WARM_UPS = 12
+"""Forwards after which a drafter has done everything once; it only watches the first ones."""
+
 
 class ModelRunner(Protocol):
     """What is read of vLLM's model runner (V1)."""
@@ -74,8 +77,8 @@ class HistoryProposer:
         self._runner = runner
         self._forward_ended = forward_ended
         self._prices = PriceSurface(verify_sizes=self._graph_sizes)
+        self._warm_up(PriceSurface())
         self._drafter = self.make_drafter(self._prices)
-        self._warm_up(self._drafter)
 
     def make_drafter(self, prices: "PriceSurface") -> "Drafter":
         """The drafter of an engine."""
@@ -84,16 +87,19 @@ class HistoryProposer:
         return Drafter(
             max_draft_tokens=self._max_draft_tokens,
             segments_dir=self._segments_dir,
+            prices=prices,
             max_model_len=self._runner.max_model_len,
         )
 
-    def _warm_up(self, drafter: "Drafter") -> None:
+    def _warm_up(self, prices: "PriceSurface") -> None:
         """Have the kernels compiled, or loaded, before the first request comes."""
+        drafter = self.make_drafter(prices)
         slot = drafter.open(prompt_key=0, prompt_length=1, max_length=3)
         text, ones = self._runner.input_batch.token_ids_cpu[:1], np.ones(1, dtype=np.int32)
-        drafter.propose(np.array([slot]), text, ones, ones)
+        for _ in range(_WARM_UPS):
+            prices.observe(num_rows=1, num_tokens=1, num_context_tokens=1, seconds=0.01)
+            drafter.propose(np.array([slot]), text, ones, ones)
         drafter.close(slot)
-        drafter.drain()
 
     def propose(
         self,
