@@ -1,0 +1,68 @@
+"""Makes an engine emit recorded responses, whatever its model thinks: real forwards, known texts.
+
+Before vLLM samples or verifies drafts, the logit of the recorded token is raised above all others in every row,
+those of draft positions included. So greedy sampling emits the recording, and a draft is accepted as far as it
+agrees with it, by vLLM's own code. A model of random weights then decodes like a trained one, with every method alike.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from history.types import TokenIds
+
+RESPONSE = "response"
+"""Where `SamplingParams.extra_args` carries the number of the response that a request is to emit."""
+_CERTAIN = 1e4
+
+
+class Runner(Protocol):
+    """What is used of vLLM's model runner (V1)."""
+
+    input_batch: InputBatch
+    requests: dict[str, CachedRequestState]
+
+    def _sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput: ...
+
+
+class ForcedSampler:
+    """Stands before a runner's sampler."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.responses: Sequence[TokenIds] = ()
+        """By number."""
+        self.num_row_forwards = 0
+        """Rows that emitted, over all forwards."""
+        self._runner = runner
+        self._sample = runner._sample
+        runner._sample = self.sample  # type: ignore[method-assign]
+
+    def sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput:
+        """Sample for R requests from logits [R + number of drafts, V], changed in place."""
+        batch = self._runner.input_batch
+        drafts = [0] * len(batch.req_ids) if metadata is None else metadata.num_draft_tokens
+        wanted = [
+            self._tokens(request_id, int(batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row]), 1 + num)
+            for row, (request_id, num) in enumerate(zip(batch.req_ids, drafts, strict=True))
+        ]
+        self.num_row_forwards += len(wanted)
+        tokens = torch.from_numpy(np.concatenate(wanted)).to(device=logits.device, dtype=torch.int64)
+        logits[torch.arange(len(tokens), device=logits.device), tokens] = _CERTAIN
+        return self._sample(logits, metadata)
+
+    def num_emitted(self) -> int:
+        """Tokens that the running requests have emitted."""
+        batch = self._runner.input_batch
+        rows = len(batch.req_ids)
+        return int((batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]).sum())
+
+    def _tokens(self, request_id: str, position: int, num: int) -> TokenIds:
+        """What comes at `position`; after the end, anything."""
+        arguments = self._runner.requests[request_id].sampling_params.extra_args
+        found = self.responses[arguments[RESPONSE]][position : position + num]
+        return np.pad(found, (0, num - len(found)))

@@ -1,0 +1,244 @@
+"""Tokens per CPU second of real vLLM engines that decode the same recorded responses with different drafts.
+
+`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3]`: one engine process per method, all with one thread and
+a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real, texts and
+lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit, and all
+methods decode them one after the other, in rotating order. Ratios are taken within a round, so that a busy
+neighbour spoils both sides. The first round warms up and counts nowhere. `--quick`: a small model, short responses,
+one round of three methods; it shows that everything runs.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import psutil
+
+from benchmarks.baselines import arctic
+from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.rollout_engine import METHODS
+from benchmarks.trace_generator import SIBLINGS, VOCABULARY, generate
+from benchmarks.traced_engine import write_model
+from history.traces import write_traces
+from rollout.process_env import ProcessEnv
+
+BATCHES = (1, 8, 32, 64)
+REUSE = {"87 % reuse": 0.87, "random history": 0.0}
+LOWEST_RATIO = 0.95
+QUICK_METHODS = ("ngram",)
+"""Starting an engine takes most of a minute's share."""
+RESAMPLES = 2000
+WARM_UP = 3
+"""The first round's responses are so many times shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the benchmark is."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    num_tokens: int
+    """Mean length of a response."""
+    batches: Sequence[int] = BATCHES
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompts are 64 tokens; lengths are lognormal, spread by a quarter over prompts and a tenth within a group."""
+        return 64 + 3 * self.num_tokens
+
+
+FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=128)
+QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, batches=(1, 8))
+
+
+class EngineProcess:
+    """One method's engine; `decode` waits for its answer."""
+
+    def __init__(self, method: str, size: Size, work: Path) -> None:
+        self.method = method
+        self._log = work / f"{method}.log"
+        command = [sys.executable, "-m", "benchmarks.rollout_engine", method, f"--model={work / 'model'}"]
+        command += [f"--segments={work / 'segments'}", f"--max-model-len={size.max_model_len}"]
+        environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, f"--max-num-seqs={max(size.batches)}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self._answer()
+
+    def decode(self, history: Path, traces: Path) -> dict[str, float]:
+        """What the engine measured."""
+        print(json.dumps({"history": str(history), "traces": str(traces)}), file=_open(self._process.stdin), flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        _open(self._process.stdin).close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, float]:
+        line = _open(self._process.stdout).readline()
+        if not line:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise SystemExit(f"the engine of {self.method!r} ended; the end of {self._log}:\n{tail}")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+
+def _open(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+@contextmanager
+def engines(methods: Sequence[str], size: Size, work: Path) -> Iterator[Mapping[str, EngineProcess]]:
+    """All engines, one after the other started, ended together."""
+    with ExitStack() as stack:
+        running = {}
+        for method in methods:
+            running[method] = EngineProcess(method, size, work)
+            stack.callback(running[method].close)
+        yield running
+
+
+def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: int) -> tuple[Path, Path]:
+    """Fresh prompts with a visit before: the files of that visit and of the `batch` responses to decode."""
+    prompts = -(-batch // SIBLINGS)
+    generated = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=prompts, seed=seed)
+    history, traces = work / f"{seed}-before.jsonl", work / f"{seed}.jsonl"
+    write_traces(history, [trace for trace in generated.traces if trace.step == 0])
+    write_traces(traces, [trace for trace in generated.traces if trace.step == 1][:batch])
+    return history, traces
+
+
+def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, num_rounds: int) -> Iterator[Row]:
+    """Rows of all rounds; those of round 0 are not yielded."""
+    seed = 0
+    for number in range(num_rounds + 1):
+        num_tokens = size.num_tokens if number else size.num_tokens // WARM_UP
+        for kind, reuse in REUSE.items():
+            methods = list(running) if reuse else [name for name in running if name in ("stock", "ours")]
+            for batch in size.batches:
+                seed += 1
+                history, traces = write_cell(work, reuse=reuse, batch=batch, num_tokens=num_tokens, seed=seed)
+                turn = number % len(methods)
+                for method in methods[turn:] + methods[:turn]:
+                    found = running[method].decode(history, traces)
+                    if number:
+                        yield {
+                            "round": number,
+                            "history": kind,
+                            "batch": batch,
+                            "method": method,
+                            **found,
+                            "tokens_per_cpu_s": found["num_tokens"] / found["cpu_s"],
+                            "tokens_per_row_forward": found["num_tokens"] / found["num_row_forwards"],
+                        }
+
+
+def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
+    """Tokens per CPU second of `method` over `other`'s, of each round."""
+    cell = {(row["round"], row["method"]): row for row in rows if (row["history"], row["batch"]) == (kind, batch)}
+    rounds = sorted({number for number, _ in cell})
+    return [
+        float(cell[number, method]["tokens_per_cpu_s"]) / float(cell[number, other]["tokens_per_cpu_s"])
+        for number in rounds
+        if {(number, method), (number, other)} <= cell.keys()
+    ]
+
+
+def lower_bound(values: Sequence[float]) -> float:
+    """Lower 95 % bootstrap bound of the median."""
+    draws = np.random.default_rng(0).choice(np.array(values), size=(RESAMPLES, len(values)))
+    return float(np.quantile(np.median(draws, axis=1), 0.05))
+
+
+def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -> list[Goal]:
+    """The bounds of the engine; medians of ratios within rounds."""
+    kind, random = REUSE
+    found = [
+        Goal(
+            name=f"ours over {other}, batch {batch}, {kind}",
+            value=statistics.median(ratios(rows, kind, batch, "ours", other)),
+            bound={("stock", 1): 2.5, ("stock", 8): 1.5}.get((other, batch), 1.0),
+            direction="at least",
+            unit="x",
+        )
+        for batch in batches
+        for other in methods
+        if other != "ours"
+    ]
+    return found + [
+        Goal(
+            name=f"ours over stock, batch {batch}, {history}, lower 95 % bound",
+            value=lower_bound(ratios(rows, history, batch, "ours", "stock")),
+            bound=LOWEST_RATIO,
+            direction="at least",
+            unit="x",
+        )
+        for history in (kind, random)
+        for batch in batches
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it."""
+    parser = arguments("Decoding speed of real engines with drafts of several methods.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="stock and ours always run"
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
+    options = parser.parse_args(argv)
+    size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
+    missing = ["any GPU", "acceptance and losslessness on a trained model (see tests/rollout/test_lossless.py)"]
+    methods = [
+        name
+        for name in METHODS
+        if name in {"stock", "ours", *(options.methods or (QUICK_METHODS if options.quick else METHODS))}
+    ]
+    if "suffix" in methods and arctic.load(arctic.DIRECTORY) is None:
+        methods.remove("suffix")
+        missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.baselines.arctic`")
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    (options.work / "segments").mkdir()
+    write_model(
+        options.work / "model",
+        vocabulary=VOCABULARY,
+        hidden=size.hidden,
+        layers=size.layers,
+        intermediate=size.intermediate,
+        heads=size.heads,
+    )
+    rows: list[Row] = []
+    with engines(methods, size, options.work) as running:
+        for row in measure(running, size, options.work, num_rounds):
+            rows.append({**row, "load_average": psutil.getloadavg()[0]})
+            print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
+            write(options.json, rows=rows, not_measured=missing)
+    write(
+        options.json, rows=rows, goals=[] if options.quick else goals(rows, methods, size.batches), not_measured=missing
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""One vLLM engine in this process that decodes recorded responses, with the worker and arguments of the product.
+
+Time is CPU time of the whole process while it decodes; prompts are computed before the clock starts.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from benchmarks.forced_sampler import RESPONSE, ForcedSampler
+from history.traces import Trace
+from history.types import prompt_key
+from rollout.engine_config import engine_arguments
+from rollout.engine_spec import EngineSpec
+from rollout.proposer import PROMPT_KEY
+from rollout.worker import Worker
+
+Speculation = Mapping[str, object]
+"""vLLM's `speculative_config`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What it took to decode some responses."""
+
+    num_tokens: int
+    num_forwards: int
+    num_row_forwards: int
+    """Rows of all forwards: what the tokens would have taken without drafts."""
+    cpu_s: float
+
+
+def write_model(directory: Path, *, vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int) -> None:
+    """Write the `config.json` of a Qwen3 model whose weights are made up when it is loaded."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": hidden // heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32_768,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def start_engine(spec: EngineSpec, speculation: Speculation | None = None) -> tuple[LLMEngine, Worker]:
+    """A running engine and its worker; `VLLM_ENABLE_V1_MULTIPROCESSING` must be 0.
+
+    Args:
+        spec: as in the product.
+        speculation: instead of the product's own.
+    """
+    arguments = engine_arguments(spec)
+    if speculation is not None:
+        arguments.speculative_config = dict(speculation)
+    engine = LLMEngine.from_engine_args(arguments)
+    return engine, cast(Worker, engine.engine_core.engine_core.model_executor.driver_worker.worker)
+
+
+class TracedEngine:
+    """An engine that emits what it is told to."""
+
+    def __init__(self, spec: EngineSpec, speculation: Speculation | None = None) -> None:
+        self.engine, self.worker = start_engine(spec, speculation)
+        self._sampler = ForcedSampler(self.worker.model_runner)
+        self._num_requests = 0
+
+    def decode(self, traces: Sequence[Trace]) -> Decoding:
+        """Decode these responses in one batch, each up to its last token.
+
+        Raises:
+            RuntimeError: the engine emitted something else.
+        """
+        self._sampler.responses = [trace.response_ids for trace in traces]
+        names = [self._add(number, trace) for number, trace in enumerate(traces)]
+        while self._waits_for_prompts(len(traces)):
+            self.engine.step()
+        already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
+        num_forwards, outputs, began = 0, [], time.process_time()
+        while self.engine.has_unfinished_requests():
+            outputs += self.engine.step()
+            num_forwards += 1
+        cpu_s = time.process_time() - began
+        emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+        if emitted != {name: trace.response_ids.tolist() for name, trace in zip(names, traces, strict=True)}:
+            raise RuntimeError("the engine did not emit the recorded responses")
+        return Decoding(
+            cpu_s=cpu_s,
+            num_tokens=sum(len(trace.response_ids) for trace in traces) - already,
+            num_forwards=num_forwards,
+            num_row_forwards=self._sampler.num_row_forwards - rows_before,
+        )
+
+    def _add(self, number: int, trace: Trace) -> str:
+        self._num_requests += 1
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=len(trace.response_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={PROMPT_KEY: prompt_key(trace.prompt_id), RESPONSE: number},
+        )
+        prompt = {"type": "token", "prompt_token_ids": trace.prompt_ids.tolist()}
+        self.engine.add_request(str(self._num_requests), prompt, parameters)
+        return str(self._num_requests)
+
+    def _waits_for_prompts(self, num_requests: int) -> bool:
+        batch = self.worker.model_runner.input_batch
+        rows = len(batch.req_ids)
+        lengths, prompts = batch.num_tokens_no_spec[:rows], batch.num_prompt_tokens[:rows]
+        return rows < num_requests or not bool((lengths > prompts).all())
