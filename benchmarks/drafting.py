@@ -43,6 +43,8 @@ from history.traces import read_traces
 
 REUSE = (0.93, 0.87, 0.76)
 LOW_REUSE = (0.6, 0.4, 0.2, 0.0)
+MISSED = 0.87
+"""Where epoch 1 is also decoded by who has not seen epoch 0."""
 CLOSEST = (ARCTIC, ARCTIC_ONE_TREE)
 FORWARDS = 120
 TOKENS_GOALS = {
@@ -145,6 +147,9 @@ def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
                 first = 0 if cold else 1
                 for visit, outcome in enumerate(decode_visits(contestant, epochs, first=first), start=first):
                     yield {**quality_row(case, contestant.name, visit, outcome), "reuse": round(found.reuse, 4)}
+                if reuse == MISSED and contestant.name in (OURS, *CLOSEST):
+                    for outcome in decode_visits(contestant, epochs[1:]):
+                        yield quality_row(f"{case}, history missing", contestant.name, 1, outcome)
 
 
 def costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
