@@ -66,7 +66,7 @@ def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:
-    # of 8 tokens the prompt's forward emits one and two forwards three each; the last drafts two for the one that is left
+    # of 8 tokens the prompt's forward emits one, two forwards three each; the last drafts two for the one left
     row = modelled_row("case", "counting", Counting(2), [trace(range(1, 9))] * 2, 2, max_draft_tokens=4)
     seconds = 3 * forward_s(2, 6)
     assert row["forwards"] == 3
