@@ -48,6 +48,7 @@ def load(case: str, contestant: Contestant, old: Sequence[Trace]) -> Loaded:
     """Insert all responses of a visit; nanoseconds and bytes per token."""
     method = contestant.make()
     num_tokens = sum(len(trace.response_ids) for trace in old)
+    # compiles what is not compiled yet
     remember(method, [trace for _, responses in itertools.islice(by_prompt(old), 1) for trace in responses])
     method = contestant.make()
     began = time.thread_time()

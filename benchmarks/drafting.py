@@ -126,7 +126,10 @@ def recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
     if path is None:
         return
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    epochs = visits([trace for file in files for trace in read_traces(file)])
+    traces = [trace for file in files for trace in read_traces(file)]
+    if not traces:
+        raise ValueError(f"{path} holds no traces; name a jsonl file of a run's traces/, or that folder")
+    epochs = visits(traces)
     for contestant in field:
         for visit, outcome in enumerate(decode_visits(contestant, epochs)):
             yield quality_row("recorded", contestant.name, visit, outcome)

@@ -50,6 +50,11 @@ def test_recorded_traces_are_read_from_a_run(tmp_path: Path) -> None:
     assert goal == "recorded: over the best peer"
 
 
+def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no traces"):
+        list(recorded(field(tmp_path), tmp_path))
+
+
 def goals_of(rows: list[Row]) -> list[str]:
     from benchmarks.drafting import _recorded_goals
 
