@@ -112,14 +112,15 @@ QUICK_GRID = Grid(batches=(1, 4), contexts=(32,))
 CPU_KV_TOKENS = 16_384
 
 
-def patterns() -> list[tuple[str, tuple[int, ...]]]:
-    """Names and lengths of the drafts that are verified."""
-    return [("uniform", (length,)) for length in UNIFORM] + [("ragged", lengths) for lengths in RAGGED]
+def patterns(batch: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and lengths of the drafts that are verified; few rows cannot be ragged."""
+    ragged = [("ragged", lengths) for lengths in RAGGED if len(lengths) <= batch]
+    return [("uniform", (length,)) for length in UNIFORM] + ragged
 
 
 def _response_tokens() -> int:
     """Room for what a row may emit while it is measured: nearly every draft is refused."""
-    return 2 * len(patterns()) * (NUM_FORWARDS + NUM_SETTLING) + MAX_DRAFT_TOKENS
+    return 2 * (len(UNIFORM) + len(RAGGED)) * (NUM_FORWARDS + NUM_SETTLING) + MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ def measure(case: Case, directory: Path) -> Iterator[Row]:
     }
     for batch, context in cells:
         engine.fill(batch, context, max_tokens=_response_tokens())
-        for name, lengths in patterns() if case.drafts else [("none", (0,))]:
+        for name, lengths in patterns(batch) if case.drafts else [("none", (0,))]:
             yield {**known, "pattern": name, **engine.forwards(lengths, NUM_FORWARDS, NUM_SETTLING)}
         engine.empty()
     if rows := case.saturated_rows:

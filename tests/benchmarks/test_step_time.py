@@ -42,6 +42,7 @@ def test_drafts_have_the_lengths_that_rows_take_in_turn() -> None:
 
 
 def test_uniform_and_ragged_patterns_are_both_there() -> None:
-    kinds = patterns()
+    assert {name for name, _ in patterns(1)} == {"uniform"}
+    kinds = patterns(4)
     assert {name for name, _ in kinds} == {"uniform", "ragged"}
     assert all((len(set(lengths)) == 1) == (name == "uniform") for name, lengths in kinds)
