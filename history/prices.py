@@ -51,6 +51,8 @@ _TIE = 0.001
 _BOUND = 0.3
 """Relative error from which an observation counts by its sign and no longer by its size."""
 _LARGEST_SURPRISE = 3.0
+_LEAST_FACTOR = 1e-3
+"""Of the scale: no forward is free, and later ones are measured relative to the estimate."""
 _TRIED = 3.0
 """Observations of drafts in a segment after which their price is the estimate."""
 _DISCOUNT = 0.5
@@ -173,7 +175,7 @@ class PriceSurface:
             factors = np.zeros(_NUM_COEFFICIENTS)
             factors[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
             free &= factors >= 0
-        self._theta = factors * self._prior
+        self._theta = np.maximum(factors, _LEAST_FACTOR * self._scale) * self._prior
 
     def seconds(self, num_rows: int, num_tokens: int, num_context_tokens: int = 0) -> float:
         """Estimated duration of a forward."""
@@ -235,9 +237,8 @@ class PriceSurface:
         teacher._scale = float(np.median([forward.seconds / teacher._of_prior(forward) for forward in table]))
         teacher._theta = DEFAULT * teacher._scale
         teacher._fit_to(table)
-        # a factor can only scale what is not zero
-        prior = np.maximum(teacher._theta, 1e-3 * teacher._scale * DEFAULT)
-        return cls(prior=prior, verify_sizes=verify_sizes, known_tokens=max(forward.num_tokens for forward in table))
+        known_tokens = max(forward.num_tokens for forward in table)
+        return cls(prior=teacher._theta, verify_sizes=verify_sizes, known_tokens=known_tokens)
 
     def save(self, path: Path) -> None:
         """Write the surface as rows of the same schema, as far as forwards were seen."""

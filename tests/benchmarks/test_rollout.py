@@ -92,5 +92,5 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
     finally:
         engine.close()
     traces = list(read_traces(tmp_path / "2.jsonl"))
-    assert found["num_tokens"] == pytest.approx(sum(len(trace.response_ids) for trace in traces), abs=2 * len(traces))
+    assert found["num_tokens"] == pytest.approx(sum(len(trace.response_ids) for trace in traces), abs=4 * len(traces))
     assert found["num_tokens"] > 1.5 * found["num_row_forwards"]

@@ -194,3 +194,14 @@ def test_a_bad_table_and_a_bad_forward_are_refused(tmp_path: Path) -> None:
         PriceSurface.load(path)
     with pytest.raises(ValueError, match="num_rows"):
         PriceSurface().observe(num_rows=4, num_tokens=3, num_context_tokens=0, seconds=0.1)
+
+
+def test_no_forward_is_ever_free() -> None:
+    """Forwards in proportion to their tokens leave nothing for the base; a single row was never seen."""
+    surface = PriceSurface()
+    for i in range(500):
+        n = 64 + 32 * (i % 8)
+        surface.observe(num_rows=64, num_tokens=n, num_context_tokens=0, seconds=1e-4 * max(n - 40, 0))
+    assert 0 < surface.seconds(1, 1) < surface.seconds(64, 64)
+    surface.observe(num_rows=1, num_tokens=1, num_context_tokens=0, seconds=0.01)
+    assert np.isfinite(surface.seconds(1, 1))
