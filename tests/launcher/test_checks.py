@@ -47,6 +47,8 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         (["data.train.0.path=nowhere.jsonl"], ["`data.train.0.path` = nowhere.jsonl", "no such file"]),
         (["evaluation.sets.held.path=nowhere.jsonl"], ["`evaluation.sets.held.path` = nowhere.jsonl"]),
         (["reward.function=no_such.module.score"], ["`reward.function` = no_such.module.score", "no module"]),
+        (["history.stock_engines=[1]"], ["`history.stock_engines` names engine 1", "`engine.num_engines` = 1"]),
+        (["history.warm_start=nowhere"], ["`history.warm_start` = nowhere", "manifest.json", "jsonl"]),
         (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
     ],
 )
