@@ -34,6 +34,7 @@ from history.slots import (
     NUM_BUCKETS,
     NUM_LIVE,
     PREDICTED,
+    PROMPT_LEFT,
     PROMPT_LENGTH,
     PROPOSED,
     PROPOSED_BY,
@@ -114,7 +115,8 @@ class Drafter:
             max_length: tokens of its prompt and of its longest response.
         """
         if prompt_key not in self._groups:
-            self._add_group(prompt_key, prompt_length, min(max_length, self._max_model_len) - prompt_length + 2)
+            most = min(max_length, self._max_model_len) - prompt_length
+            self._add_group(prompt_key, prompt_length, max(most, 0) + 2)
         index, group = self._groups[prompt_key]
         if not self._free_slots:
             size = len(self._state.slots)
@@ -256,6 +258,7 @@ class Drafter:
         group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size)
         self._groups[prompt_key] = index, group
         self._attach(group)
+        self._state.groups[index, PROMPT_LEFT] = prompt_length
         self._state.remaining[index] = group.remaining()
 
     def _attach(self, group: DraftGroup) -> bool:

@@ -77,7 +77,7 @@ class DraftGroup:
 
     def remaining(self) -> Doubles:
         """Expected remaining tokens of a response over an even grid, and the grid's step, as in the state."""
-        longest = self._region_size - 2
+        longest = max(self._region_size - 2, 1)
         step = longest / (REST_POINTS - 1)
         lengths = [] if self.segment is None else self.segment.lengths.tolist()
         steps = [] if self.segment is None else self.segment.steps.tolist()

@@ -30,8 +30,8 @@ from history.slots import (
     NUM_LIVE,
     NUM_TOKENS,
     PREDICTED,
+    PROMPT_LEFT,
     PROMPT_LENGTH,
-    PROMPT_SEEN,
     PROPOSED,
     PROPOSED_BY,
     ROWS,
@@ -172,10 +172,10 @@ def _extend_live(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
     buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-    if group[PROMPT_SEEN] == 0:
-        group[PROMPT_SEEN] = 1
-        append(live, buckets, 1, text, 0, columns[PROMPT_LENGTH])
-        group[NUM_LIVE] += columns[PROMPT_LENGTH]
+    if group[PROMPT_LEFT] > 0:
+        append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]))
+        group[NUM_LIVE] += group[PROMPT_LEFT]
+        group[PROMPT_LEFT] = 0
     stop = min(stop, start + columns[LIVE_STOP] - columns[LIVE_END])
     columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop)
     group[NUM_LIVE] += max(stop - start, 0)

@@ -29,9 +29,9 @@ right. CHOSEN: the candidate drafted last (-1: none), DRAFTED: how many of its t
 NUM_SLOT_COLUMNS = 11
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
-LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_SEEN, NUM_LIVE = range(5, 11)
-"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; whether the prompt
-is in it, and how many tokens."""
+LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
+"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; how many
+tokens of the prompt are still to be taken into it, and how many tokens it has."""
 NUM_GROUP_COLUMNS = 11
 
 MAX_PLACES = 8

@@ -319,3 +319,18 @@ def test_text_longer_than_announced_is_drafted_from_history_only(tmp_path: Path)
     texts = np.array([PROMPT + text], dtype=np.int32)
     drafts = drafter.propose(np.array([slot]), texts, np.array([102], np.int32), np.array([K], np.int32))
     assert drafts == [text[100 : 100 + K]]
+
+
+def test_a_request_that_was_resumed_with_a_longer_prompt_stays_in_its_room(tmp_path: Path) -> None:
+    text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
+    publish(tmp_path, [text])
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
+    short = drafter.open(prompt_key=1, prompt_length=2, max_length=8)
+    resumed = drafter.open(prompt_key=1, prompt_length=102, max_length=8)
+    texts = np.full((2, 210), UNWRITTEN, dtype=np.int32)
+    texts[0, :4] = PROMPT + text[:2]
+    texts[1, :112] = PROMPT + text[:110]
+    slots, known = np.array([resumed, short]), np.array([112, 4], np.int32)
+    drafts = drafter.propose(slots, texts[[1, 0]], known, np.full(2, K, np.int32))
+    assert drafts == [text[110 : 110 + K], text[2 : 2 + K]]
+    assert drafter._groups[1][1]._text.tolist()[:4] == [-1, *PROMPT, -1]
