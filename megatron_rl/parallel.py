@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_rl.config import ParallelConfig
 
@@ -44,15 +45,15 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, timeout_s: float) -> TCPStore:
     """Where the world will meet, listening on a free port from now on (a port that is only chosen may be taken)."""
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+    return TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """The store that rank 0 has opened."""
-    return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def initialize(
@@ -60,7 +61,7 @@ def initialize(
     *,
     rank: int,
     world_size: int,
-    store: dist.Store,
+    store: Store,
     timeout_s: float,
     seed: int,
     device_index: int = 0,
