@@ -10,7 +10,6 @@ says so, refills a shard from the newest snapshot and repeats the last order to 
 lost in between costs drafts and is counted, never a response: nobody waits for any of this to sample.
 """
 
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,17 +37,27 @@ _PROMPTS_PER_FETCH = 64
 class ShardReport:
     """What a shard did since its last report."""
 
-    incarnation: int
-    """Differs after the actor was started again."""
+    has_begun: bool
+    """False in an actor that was started again since somebody filled it."""
     stats: StoreStats
     returns: tuple[Return, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSave:
+    """What a shard wrote."""
+
+    has_begun: bool
+    files: tuple[SnapshotFile, ...]
+    """Older before newer."""
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderReport:
     """What a reader has published."""
 
-    incarnation: int
+    has_begun: bool
     num_segments: int = 0
     num_bytes: int = 0
     num_failures: int = 0
@@ -61,9 +70,13 @@ class Shard:
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.reuse import reusable_share
 
-        self._incarnation = secrets.randbits(62)
+        self._has_begun = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
+
+    def begin(self) -> None:
+        """Everything that it should hold has been sent."""
+        self._has_begun = True
 
     def append(self, batch: ResponseBatch) -> None:
         """Remember finished responses."""
@@ -85,15 +98,15 @@ class Shard:
         """Add this shard's part of a snapshot; see `SnapshotWriter.restore`."""
         return self._writer.restore(self._store, Path(folder), another_run=another_run, only=only)
 
-    def save(self, folder: str, previous: str) -> tuple[list[SnapshotFile], int]:
-        """Write into `folder`, link from `previous`; returns this shard's files and its newest step."""
+    def save(self, folder: str, previous: str) -> ShardSave:
+        """Write into `folder`, link from `previous`."""
         files = self._writer.save(self._store, Path(folder), Path(previous) if previous else None)
-        return files, self._store.last_step
+        return ShardSave(has_begun=self._has_begun, files=tuple(files), last_step=self._store.last_step)
 
     def report(self) -> ShardReport:
         """Counters, and the returns since the last call."""
         return ShardReport(
-            incarnation=self._incarnation, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+            has_begun=self._has_begun, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
         )
 
 
@@ -105,13 +118,17 @@ class Reader:
         from history.segment import build_segment, segment_path, write_segment
 
         self._build, self._path, self._write = build_segment, segment_path, write_segment
-        self._incarnation = secrets.randbits(62)
+        self._has_begun = False
         self._directory = Path(directory)
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
         self._num_failures = 0
         sweep_segments()
         self._lock = claim(self._directory)
+
+    def begin(self) -> None:
+        """The last order has been sent."""
+        self._has_begun = True
 
     def want(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Publish the newest segments of these prompts, in this order, and remove all others.
@@ -126,7 +143,7 @@ class Reader:
     def report(self) -> ReaderReport:
         """The counters now."""
         return ReaderReport(
-            incarnation=self._incarnation,
+            has_begun=self._has_begun,
             num_segments=len(self._bytes),
             num_bytes=sum(self._bytes.values()),
             num_failures=self._num_failures,
@@ -213,7 +230,7 @@ class HistoryService:
             *(_Watched(name=f"history shard {number}", actor=shard) for number, shard in enumerate(shards)),
             *(_Watched(name=f"history reader {number}", actor=reader) for number, reader in enumerate(readers)),
         ]
-        self._pending: list[ray.ObjectRef] = []
+        self._pending: list[ray.ObjectRef] = [watched.actor.begin.remote() for watched in self._watched]
         self._wanted: list[int] = []
         self._newest = ""
         self._num_lost_calls = 0
@@ -269,16 +286,18 @@ class HistoryService:
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
         try:
-            parts: list[tuple[list[SnapshotFile], int]] = ray.get(saving, timeout=SAVE_TIMEOUT_S)
+            parts: list[ShardSave] = ray.get(saving, timeout=SAVE_TIMEOUT_S)
         except ray.exceptions.RayError as error:
-            shutil.rmtree(folder)
-            self._lost(f"the history could not be saved ({_line(error)})")
+            self._not_saved(folder, _line(error))
+            return
+        if not all(part.has_begun for part in parts):
+            self._not_saved(folder, "a shard was started again and is not refilled yet")
             return
         manifest = Manifest(
             fingerprint=self._fingerprint,
             num_shards=len(self.shards),
-            last_step=max(last_step for _, last_step in parts),
-            files=tuple(file for files, _ in parts for file in files),
+            last_step=max(part.last_step for part in parts),
+            files=tuple(file for part in parts for file in part.files),
         )
         write_manifest(folder, manifest)
 
@@ -316,8 +335,8 @@ class HistoryService:
         except ray.exceptions.RayError as error:
             self._lost(f"{watched.name} does not answer ({_line(error)})")
             return None
-        before, watched.last = watched.last, report
-        if before is not None and before.incarnation != report.incarnation:
+        watched.last = report
+        if not report.has_begun:
             self._lost(f"{watched.name} died and was started again")
             self._mend(watched)
         return report
@@ -327,6 +346,12 @@ class HistoryService:
             self._pending.append(watched.actor.want.remote(self._wanted, self.shards))
         elif self._newest:
             self._pending.append(watched.actor.restore.remote(self._newest, False, None))
+        self._pending.append(watched.actor.begin.remote())
+
+    def _not_saved(self, folder: Path, why: str) -> None:
+        """What half a snapshot would say is worse than the one before it."""
+        shutil.rmtree(folder)
+        self._lost(f"the history could not be saved ({why})")
 
     def _lost(self, what: str, *, count: int = 1) -> None:
         self._num_lost_calls += count

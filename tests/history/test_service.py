@@ -128,6 +128,23 @@ def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapsh
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
+def test_a_shard_that_came_back_empty_does_not_replace_a_snapshot(started, said, tmp_path):
+    service = started("unsaved", num_shards=1)
+    remember(service, 0)
+    service.save(tmp_path / "0")
+    service.saved(tmp_path / "0")
+    kill(service.shards[0])
+    attempts = 0
+    while not (tmp_path / f"{attempts}" / "manifest.json").exists() or attempts == 0:
+        attempts += 1
+        service.save(tmp_path / f"{attempts}")
+        service.saved(tmp_path / f"{attempts}")
+        assert attempts < 1000
+    manifest = read_manifest(tmp_path / f"{attempts}")
+    assert sum(file.num_tokens for file in manifest.files) == 12 * 48
+    assert any("could not be saved" in line for line in said) or attempts == 1
+
+
 def test_a_killed_reader_publishes_again_what_was_wanted_last(started, said):
     service = started("reader")
     remember(service, 0)
