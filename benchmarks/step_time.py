@@ -114,8 +114,8 @@ CPU_KV_TOKENS = 16_384
 
 def patterns(batch: int) -> list[tuple[str, tuple[int, ...]]]:
     """Names and lengths of the drafts that are verified; few rows cannot be ragged."""
-    ragged = [("ragged", lengths) for lengths in RAGGED if len(lengths) <= batch]
-    return [("uniform", (length,)) for length in UNIFORM] + ragged
+    found: list[tuple[str, tuple[int, ...]]] = [("uniform", (length,)) for length in UNIFORM]
+    return found + [("ragged", lengths) for lengths in RAGGED if len(lengths) <= batch]
 
 
 def _response_tokens() -> int:
