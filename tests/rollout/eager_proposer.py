@@ -16,3 +16,6 @@ class EagerProposer(HistoryProposer):
             threshold=0.01,
             max_model_len=self._runner.max_model_len,
         )
+
+    def observe(self, forward):
+        """Prices are not asked for."""
