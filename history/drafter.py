@@ -16,7 +16,7 @@ from history.draft_length import break_even, choose_draft_lengths, makespan_weig
 from history.draft_stats import DraftStats
 from history.groups import DraftGroup
 from history.kernel import kernel
-from history.learn import absorb
+from history.learn import absorb, tally
 from history.prices import PriceSurface
 from history.propose import propose
 from history.segment import SegmentError
@@ -40,7 +40,6 @@ from history.slots import (
     PROPOSED_BY,
     REST_POINTS,
     ROWS,
-    SEEN,
     SURVIVED,
     Doubles,
     DraftState,
@@ -161,6 +160,7 @@ class Drafter:
         self._num_forwards += 1
         if self._num_forwards % _LOOK_AGAIN == 0:
             self._look_again()
+        self._count(slots, num_tokens)
         seconds = None
         if self._prices is not None:
             num_rows, most = len(slots), int(np.minimum(rooms, self._max_draft_tokens).sum())
@@ -203,9 +203,7 @@ class Drafter:
         self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
     ) -> list[list[int]]:
         state, num_rows = self._state, len(slots)
-        seen = state.sums[ROWS], state.sums[EMITTED]
         absorb(state, slots, token_ids, num_tokens)
-        self._note_savings(state.sums[ROWS] - seen[0], state.sums[EMITTED] - seen[1])
         if state.sums[CROWDED]:
             self._spread()
         drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
@@ -227,19 +225,19 @@ class Drafter:
             start = end
         return found
 
-    def _note_savings(self, num_rows: int, num_emitted: int) -> None:
-        """Plain forwards would have emitted one token a row each."""
-        if self._last_prices is not None and num_rows:
+    def _count(self, slots: Longs, num_tokens: TokenIds) -> None:
+        """Count what the last forward emitted, and what it saved: plain forwards emit one token a row each."""
+        sums = self._state.sums
+        rows, emitted = sums[ROWS], sums[EMITTED]
+        tally(self._state, slots, num_tokens)
+        if self._last_prices is not None and sums[ROWS] > rows:
             plain, spent = self._last_prices
-            self._saved_s += plain * num_emitted / num_rows - spent
+            self._saved_s += plain * (sums[EMITTED] - emitted) / (sums[ROWS] - rows) - spent
         self._last_prices = None
 
     def _rest(self, slots: Longs, seconds: Doubles, began: float) -> list[list[int]]:
         """Draft nothing and learn nothing; what is emitted meanwhile is taken in later, all at once."""
         self._num_resting = max(self._num_resting - 1, 0)
-        self._last_prices = None
-        # `absorb` will count one row for all that it takes in.
-        self._state.sums[ROWS] += np.count_nonzero(self._state.slots[slots[slots >= 0], SEEN])
         self._propose_s += time.perf_counter() - began
         return [[] for _ in range(len(slots))]
 

@@ -39,6 +39,7 @@ from history.slots import (
     STICKY,
     STRENGTH,
     SURVIVED,
+    TALLIED,
     TOKENS,
     DraftState,
     Longs,
@@ -54,6 +55,20 @@ _GIVEN_UP = 24
 
 _STRONG = 3
 """Tokens of context from which a match that predicted nothing right is still a place to stay at."""
+
+
+@kernel
+def tally(state: DraftState, slots: Longs, num_tokens: TokenIds) -> None:
+    """Count rows and what they have emitted since the forward before; a row's first forward computed its prompt."""
+    state = borrowed_state(state)
+    for row in range(len(slots)):
+        if slots[row] < 0:
+            continue
+        columns = state.slots[slots[row]]
+        if 0 < columns[TALLIED] < num_tokens[row]:
+            state.sums[ROWS] += 1
+            state.sums[EMITTED] += num_tokens[row] - columns[TALLIED]
+        columns[TALLIED] = num_tokens[row]
 
 
 @kernel
@@ -90,8 +105,6 @@ def _lead(state: DraftState, slot: int, candidate: int, text: TokenIds, start: i
 @kernel
 def _score(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
     sums = state.sums
-    sums[ROWS] += 1
-    sums[EMITTED] += stop - start
     for candidate in _CANDIDATES:
         lead = _lead(state, slot, candidate, text, start, stop)
         for k in range(lead):

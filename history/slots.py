@@ -22,11 +22,13 @@ Floats = npt.NDArray[np.float32]
 
 HISTORY, LIVE, STICKY, MOVED = range(NUM_CANDIDATES)
 
-PROMPT_LENGTH, GROUP, SEEN, LIVE_END, LIVE_STOP, CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(11)
-"""Columns of a slot. SEEN: tokens taken in. LIVE_END, LIVE_STOP: where its region of the living text grows and ends.
-CURSOR: the position expected next, in CURSOR_TEXT. STRENGTH: tokens that it was followed. LOST: tokens since it was
-right. CHOSEN: the candidate drafted last (-1: none), DRAFTED: how many of its tokens."""
-NUM_SLOT_COLUMNS = 11
+PROMPT_LENGTH, GROUP, SEEN, TALLIED, LIVE_END, LIVE_STOP = range(6)
+CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
+"""Columns of a slot. SEEN: tokens taken in. TALLIED: tokens counted, which goes on while the drafter rests. LIVE_END,
+LIVE_STOP: where its region of the living text grows and ends. CURSOR: the position expected next, in CURSOR_TEXT.
+STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: the candidate drafted last (-1: none),
+DRAFTED: how many of its tokens."""
+NUM_SLOT_COLUMNS = 12
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
 LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)

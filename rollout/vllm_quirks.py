@@ -9,6 +9,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -17,10 +19,12 @@ import torch
 from torch import nn
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import InputBatch
+
+_STAND_INS = "vllm.utils.cpu_triton_utils"
+"""Where vLLM keeps CPU functions for its Triton kernels; builds without a CPU backend may lack it."""
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
@@ -124,8 +128,10 @@ def padding_of_a_draft_is_accepted() -> None:
     looks up the probability of token -1, which is the number before the row's first, and may accept by it; what
     follows is then sampled behind a token that is not there.
     """
+    if not _stands_in(rejection_sampler, "rejection_random_sample_kernel"):
+        return
     sample = rejection_sampler._rejection_random_sample
-    if not _stands_in(rejection_sampler, "rejection_random_sample_kernel") or hasattr(sample, "rejects_padding"):
+    if hasattr(sample, "rejects_padding"):
         return
 
     def rejecting_padding(
@@ -153,7 +159,9 @@ def padding_of_a_draft_is_accepted() -> None:
 
 def _stands_in(module: ModuleType, kernel: str) -> bool:
     """Whether vLLM has put its CPU function in the place of a kernel."""
-    function = getattr(cpu_triton_utils, f"_{kernel}_impl", None)
+    if find_spec(_STAND_INS) is None:
+        return False
+    function = getattr(import_module(_STAND_INS), f"_{kernel}_impl", None)
     return function is not None and getattr(getattr(module, kernel, None), "func", None) is function
 
 

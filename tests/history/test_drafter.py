@@ -11,7 +11,7 @@ import pytest
 from history.drafter import Drafter
 from history.prices import PriceSurface
 from history.segment import build_segment, write_segment
-from history.slots import LOST
+from history.slots import LOST, SEEN
 from history.types import PastResponse
 
 K = 8
@@ -305,10 +305,10 @@ def test_where_nothing_can_be_drafted_the_drafter_rests(tmp_path: Path) -> None:
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), prices=FlatPrices(0.1))
     absorbed = []
     engine = Engine(drafter, new)
-    engine.run(lambda drafts: absorbed.append(int(drafter._state.slots[int(engine.slots[0])].sum())))
+    engine.run(lambda drafts: absorbed.append(int(drafter._state.slots[int(engine.slots[0]), SEEN])))
     assert len(set(absorbed)) < 0.25 * len(absorbed)
     stats = drafter.drain()
-    assert 0 <= stats.num_rows - stats.num_emitted <= 4 * 16, "all but what the last rest swallowed"
+    assert stats.num_rows == stats.num_emitted > 0, "counted while it rests as well"
 
 
 def test_text_longer_than_announced_is_drafted_from_history_only(tmp_path: Path) -> None:
