@@ -6,22 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from history.draft_stats import DraftStats
-from history.segment import build_segment, write_segment
-from history.types import PastResponse, prompt_key
-from rollout.config import EngineConfig
-from rollout.engine import Engine
-from rollout.engine_config import engine_arguments
+from history.types import prompt_key
 from rollout.engine_responses import sampling_params
-from rollout.engine_spec import DraftSpec, EngineSpec
 from rollout.proposer import HistoryProposer
 from rollout.types import PromptId, SamplingSpec, WeightSpan
-from tests.rollout.conftest import endless, engine_environment
-from tests.rollout.live import Live
+from tests.rollout.conftest import endless
+from tests.rollout.drafting import LENGTH, PROMPT, Reference, drafting_engine, greedy, remember
 from tests.rollout.oracle import PROBE
-from tests.rollout.packing import RUN_ID
 
 K = 4
 CONFIG = SimpleNamespace(
@@ -159,11 +152,6 @@ def test_a_rank_whose_drafts_nobody_uses_drafts_nothing():
 
 # -- in an engine --------------------------------------------------------------------------------------
 
-PROMPT = (5, 9, 17, 33)
-KEY = prompt_key("test/0")
-"""Of every group of `Live`."""
-LENGTH = 200
-
 
 @pytest.fixture(scope="module")
 def segments(tmp_path_factory):
@@ -172,54 +160,9 @@ def segments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafting(checkpoints, loop, tmp_path_factory, segments):
-    """An engine that drafts whether it pays or not, in float32: its greedy tokens do not depend on the batch."""
-    config = EngineConfig(
-        kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm={"max_num_batched_tokens": 64}
-    )
-    spec = EngineSpec(
-        engine_id=4,
-        run_id=RUN_ID,
-        config=config,
-        directory=str(endless(checkpoints, tmp_path_factory.mktemp("endless"))),
-        max_model_len=256,
-        drafts=DraftSpec(max_draft_tokens=8, segments_dir=str(segments)),
-    )
-    started = Live(Engine(spec), loop, checkpoints, "bf16")
-    with pytest.MonkeyPatch.context() as patch, engine_environment():
-        patch.setattr("rollout.engine_config.PROPOSER", "tests.rollout.eager_proposer.EagerProposer")
-        patch.setattr("rollout.engine.engine_arguments", in_float32)
-        loop.run(started.engine.start())
-        loop.run(started.use_shm())
-        loop.run(started.push("A"))
-    yield started
-    started.engine.shutdown()
-    for sender in started.senders:
-        sender.abandon()
-
-
-def in_float32(spec: EngineSpec):
-    arguments = engine_arguments(spec)
-    arguments.dtype = "float32"
-    return arguments
-
-
-class Reference:
-    """What a model says greedily, by transformers in float32."""
-
-    def __init__(self, directory) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-    def greedy(self, prompt, num_tokens: int) -> tuple[list[int], list[float]]:
-        tokens, logprobs = [], []
-        text, cache = torch.tensor([prompt]), None
-        with torch.no_grad():
-            for _ in range(num_tokens):
-                out = self.model(text, past_key_values=cache, use_cache=True)
-                best, cache = out.logits[0, -1].log_softmax(-1).max(-1), out.past_key_values
-                tokens.append(int(best.indices))
-                logprobs.append(float(best.values))
-                text = best.indices[None, None]
-        return tokens, logprobs
+    directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
+    with drafting_engine(checkpoints, loop, directory, segments) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -236,19 +179,10 @@ def says_a(references) -> list[int]:
 def remembering(drafting, segments, loop, references, says_a):
     """The engine serves weights A, and its prompt's history is what A and B say, with a flaw every 12 tokens."""
     loop.run(drafting.push("A"))
-    past = [
-        np.array([7 if at % 12 == 11 else token for at, token in enumerate(tokens)], dtype=np.int32)
-        for tokens in (says_a, references["B"].greedy(PROMPT, LENGTH)[0])
-    ]
-    responses = [PastResponse(token_ids=ids, step=0, sample=sample) for sample, ids in enumerate(past)]
-    write_segment(segments, build_segment(KEY, drafting.engine.state().weight_version, responses))
+    remember(segments, drafting.engine.state().weight_version, says_a, references["B"].greedy(PROMPT, LENGTH)[0])
     loop.run(drafting.engine.draft_stats())
     loop.run(drafting.engine.drain_trace())
     return drafting
-
-
-async def greedy(live: Live, prompt=PROMPT, num_tokens: int = LENGTH):
-    return await live.sample(prompt=prompt, temperature=0.0, max_response_tokens=num_tokens)
 
 
 def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, says_a):
