@@ -1,4 +1,4 @@
-"""Fixtures around real engines: one oracle process, and engines that are started once per session."""
+"""Fixtures around real engines: one oracle process, and engines that are started once."""
 
 import asyncio
 import json
@@ -82,9 +82,9 @@ def oracle(checkpoints, tmp_path_factory) -> Oracle:
     return Oracle({job["name"]: job["answers"] for job in answers})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def loop() -> Iterator[asyncio.Runner]:
-    """The event loop that all engines of the session live on."""
+    """The event loop that all engines of this package's tests live on."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -109,7 +109,7 @@ def endless(checkpoints: Checkpoints, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(checkpoints, loop, tmp_path_factory):
     """A BF16 engine of one rank, serving weights A as version 0."""
     from rollout.config import EngineConfig
