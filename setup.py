@@ -14,6 +14,7 @@ COMMON = [
     "math-verify>=0.8",
     "matplotlib>=3.9",
     "megatron-core>=0.16.1,<0.20",
+    "numba>=0.61",
     "numpy>=2",
     "Pebble>=5",
     "psutil>=6",
