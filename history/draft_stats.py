@@ -36,6 +36,8 @@ class DraftStats:
     num_requests: int = 0
     num_hits: int = 0
     """Requests whose prompt had a history."""
+    num_damaged: int = 0
+    """Segments that could not be read; their prompts are drafted from living text only."""
     propose_s: float = 0.0
     """Time inside the drafter."""
     saved_s: float = 0.0
@@ -60,6 +62,7 @@ class DraftStats:
             "history/acceptance_rate": self.num_accepted / max(self.num_drafted, 1),
             "history/calibration_error": self.calibration_error(),
             "history/hit_rate": self.num_hits / max(self.num_requests, 1),
+            "history/damaged_segments": float(self.num_damaged),
             "history/propose_s": self.propose_s,
             "history/saved_s_estimated": self.saved_s,
         }

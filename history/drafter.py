@@ -87,8 +87,6 @@ class Drafter:
             threshold: least probability of survival of a draft token, without prices.
             max_model_len: most tokens of a text.
         """
-        self.num_damaged = 0
-        """Segments that could not be read."""
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
         self._prices = prices
@@ -102,7 +100,7 @@ class Drafter:
         self._num_useless, self._num_resting = 0, 0
         self._last_prices: tuple[float, float] | None = None
         """Of the forward under way: seconds of a plain one, and of this one."""
-        self._num_forwards, self._num_requests, self._num_hits = 0, 0, 0
+        self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int) -> int:
@@ -191,11 +189,12 @@ class Drafter:
             calibration_survived=tuple(int(x) for x in sums[SURVIVED : SURVIVED + NUM_BINS]),
             num_requests=self._num_requests,
             num_hits=self._num_hits,
+            num_damaged=self._num_damaged,
             propose_s=self._propose_s,
             saved_s=float(self._saved_s),
         )
         sums[:] = 0
-        self._num_forwards, self._num_requests, self._num_hits = 0, 0, 0
+        self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
         return stats
 
@@ -265,7 +264,7 @@ class Drafter:
         try:
             return group.attach(self._directory)
         except SegmentError as error:
-            self.num_damaged += 1
+            self._num_damaged += 1
             _log.warning("drafting without the history of a prompt: %s", error)
             return False
 

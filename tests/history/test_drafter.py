@@ -230,7 +230,7 @@ def test_a_damaged_segment_is_counted_and_costs_nothing_but_drafts(tmp_path: Pat
     whole = path.read_bytes()
     path.write_bytes(whole[:-64])
     engine = Engine(drafter, [text, text])
-    assert drafter.num_damaged == 1
+    assert drafter.drain().num_damaged == 1
     engine.propose()
     path.write_bytes(whole)
     engine.run()
