@@ -263,7 +263,7 @@ def test_closing_frees_everything(tmp_path: Path, drafter: Drafter) -> None:
         if i == 20_000:
             resident = process.memory_info().rss
         drafter.close(drafter.open(prompt_key=i % 50, prompt_length=4, max_length=400))
-    assert process.memory_info().rss - resident < 4 << 20
+    assert process.memory_info().rss - resident < 32 << 20
     assert len(drafter._state.slots) == len(drafter._state.groups) == 64
     assert not drafter._groups and not drafter._slots
     assert len(process.open_files()) < 20
