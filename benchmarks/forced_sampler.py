@@ -34,8 +34,8 @@ class ForcedSampler:
     """Stands before a runner's sampler."""
 
     def __init__(self, runner: Runner) -> None:
-        self.responses: Sequence[TokenIds] = ()
-        """By number."""
+        self.responses: Sequence[TokenIds] | None = ()
+        """By number; None: the engine samples for itself, and rows are only counted."""
         self.num_row_forwards = 0
         """Rows that emitted, over all forwards."""
         self._runner = runner
@@ -45,12 +45,16 @@ class ForcedSampler:
     def sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         """Sample for R requests from logits [R + number of drafts, V], changed in place."""
         batch = self._runner.input_batch
+        self.num_row_forwards += len(batch.req_ids)
+        if self.responses is None:
+            return self._sample(logits, metadata)
         drafts = [0] * len(batch.req_ids) if metadata is None else metadata.num_draft_tokens
         wanted = [
-            self._tokens(request_id, int(batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row]), 1 + num)
+            self._tokens(
+                self.responses, request_id, int(batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row]), 1 + num
+            )
             for row, (request_id, num) in enumerate(zip(batch.req_ids, drafts, strict=True))
         ]
-        self.num_row_forwards += len(wanted)
         tokens = torch.from_numpy(np.concatenate(wanted)).to(device=logits.device, dtype=torch.int64)
         logits[torch.arange(len(tokens), device=logits.device), tokens] = _CERTAIN
         return self._sample(logits, metadata)
@@ -61,8 +65,8 @@ class ForcedSampler:
         rows = len(batch.req_ids)
         return int((batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]).sum())
 
-    def _tokens(self, request_id: str, position: int, num: int) -> TokenIds:
+    def _tokens(self, responses: Sequence[TokenIds], request_id: str, position: int, num: int) -> TokenIds:
         """What comes at `position`; after the end, anything."""
         arguments = self._runner.requests[request_id].sampling_params.extra_args
-        found = self.responses[arguments[RESPONSE]][position : position + num]
+        found = responses[arguments[RESPONSE]][position : position + num]
         return np.pad(found, (0, num - len(found)))

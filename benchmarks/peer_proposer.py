@@ -34,7 +34,7 @@ class PeerDrafter:
         self.traces: Mapping[int, Trace] = {}
         """Any trace of a prompt, by the prompt's key."""
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
         """A request appeared: the peer's number for it."""
         return 0 if self.peer is None else self.peer.open(self.traces[prompt_key], max_length)
 

@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from launcher.environment import cpu_model, gpu_names, package_versions, source_commit
 
 Row = Mapping[str, str | int | float | bool]
+_CPU_TIMES = psutil.cpu_times()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_me
         "commit": source_commit(),
         "versions": package_versions(),
         "machine": machine(),
+        "cpu_share_taken_by_others": stolen_share(),
         "rows": list(rows),
         "goals": [{**asdict(goal), "met": goal.met} for goal in goals],
         "not_measured": list(not_measured),
@@ -55,6 +59,13 @@ def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_me
     for goal in goals:
         verdict = "met" if goal.met else "NOT met"
         print(f"{goal.name}: {goal.value:.4g} {goal.unit} (goal: {goal.direction} {goal.bound:.4g}) {verdict}")
+
+
+def stolen_share() -> float:
+    """Share of this machine's CPU time since this process began that its host gave to others (steal)."""
+    now, began = psutil.cpu_times(), _CPU_TIMES
+    spent = sum(now) - sum(began)
+    return round((getattr(now, "steal", 0.0) - getattr(began, "steal", 0.0)) / spent, 4) if spent > 0 else 0.0
 
 
 def machine() -> dict[str, str | int | list[str]]:

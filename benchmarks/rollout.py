@@ -5,31 +5,28 @@ a model of 184 M random weights that emits generated traces (`benchmarks.forced_
 lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit, and all
 methods decode them one after the other, in rotating order. Ratios are taken within a round, so that a busy
 neighbour spoils both sides. The first round warms up and counts nowhere. `--quick`: a small model, short responses,
-one round of three methods; it shows that everything runs.
+one round of three methods; it shows that everything runs. `--trained DIR`, the work directory of a quickstart: what
+each method does with a model that samples for itself (`benchmarks.rollout_trained`).
 """
 
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import psutil
 
 from benchmarks.baselines import arctic
+from benchmarks.engine_process import EngineProcess, engines
 from benchmarks.record import Goal, Row, arguments, write
 from benchmarks.rollout_engine import METHODS
+from benchmarks.rollout_trained import checkpoints, trained_goals, trained_rows
 from benchmarks.trace_generator import SIBLINGS, VOCABULARY, generate
 from benchmarks.traced_engine import write_model
 from history.traces import write_traces
-from rollout.process_env import ProcessEnv
 
 BATCHES = (1, 8, 32, 64)
 REUSE = {"87 % reuse": 0.87, "random history": 0.0}
@@ -61,61 +58,6 @@ class Size:
 
 FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=128)
 QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, batches=(1, 8))
-
-
-class EngineProcess:
-    """One method's engine; `decode` waits for its answer."""
-
-    def __init__(self, method: str, size: Size, work: Path) -> None:
-        self.method = method
-        self._log = work / f"{method}.log"
-        command = [sys.executable, "-m", "benchmarks.rollout_engine", method, f"--model={work / 'model'}"]
-        command += [f"--segments={work / 'segments'}", f"--max-model-len={size.max_model_len}"]
-        environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, f"--max-num-seqs={max(size.batches)}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        self._answer()
-
-    def decode(self, history: Path, traces: Path) -> dict[str, float]:
-        """What the engine measured."""
-        print(json.dumps({"history": str(history), "traces": str(traces)}), file=_open(self._process.stdin), flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        """End it."""
-        _open(self._process.stdin).close()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, float]:
-        line = _open(self._process.stdout).readline()
-        if not line:
-            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise SystemExit(f"the engine of {self.method!r} ended; the end of {self._log}:\n{tail}")
-        answer: dict[str, float] = json.loads(line)
-        return answer
-
-
-def _open(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
-@contextmanager
-def engines(methods: Sequence[str], size: Size, work: Path) -> Iterator[Mapping[str, EngineProcess]]:
-    """All engines, one after the other started, ended together."""
-    with ExitStack() as stack:
-        running = {}
-        for method in methods:
-            running[method] = EngineProcess(method, size, work)
-            stack.callback(running[method].close)
-        yield running
 
 
 def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: int) -> tuple[Path, Path]:
@@ -206,9 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="stock and ours always run"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
+    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, for its model's own samples")
     options = parser.parse_args(argv)
+    if options.trained is not None:
+        checkpoints(options.trained)
     size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
-    missing = ["any GPU", "acceptance and losslessness on a trained model (see tests/rollout/test_lossless.py)"]
+    missing = ["any GPU"]
+    if options.trained is None:
+        missing.append("acceptance and losslessness on a trained model: none was given with --trained")
     methods = [
         name
         for name in METHODS
@@ -219,7 +166,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.baselines.arctic`")
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
-    (options.work / "segments").mkdir()
     write_model(
         options.work / "model",
         vocabulary=VOCABULARY,
@@ -229,14 +175,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads=size.heads,
     )
     rows: list[Row] = []
-    with engines(methods, size, options.work) as running:
+
+    def keep(row: Row) -> None:
+        rows.append({**row, "load_average": psutil.getloadavg()[0]})
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
+        write(options.json, rows=rows, not_measured=missing)
+
+    longest, most = size.max_model_len, max(size.batches)
+    with engines(methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most) as running:
         for row in measure(running, size, options.work, num_rounds):
-            rows.append({**row, "load_average": psutil.getloadavg()[0]})
-            print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
-            write(options.json, rows=rows, not_measured=missing)
-    write(
-        options.json, rows=rows, goals=[] if options.quick else goals(rows, methods, size.batches), not_measured=missing
-    )
+            keep(row)
+    reached = [] if options.quick else goals(rows, methods, size.batches)
+    if options.trained is not None:
+        own = []
+        for row in trained_rows(options.trained, methods, options.work, quick=options.quick):
+            keep(row)
+            own.append(row)
+        reached += trained_goals(own)
+    write(options.json, rows=rows, goals=reached, not_measured=missing)
     return 0
 
 

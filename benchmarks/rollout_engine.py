@@ -1,7 +1,8 @@
 """The process of one engine in `benchmarks.rollout`: reads jobs from stdin, one JSON line each, answers on stdout.
 
 A job names a file of recorded responses to decode in one batch and a file of what their prompts produced
-before. The history is handed to the method before the clock starts, the way the method wants it.
+before. The history is handed to the method before the clock starts, the way the method wants it. A job with a seed is
+sampled by the model itself; only the prompts of its traces are used, and the responses are written to a file.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from history.traces import Trace, read_traces
 from history.types import PastResponse, prompt_key
 from rollout.config import EngineConfig
 from rollout.engine_spec import DraftSpec, EngineSpec
+from rollout.types import SamplingSpec
 
 MAX_DRAFT_TOKENS = 16
 METHODS = ("stock", "ngram", "suffix", "histospec_paper", "histospec_released", "ours")
@@ -50,7 +52,14 @@ def serve(method: str, spec: EngineSpec) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         remember(method, engine, list(read_traces(Path(job["history"]))), spec)
-        _say(answers, asdict(engine.decode(list(read_traces(Path(job["traces"]))))))
+        traces = list(read_traces(Path(job["traces"])))
+        if "seed" not in job:
+            _say(answers, asdict(engine.decode(traces)))
+            continue
+        sampling = SamplingSpec(temperature=job["temperature"], max_response_tokens=job["max_tokens"])
+        took, responses = engine.sample(traces, sampling, job["seed"])
+        Path(job["responses"]).write_text(json.dumps(responses), encoding="utf-8")
+        _say(answers, asdict(took))
 
 
 def _say(answers: TextIO, answer: Mapping[str, object]) -> None:
@@ -95,7 +104,9 @@ def _drafter(engine: TracedEngine) -> PeerDrafter:
     return proposer.drafter
 
 
-def engine_spec(method: str, *, model: Path, segments_dir: Path, max_model_len: int, max_num_seqs: int) -> EngineSpec:
+def engine_spec(
+    method: str, *, model: Path, segments_dir: Path, max_model_len: int, max_num_seqs: int, trained: bool
+) -> EngineSpec:
     """The product's specification of an engine; for a peer, its speculation is replaced afterwards."""
     drafts = DraftSpec(max_draft_tokens=MAX_DRAFT_TOKENS, segments_dir=str(segments_dir))
     return EngineSpec(
@@ -104,6 +115,7 @@ def engine_spec(method: str, *, model: Path, segments_dir: Path, max_model_len: 
         config=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_bytes=640 << 20),
         directory=str(model),
         max_model_len=max_model_len,
+        load_from_directory=trained,
         drafts=None if method in ("stock", "ngram", "suffix") else drafts,
     )
 
@@ -116,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--segments", type=Path, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
+    parser.add_argument("--trained", action="store_true", help="the model has weights")
     options = parser.parse_args(argv)
     if options.method == "suffix" and arctic.load(arctic.DIRECTORY) is None:
         raise SystemExit("not built: python -m benchmarks.baselines.arctic")
@@ -125,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         segments_dir=options.segments,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
+        trained=options.trained,
     )
     serve(options.method, spec)
     return 0

@@ -17,9 +17,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from benchmarks.forced_sampler import RESPONSE, ForcedSampler
 from history.traces import Trace
 from history.types import prompt_key
-from rollout.engine_config import engine_arguments
+from rollout.engine_config import end_of_sequence_ids, engine_arguments
+from rollout.engine_responses import sampling_params
 from rollout.engine_spec import EngineSpec
 from rollout.proposer import PROMPT_KEY
+from rollout.types import PromptId, SamplingSpec
 from rollout.worker import Worker
 
 Speculation = Mapping[str, object]
@@ -74,11 +76,12 @@ def start_engine(spec: EngineSpec, speculation: Speculation | None = None) -> tu
 
 
 class TracedEngine:
-    """An engine that emits what it is told to."""
+    """An engine that emits what it is told to, or samples for itself."""
 
     def __init__(self, spec: EngineSpec, speculation: Speculation | None = None) -> None:
         self.engine, self.worker = start_engine(spec, speculation)
         self._sampler = ForcedSampler(self.worker.model_runner)
+        self._directory = spec.directory
         self._num_requests = 0
 
     def decode(self, traces: Sequence[Trace]) -> Decoding:
@@ -108,8 +111,34 @@ class TracedEngine:
             num_row_forwards=self._sampler.num_row_forwards - rows_before,
         )
 
+    def sample(self, prompts: Sequence[Trace], sampling: SamplingSpec, seed: int) -> tuple[Decoding, list[list[int]]]:
+        """Have the model answer these prompts itself (their responses are not looked at), prompts included in the time.
+
+        Returns what it took and the response ids, in the order of the prompts.
+        """
+        self._sampler.responses = None
+        stop_ids = end_of_sequence_ids(self._directory)
+        names = []
+        for number, trace in enumerate(prompts):
+            parameters = sampling_params(sampling, seed + number, stop_ids, PromptId(trace.prompt_id), trace.step)
+            names.append(self._submit(trace, parameters))
+        rows_before = self._sampler.num_row_forwards
+        num_forwards, outputs, began = 0, [], time.process_time()
+        while self.engine.has_unfinished_requests():
+            outputs += self.engine.step()
+            num_forwards += 1
+        cpu_s = time.process_time() - began
+        self.engine.step()
+        emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+        took = Decoding(
+            cpu_s=cpu_s,
+            num_tokens=sum(len(ids) for ids in emitted.values()),
+            num_forwards=num_forwards,
+            num_row_forwards=self._sampler.num_row_forwards - rows_before,
+        )
+        return took, [emitted[name] for name in names]
+
     def _add(self, number: int, trace: Trace) -> str:
-        self._num_requests += 1
         parameters = SamplingParams(
             temperature=0.0,
             max_tokens=len(trace.response_ids),
@@ -118,6 +147,10 @@ class TracedEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={PROMPT_KEY: prompt_key(trace.prompt_id), RESPONSE: number},
         )
+        return self._submit(trace, parameters)
+
+    def _submit(self, trace: Trace, parameters: SamplingParams) -> str:
+        self._num_requests += 1
         prompt = {"type": "token", "prompt_token_ids": trace.prompt_ids.tolist()}
         self.engine.add_request(str(self._num_requests), prompt, parameters)
         return str(self._num_requests)

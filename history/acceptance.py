@@ -6,9 +6,10 @@ say the same so far and how many do not. Its rate is the share of such tokens th
 that the tokens before them were. Every candidate is scored against what was emitted, also those that were
 not drafted and what was cut off (shadow feedback), each token once.
 
-The product of rates along a draft is corrected by a second table, of how often drafts with such a product
-did survive that deep: it takes back what is lost by choosing the best of several estimates, and what rates
-cannot know of each other. Counts are halved when full, so both tables follow a policy that changes.
+The product of rates along a draft is corrected by a second table, of how often drafts of such a candidate and
+with such a product did survive that deep: it takes back what is lost by choosing the best of several estimates,
+and what rates cannot know of each other. Counts are halved when full, so both tables follow a policy that changes,
+and siblings that know more and more.
 """
 
 import numpy as np
@@ -25,9 +26,10 @@ _MATCHES = 12
 _AGREEMENTS = 10
 _RELATIONS = 6
 _SHAPE = (NUM_CANDIDATES, _MATCHES, _AGREEMENTS, NUM_DEPTHS, _RELATIONS)
+NUM_CORRECTIONS = NUM_CANDIDATES * NUM_DEPTHS * NUM_BINS
 NUM_CELLS = NUM_CANDIDATES * _MATCHES * _AGREEMENTS * NUM_DEPTHS * _RELATIONS
 
-_FULL = 4096.0
+_FULL = 1024.0
 _PRIOR_WEIGHT = 3.0
 _FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.7, 0.85)
 """Rate of a draft's first token, by relation to the other candidates."""
@@ -35,8 +37,8 @@ _LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.85, 0.9)
 _MINORITY_PRIOR = (0.9, 0.7, 0.6, 0.5, 0.25, 0.15)
 """Factor for places that do not agree, by bin of agreement from 4 on."""
 
-_CORRECTION_FULL = 65536.0
-_CORRECTION_WEIGHT = 100.0
+_CORRECTION_FULL = 512.0
+_CORRECTION_WEIGHT = 30.0
 
 Counts = npt.NDArray[np.float32]
 Rates = npt.NDArray[np.float32]
@@ -103,9 +105,11 @@ def survival_bin(survival: float) -> int:
 
 
 @kernel
-def score_correction(sums: Counts, corrections: Rates, depth: int, predicted: float, survived: bool) -> None:
+def score_correction(
+    sums: Counts, corrections: Rates, candidate: int, depth: int, predicted: float, survived: bool
+) -> None:
     """One more drafted token, whose product of rates was `predicted`, survived or did not."""
-    where = depth * NUM_BINS + survival_bin(predicted)
+    where = (candidate * NUM_DEPTHS + depth) * NUM_BINS + survival_bin(predicted)
     if sums[where, 1] >= _CORRECTION_FULL:
         sums[where, 0] *= 0.5
         sums[where, 1] *= 0.5
@@ -115,9 +119,9 @@ def score_correction(sums: Counts, corrections: Rates, depth: int, predicted: fl
 
 
 @kernel
-def corrected(corrections: Rates, depth: int, predicted: float, before: float) -> float:
+def corrected(corrections: Rates, candidate: int, depth: int, predicted: float, before: float) -> float:
     """Survival of a token by both tables; never more than `before`, that of the token before it."""
-    survival = predicted + corrections[depth * NUM_BINS + survival_bin(predicted)]
+    survival = predicted + corrections[(candidate * NUM_DEPTHS + depth) * NUM_BINS + survival_bin(predicted)]
     return float(min(max(survival, 0.0), before))
 
 

@@ -103,17 +103,18 @@ class Drafter:
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
         """The slot of a request that appeared.
 
         Args:
             prompt_key: what it shares its history with.
             prompt_length: tokens of its prompt.
             max_length: tokens of its prompt and of its longest response.
+            step: that it is sampled for; tells how old a past response is.
         """
         if prompt_key not in self._groups:
             most = min(max_length, self._max_model_len) - prompt_length
-            self._add_group(prompt_key, prompt_length, max(most, 0) + 2)
+            self._add_group(prompt_key, prompt_length, max(most, 0) + 2, step)
         index, group = self._groups[prompt_key]
         if not self._free_slots:
             size = len(self._state.slots)
@@ -246,13 +247,13 @@ class Drafter:
         if self._num_useless >= _PATIENCE and share > _NOTICEABLE:
             self._num_resting = min(1 << (self._num_useless - _PATIENCE), _LONGEST_REST)
 
-    def _add_group(self, prompt_key: int, prompt_length: int, region_size: int) -> None:
+    def _add_group(self, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         if not self._free_groups:
             size = len(self._state.groups)
             self._state = with_groups(self._state, size + _MORE)
             self._free_groups = list(reversed(range(size, size + _MORE)))
         index = self._free_groups.pop()
-        group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size)
+        group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size, step=step)
         self._groups[prompt_key] = index, group
         self._attach(group)
         self._state.groups[index, PROMPT_LEFT] = prompt_length

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from history.lengths import LengthEstimate
 from history.live import BUCKET, reindex
+from history.origins import origins
 from history.segment import Segment, attach_segment
 from history.slots import (
     BUCKETS,
@@ -18,8 +19,10 @@ from history.slots import (
     LIVE_TEXT,
     NUM_BUCKETS,
     NUM_FENCES,
+    NUM_RESPONSES,
     NUM_TOKENS,
     ORDER,
+    RESPONSES,
     REST_POINTS,
     TOKENS,
     Doubles,
@@ -37,8 +40,9 @@ Numbers = npt.NDArray[np.int32]
 class DraftGroup:
     """Requests of one prompt. `add_region`, `attach` and `spread` mutate; afterwards the row must be written."""
 
-    def __init__(self, *, prompt_key: int, prompt_length: int, region_size: int) -> None:
+    def __init__(self, *, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         self.prompt_key = prompt_key
+        self._step = step
         self.segment: Segment | None = None
         self.num_open = 0
         """Requests that are running."""
@@ -46,6 +50,7 @@ class DraftGroup:
         self._num_used = prompt_length + 2
         self._text: Numbers = np.full(self._num_used + _FIRST_REGIONS * region_size, SEPARATOR, dtype=np.int32)
         self._buckets: Numbers = np.full((_FIRST_BUCKETS, BUCKET), -1, dtype=np.int32)
+        self._responses: Numbers = np.zeros(0, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -68,12 +73,14 @@ class DraftGroup:
         if segment is None:
             return False
         self.segment = segment
+        found = origins(segment.steps.tolist(), segment.rewards.tolist(), self._step)
+        self._responses = np.concatenate([segment.starts, found])
         return True
 
     def spread(self) -> None:
         """Index the living text in more buckets."""
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
-        reindex(self._text, self._buckets, self._num_used)
+        reindex(self._text, self._buckets, self._num_used, self.segment is None)
 
     def remaining(self) -> Doubles:
         """Expected remaining tokens of a response over an even grid, and the grid's step, as in the state."""
@@ -93,4 +100,5 @@ class DraftGroup:
         if self.segment is not None:
             row[TOKENS], row[ORDER] = self.segment.tokens.ctypes.data, self.segment.order.ctypes.data
             row[FENCES], row[NUM_FENCES] = self.segment.fences.ctypes.data, len(self.segment.fences)
+            row[RESPONSES], row[NUM_RESPONSES] = self._responses.ctypes.data, len(self.segment.starts)
             row[NUM_TOKENS] = len(self.segment.tokens)

@@ -3,6 +3,7 @@
 from history.acceptance import depth_bin, score, score_correction, survival_bin
 from history.kernel import borrowed, int32s_at, kernel
 from history.live import BUCKET, append
+from history.origins import score_origin
 from history.slots import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -84,7 +85,9 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
         if seen == 0:
             seen = state.slots[slot, PROMPT_LENGTH]
         elif length > seen:
-            _score(state, slot, text, seen, length)
+            for candidate in _CANDIDATES:
+                state.leads[candidate] = _lead(state, slot, candidate, text, seen, length)
+            _score(state, slot, length - seen)
             _move_cursor(state, slot, text, seen, length)
         if length > seen:
             _extend_live(state, slot, text, seen, length)
@@ -103,24 +106,28 @@ def _lead(state: DraftState, slot: int, candidate: int, text: TokenIds, start: i
 
 
 @kernel
-def _score(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
+def _score(state: DraftState, slot: int, num_emitted: int) -> None:
     sums = state.sums
     for candidate in _CANDIDATES:
-        lead = _lead(state, slot, candidate, text, start, stop)
-        for k in range(lead):
-            score(state.counts, state.rates, state.cells[slot, candidate, k], True)
-        if lead < min(state.lengths[slot, candidate], stop - start):
-            score(state.counts, state.rates, state.cells[slot, candidate, lead], False)
+        lead, rejection = state.leads[candidate], 0.0
+        num_known = min(lead + 1, state.lengths[slot, candidate], num_emitted)
+        for k in range(num_known):
+            where = state.cells[slot, candidate, k]
+            rejection += 1.0 - state.rates[where]
+            score(state.counts, state.rates, where, k < lead)
+        if num_known > 0:
+            origin = state.origins[slot, candidate]
+            score_origin(state.origin_sums, state.origin_scales, origin, rejection, num_known > lead)
     chosen, drafted = state.slots[slot, CHOSEN], state.slots[slot, DRAFTED]
     if chosen < 0:
         return
-    lead = _lead(state, slot, chosen, text, start, stop)
+    lead = state.leads[chosen]
     # The token behind the drafted ones is known as well; further ones only if an earlier one was wrong, which
     # would be a biased sample.
     known = min(state.lengths[slot, chosen], drafted + 1)
-    for k in range(known if lead < stop - start else min(known, lead)):
+    for k in range(known if lead < num_emitted else min(known, lead)):
         product, survival, survived = state.products[slot, k], state.survivals[slot, k], k < lead
-        score_correction(state.correction_sums, state.corrections, depth_bin(k), product, survived)
+        score_correction(state.correction_sums, state.corrections, chosen, depth_bin(k), product, survived)
         where = survival_bin(survival)
         sums[COUNTED + where] += 1
         sums[PREDICTED + where] += survival
@@ -138,9 +145,8 @@ def _move_cursor(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     columns = state.slots[slot]
     best, lead = -1, 0
     for candidate in _CANDIDATES:
-        this = _lead(state, slot, candidate, text, start, stop)
-        if this > lead:
-            best, lead = candidate, this
+        if state.leads[candidate] > lead:
+            best, lead = candidate, state.leads[candidate]
     if best < 0 and columns[CURSOR_TEXT] == NOWHERE:
         for candidate in (HISTORY, LIVE):
             if best < 0 and state.lengths[slot, candidate] > 0 and state.strengths[slot, candidate] >= _STRONG:
@@ -185,12 +191,13 @@ def _extend_live(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
     buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
+    alone = group[NUM_TOKENS] == 0
     if group[PROMPT_LEFT] > 0:
-        append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]))
+        append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]), alone)
         group[NUM_LIVE] += group[PROMPT_LEFT]
         group[PROMPT_LEFT] = 0
     stop = min(stop, start + columns[LIVE_STOP] - columns[LIVE_END])
-    columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop)
+    columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop, alone)
     group[NUM_LIVE] += max(stop - start, 0)
     if group[NUM_LIVE] > 2 * group[NUM_BUCKETS]:
         state.sums[CROWDED] += 1

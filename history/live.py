@@ -2,8 +2,8 @@
 
 One int32 array holds regions, each behind a `SEPARATOR` and followed by one: first the prompt, then a region
 for every request of the group, as long as its longest response. `buckets` [a power of two, 4] holds the
-newest four positions of each context of three tokens, by its hash. Different contexts may share a
-bucket; a reader compares.
+newest four positions of each context of three tokens, by its hash, and, where a prompt has no history, of each
+single token. Different contexts may share a bucket; a reader compares.
 
 Invariants: a position is in a bucket only if something stands behind it; what is not written yet is separators.
 Mutating: `append`, `reindex`.
@@ -20,26 +20,32 @@ from history.types import TokenIds
 BUCKET = 4
 """Positions kept of one context."""
 
+_ALONE = SEPARATOR - 1
+"""In the place of the tokens before one that stands for itself."""
+
 Numbers = npt.NDArray[np.int32]
 
 
 @kernel
-def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int) -> int:
-    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end."""
+def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int, alone: bool) -> int:
+    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end.
+
+    `alone`: by single tokens too.
+    """
     for i in range(start, stop):
         live[end] = text[i]
         if live[end - 1] >= 0:
-            _remember(live, buckets, end - 1)
+            _remember(live, buckets, end - 1, alone)
         end += 1
     return end
 
 
 @kernel
-def reindex(live: TokenIds, buckets: Numbers, num_used: int) -> None:
+def reindex(live: TokenIds, buckets: Numbers, num_used: int, alone: bool) -> None:
     """Index a whole text again, into other (empty) buckets."""
     for position in range(1, num_used - 1):
         if live[position] >= 0 and live[position + 1] >= 0:
-            _remember(live, buckets, position)
+            _remember(live, buckets, position, alone)
 
 
 @kernel
@@ -52,13 +58,25 @@ def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
 
 @kernel
 def newest_places(
-    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, places: TokenIds
+    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, alone: bool, places: TokenIds
 ) -> tuple[int, int]:
     """The positions behind the longest match of the context of `last` that the bucket knows, newest first.
 
-    Returns how many and how many tokens match; fewer than three (two at the beginning of a response) is none.
+    If it knows none of three tokens (two at the beginning of a response), with `alone` those behind the newest token.
+    Returns how many and how many tokens match.
     """
-    best, count = min(limit + 1, 3), 0
+    count, best = _matching(live, buckets, bucket, text, last, limit, min(limit + 1, 3), places)
+    if count == 0 and alone:
+        bucket = _hash(text[last], _ALONE, _ALONE) & (len(buckets) - 1)
+        count, best = _matching(live, buckets, bucket, text, last, limit, 1, places)
+    return count, best
+
+
+@kernel
+def _matching(
+    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, least: int, places: TokenIds
+) -> tuple[int, int]:
+    best, count = least, 0
     for i in range(BUCKET):
         position = buckets[bucket, i]
         if position < 0:
@@ -73,10 +91,16 @@ def newest_places(
 
 
 @kernel
-def _remember(live: TokenIds, buckets: Numbers, position: int) -> None:
+def _remember(live: TokenIds, buckets: Numbers, position: int, alone: bool) -> None:
     second = live[position - 1]
     third = live[position - 2] if second >= 0 else SEPARATOR
-    bucket = _hash(live[position], second, third) & (len(buckets) - 1)
+    _push(buckets, _hash(live[position], second, third) & (len(buckets) - 1), position)
+    if alone:
+        _push(buckets, _hash(live[position], _ALONE, _ALONE) & (len(buckets) - 1), position)
+
+
+@kernel
+def _push(buckets: Numbers, bucket: int, position: int) -> None:
     for i in range(BUCKET - 1, 0, -1):
         buckets[bucket, i] = buckets[bucket, i - 1]
     buckets[bucket, 0] = position

@@ -85,6 +85,8 @@ def best_places(
     for i in range(begin, end):
         position = order[i]
         equal = num_equal(tokens, position, text, last, limit)
+        if equal < best and count > 0:
+            break  # contexts are sorted: what matches less stands on both sides of what matches most
         if equal > best:
             best, count = equal, 0
         if equal == best and count < len(places):

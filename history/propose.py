@@ -12,6 +12,7 @@ from history.kernel import borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
 from history.live import BUCKET, bucket_of, newest_places
 from history.match import WINDOW, best_places, follow, narrowed, window
+from history.origins import LIVING, origin_at, scaled
 from history.slots import (
     BUCKETS,
     CHOSEN,
@@ -30,9 +31,11 @@ from history.slots import (
     NOWHERE,
     NUM_BUCKETS,
     NUM_FENCES,
+    NUM_RESPONSES,
     NUM_TOKENS,
     ORDER,
     PROMPT_LENGTH,
+    RESPONSES,
     STICKY,
     STRENGTH,
     TOKENS,
@@ -94,7 +97,7 @@ def propose(
         available[row] = min(state.lengths[slot, chosen], rooms[row])
         for k in range(state.lengths[slot, chosen]):
             product = state.candidate_products[chosen, k]
-            survival = corrected(state.corrections, depth_bin(k), product, survival)
+            survival = corrected(state.corrections, chosen, depth_bin(k), product, survival)
             state.products[slot, k] = product
             state.survivals[slot, k] = survivals[row, k] = survival
             drafts[row, k] = state.chains[slot, chosen, k]
@@ -110,6 +113,7 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
     if size > 0:
         fences = int64s_at(state.groups[group, FENCES], state.groups[group, NUM_FENCES])
         begin, end = window(fences, size, text, length - 1, limit)
+        prefetch(state.groups[group, RESPONSES])
         address = state.groups[group, ORDER]
         for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), _LINE):
             prefetch(line)
@@ -169,7 +173,8 @@ def _find_candidates(
         elif candidate == LIVE:
             if bucket >= 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-                count, strength = newest_places(live, buckets, bucket, text, last, limit, places)
+                alone = group[NUM_TOKENS] == 0
+                count, strength = newest_places(live, buckets, bucket, text, last, limit, alone, places)
         elif cursor_text != NOWHERE:
             tokens = cursor_tokens(state, slot)
             strength, places[0] = columns[STRENGTH], cursor
@@ -198,7 +203,7 @@ def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
 @kernel
 def _judge(state: DraftState, slot: int, room: int) -> int:
     """Products of rates along every candidate; the one with most expected tokens (-1: none)."""
-    votes, common = state.votes, state.common
+    votes, common, others = state.votes, state.common, state.leads
     best, chosen = 0.0, -1
     for candidate in range(NUM_CANDIDATES):
         for other in range(candidate):
@@ -207,19 +212,25 @@ def _judge(state: DraftState, slot: int, room: int) -> int:
         length = state.lengths[slot, candidate]
         if length == 0:
             continue
+        num_others = 0
+        for other in range(NUM_CANDIDATES):
+            if common[candidate, other] >= 0:
+                others[num_others] = common[candidate, other]
+                num_others += 1
         match = match_bin(state.strengths[slot, candidate])
-        expected, product = 0.0, 1.0
+        origin = _origin(state, slot, candidate)
+        state.origins[slot, candidate] = origin
+        expected, product, scale = 0.0, 1.0, state.origin_scales[origin]
         for k in range(length):
-            num_same, num_other = 0, 0
-            for other in range(NUM_CANDIDATES):
-                num_same += common[candidate, other] > k
-                num_other += 0 <= common[candidate, other] <= k
+            num_same = 0
+            for other in range(num_others):
+                num_same += others[other] > k
             agreement = state.kinds[candidate]
             if candidate < STICKY:
                 agreement = agreement_bin(votes[candidate, k, 0], votes[candidate, k, 1])
-            where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_other))
+            where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_others - num_same))
             state.cells[slot, candidate, k] = where
-            product *= state.rates[where]
+            product *= scaled(state.rates[where], scale)
             state.candidate_products[candidate, k] = product
             if k < room:
                 expected += product
@@ -229,6 +240,17 @@ def _judge(state: DraftState, slot: int, room: int) -> int:
         if expected > best:
             best, chosen = expected, candidate
     return chosen
+
+
+@kernel
+def _origin(state: DraftState, slot: int, candidate: int) -> int:
+    """Where a candidate's chain comes from."""
+    text = state.slots[slot, CURSOR_TEXT]
+    if candidate == LIVE or (candidate >= STICKY and text != IN_HISTORY):
+        return LIVING
+    group = state.slots[slot, GROUP]
+    responses = int32s_at(state.groups[group, RESPONSES], 2 * state.groups[group, NUM_RESPONSES])
+    return origin_at(responses, state.anchors[slot, candidate])
 
 
 @kernel

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_DEPTHS, fresh_counts
+from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_CORRECTIONS, fresh_counts
 from history.kernel import borrowed, kernel
+from history.origins import NUM_ORIGINS
 from history.types import TokenIds
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -32,9 +33,11 @@ NUM_SLOT_COLUMNS = 12
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
 LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
+RESPONSES, NUM_RESPONSES = 11, 12
 """Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; how many
-tokens of the prompt are still to be taken into it, and how many tokens it has."""
-NUM_GROUP_COLUMNS = 11
+tokens of the prompt are still to be taken into it, and how many tokens it has. RESPONSES: where each response of
+the segment starts, then the origin of each."""
+NUM_GROUP_COLUMNS = 13
 
 MAX_PLACES = 8
 """Places of a match that are followed together."""
@@ -67,6 +70,8 @@ class DraftState(NamedTuple):
     """[S, C]: position of each chain's first token in its text."""
     strengths: TokenIds
     """[S, C]: tokens of context that matched."""
+    origins: TokenIds
+    """[S, C]: where each chain comes from (`history.origins`)."""
     products: Floats
     """[S, K]: product of rates of the chosen chain."""
     survivals: Floats
@@ -81,9 +86,13 @@ class DraftState(NamedTuple):
     rates: Floats
     """[cells]"""
     correction_sums: Floats
-    """[NUM_DEPTHS * NUM_BINS, 2]"""
+    """[NUM_CORRECTIONS, 2]"""
     corrections: Floats
-    """[NUM_DEPTHS * NUM_BINS]"""
+    """[NUM_CORRECTIONS]"""
+    origin_sums: Floats
+    """[NUM_ORIGINS, 2]"""
+    origin_scales: Floats
+    """[NUM_ORIGINS]"""
     sums: Doubles
     """[NUM_SUMS]"""
     places: TokenIds
@@ -92,6 +101,8 @@ class DraftState(NamedTuple):
     """[C, K, 2]: how many places said a chain's token, of how many."""
     kinds: Longs
     """[C]: what the cursor went through, in the place of agreement."""
+    leads: Longs
+    """[C]: how many tokens of each chain, from the first on, were emitted."""
     common: Longs
     """[C, C]: how many tokens two chains begin with alike; -1: nothing to compare."""
     candidate_products: Floats
@@ -108,6 +119,7 @@ def borrowed_state(state: DraftState) -> DraftState:
         lengths=borrowed(state.lengths),
         anchors=borrowed(state.anchors),
         strengths=borrowed(state.strengths),
+        origins=borrowed(state.origins),
         products=borrowed(state.products),
         survivals=borrowed(state.survivals),
         groups=borrowed(state.groups),
@@ -116,10 +128,13 @@ def borrowed_state(state: DraftState) -> DraftState:
         rates=borrowed(state.rates),
         correction_sums=borrowed(state.correction_sums),
         corrections=borrowed(state.corrections),
+        origin_sums=borrowed(state.origin_sums),
+        origin_scales=borrowed(state.origin_scales),
         sums=borrowed(state.sums),
         places=borrowed(state.places),
         votes=borrowed(state.votes),
         kinds=borrowed(state.kinds),
+        leads=borrowed(state.leads),
         common=borrowed(state.common),
         candidate_products=borrowed(state.candidate_products),
     )
@@ -135,18 +150,22 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         anchors=np.zeros((0, NUM_CANDIDATES), dtype=np.int64),
         strengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        origins=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         products=np.zeros((0, max_draft_tokens), dtype=np.float32),
         survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
         groups=np.zeros((0, NUM_GROUP_COLUMNS), dtype=np.int64),
         remaining=np.zeros((0, REST_POINTS + 1)),
         counts=counts,
         rates=counts[:, 0] / counts[:, 1],
-        correction_sums=np.zeros((NUM_DEPTHS * NUM_BINS, 2), dtype=np.float32),
-        corrections=np.zeros(NUM_DEPTHS * NUM_BINS, dtype=np.float32),
+        correction_sums=np.zeros((NUM_CORRECTIONS, 2), dtype=np.float32),
+        corrections=np.zeros(NUM_CORRECTIONS, dtype=np.float32),
+        origin_sums=np.zeros((NUM_ORIGINS, 2), dtype=np.float32),
+        origin_scales=np.ones(NUM_ORIGINS, dtype=np.float32),
         sums=np.zeros(NUM_SUMS),
         places=np.zeros(MAX_PLACES, dtype=np.int32),
         votes=np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
         kinds=np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        leads=np.zeros(NUM_CANDIDATES, dtype=np.int64),
         common=np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64),
         candidate_products=np.zeros((NUM_CANDIDATES, max_draft_tokens), dtype=np.float32),
     )
@@ -161,6 +180,7 @@ def with_slots(state: DraftState, num_slots: int) -> DraftState:
         lengths=_grown(state.lengths, num_slots),
         anchors=_grown(state.anchors, num_slots),
         strengths=_grown(state.strengths, num_slots),
+        origins=_grown(state.origins, num_slots),
         products=_grown(state.products, num_slots),
         survivals=_grown(state.survivals, num_slots),
     )

@@ -152,7 +152,7 @@ class Engine:
         queue = await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
             {"type": "token", "prompt_token_ids": [int(token) for token in group.prompt.token_ids]},
-            sampling_params(group.sampling, seed, self._stop_ids, group.prompt.prompt_id),
+            sampling_params(group.sampling, seed, self._stop_ids, group.prompt.prompt_id, group.step),
         )
         response = Response(group_id=group.group_id, queue=queue)
         self._ledger.add(response)

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from history.types import prompt_key
-from rollout.proposer import PROMPT_KEY
+from rollout.proposer import PROMPT_KEY, STEP
 from rollout.types import (
     FinishReason,
     GroupColumns,
@@ -59,7 +59,7 @@ class Finished:
 
 
 def sampling_params(
-    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId
+    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId, step: int
 ) -> SamplingParams:
     """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
     return SamplingParams(
@@ -73,7 +73,7 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={PROMPT_KEY: prompt_key(prompt_id)},
+        extra_args={PROMPT_KEY: prompt_key(prompt_id), STEP: step},
     )
 
 

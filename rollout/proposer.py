@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROMPT_KEY = "prompt_key"
 """Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
+STEP = "step"
+"""Where it carries the step that it is sampled for."""
 
 _WARM_UPS = 12
 """Forwards after which a drafter has done everything once; it only watches the first ones."""
@@ -163,11 +165,16 @@ class HistoryProposer:
     def _request(self, request_id: str) -> _Request:
         if request_id not in self._requests:
             state = self._runner.requests[request_id]
-            key = (state.sampling_params.extra_args or {}).get(PROMPT_KEY)
-            if key is None:
+            extra = state.sampling_params.extra_args or {}
+            if PROMPT_KEY not in extra:
                 return _Request(slot=-1, limit=0)
             limit = min(state.num_prompt_tokens + state.sampling_params.max_tokens, self._runner.max_model_len)
             assert self._drafter is not None
-            slot = self._drafter.open(prompt_key=key, prompt_length=state.num_prompt_tokens, max_length=limit)
+            slot = self._drafter.open(
+                prompt_key=extra[PROMPT_KEY],
+                prompt_length=state.num_prompt_tokens,
+                max_length=limit,
+                step=extra.get(STEP, 0),
+            )
             self._requests[request_id] = _Request(slot=slot, limit=limit)
         return self._requests[request_id]

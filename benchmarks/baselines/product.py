@@ -57,7 +57,8 @@ class Product:
     def open(self, trace: Trace, max_length: int) -> int:
         """As vLLM's proposer does."""
         key = prompt_key(trace.prompt_id)
-        return self._drafter.open(prompt_key=key, prompt_length=len(trace.prompt_ids), max_length=max_length)
+        length = len(trace.prompt_ids)
+        return self._drafter.open(prompt_key=key, prompt_length=length, max_length=max_length, step=trace.step)
 
     def close(self, slot: int) -> None:
         """As vLLM's proposer does."""

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine_process import EngineProcess
 from benchmarks.forced_sampler import RESPONSE, ForcedSampler
-from benchmarks.rollout import QUICK, EngineProcess, goals, lower_bound, ratios, write_cell
+from benchmarks.rollout import QUICK, goals, lower_bound, ratios, write_cell
 from benchmarks.trace_generator import VOCABULARY
 from benchmarks.traced_engine import write_model
 from history.traces import read_traces
@@ -76,7 +77,6 @@ def test_the_recorded_token_has_the_largest_logit_at_every_position() -> None:
 
 
 def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tmp_path: Path) -> None:
-    (tmp_path / "segments").mkdir()
     write_model(
         tmp_path / "model",
         vocabulary=VOCABULARY,
@@ -85,12 +85,20 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         intermediate=QUICK.intermediate,
         heads=QUICK.heads,
     )
-    engine = EngineProcess("ours", QUICK, tmp_path)
+    engine = EngineProcess(
+        "ours", tmp_path / "model", tmp_path, max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches)
+    )
     try:
         for seed in range(3):  # what a forward costs is learned on the way
             found = engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
+        history, prompts = write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=3)
+        first, second = (engine.sample(history, prompts, temperature=0.0, seed=seed, max_tokens=20) for seed in (1, 2))
     finally:
         engine.close()
     traces = list(read_traces(tmp_path / "2.jsonl"))
     assert found["num_tokens"] == pytest.approx(sum(len(trace.response_ids) for trace in traces), abs=4 * len(traces))
     assert found["num_tokens"] > 1.5 * found["num_row_forwards"]
+    (took, responses), (_, again) = first, second
+    assert responses == again
+    assert [len(response) for response in responses] == [20] * 8
+    assert took["num_tokens"] == 160

@@ -1,9 +1,9 @@
 import numpy as np
 
 from history.acceptance import (
-    NUM_BINS,
     NUM_CANDIDATES,
     NUM_CELLS,
+    NUM_CORRECTIONS,
     NUM_DEPTHS,
     agreement_bin,
     cell,
@@ -56,14 +56,14 @@ def test_a_rate_goes_to_the_share_accepted_and_follows_a_change() -> None:
 
 
 def test_the_correction_takes_back_a_biased_prediction_and_survival_never_rises() -> None:
-    sums = np.zeros((NUM_DEPTHS * NUM_BINS, 2), dtype=np.float32)
-    corrections = np.zeros(NUM_DEPTHS * NUM_BINS, dtype=np.float32)
+    sums = np.zeros((NUM_CORRECTIONS, 2), dtype=np.float32)
+    corrections = np.zeros(NUM_CORRECTIONS, dtype=np.float32)
     generator = np.random.default_rng(1)
     for survived in generator.random(20_000) < 0.6:
-        score_correction(sums, corrections, 2, 0.72, bool(survived))
-    assert abs(corrected(corrections, 2, 0.72, 1.0) - 0.6) < 0.02
+        score_correction(sums, corrections, 1, 2, 0.72, bool(survived))
+    assert abs(corrected(corrections, 1, 2, 0.72, 1.0) - 0.6) < 0.02
     assert (
-        corrected(corrections, 3, 0.72, 1.0) == np.float32(0.72)
-        or abs(corrected(corrections, 3, 0.72, 1.0) - 0.72) < 1e-6
+        corrected(corrections, 1, 3, 0.72, 1.0) == np.float32(0.72)
+        or abs(corrected(corrections, 1, 3, 0.72, 1.0) - 0.72) < 1e-6
     )
-    assert corrected(corrections, 2, 0.72, 0.4) == 0.4
+    assert corrected(corrections, 1, 2, 0.72, 0.4) == 0.4

@@ -120,7 +120,7 @@ def engine(root: Path, kind: Kind, *, max_num_seqs: int = 64, drafts: DraftSpec 
 def emit(llm, orders: list[Order]) -> Emitted:
     from rollout.engine_responses import sampling_params
 
-    params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id)) for o in orders]
+    params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id), 0) for o in orders]
     found = llm.generate([{"prompt_token_ids": o.prompt} for o in orders], params, use_tqdm=False)
     (stats, *_) = llm.collective_rpc("draft_stats")
     return Emitted(

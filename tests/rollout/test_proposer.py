@@ -67,7 +67,7 @@ class Batch:
         self.num_forwards += 1
 
     def knows(self, name: str, *, prompt: int = 10, limit: int = 50, keyed: bool = True) -> None:
-        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name))
+        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name), 0)
         params.extra_args = params.extra_args if keyed else None
         self.runner.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
 

@@ -1,0 +1,153 @@
+"""The example over several epochs, with drafts from history and without: fewer forwards, the same learning.
+
+`python -m benchmarks.history_example --json OUT [--seeds 3] [--warm DIR] [--quick]`: the prompts of the example are cut
+down to five steps' worth, so that they come back three times, and every seed is run twice from one warm start. DIR
+is the work directory of a quickstart (`data/`, `warm/`); without it one is made first, which takes six minutes. Each
+run takes about five. With seeds S the order is on, off, off, on, ...: what drifts on the machine meets both alike.
+
+Rows: one per run and epoch. Speed on a CPU with this small model shows the mechanics, not the gain (that is
+`benchmarks.rollout`).
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.process_tree import watch
+from benchmarks.record import Goal, Row, arguments, write
+from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
+from launcher.environment import source_commit
+
+STEPS_PER_EPOCH = 5
+NUM_STEPS = 20
+PROMPTS_PER_STEP = 64
+QUICK_STEPS_PER_EPOCH, QUICK_STEPS, QUICK_PROMPTS = 1, 2, 8
+QUICK_KEYS = (f"algorithm.prompts_per_step={QUICK_PROMPTS}", f"evaluation.sets.{HELD_OUT}.limit=32")
+QUICK_WARM_STEPS = 40
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it; raises SystemExit if a command fails."""
+    parser = arguments("The example with and without drafts from history, over seeds.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/history_example"))
+    options = parser.parse_args(argv)
+    warm = options.warm or _warm_start(options.work / "warm", quick=options.quick)
+    rows: list[Row] = []
+    for seed in range(1, 1 + (1 if options.quick else options.seeds)):
+        for drafts in (True, False) if seed % 2 else (False, True):
+            rows += run(warm, options.work, seed=seed, drafts=drafts, quick=options.quick)
+            write(options.json, rows=rows, not_measured=["any GPU"])
+    if not options.quick:
+        write(options.json, rows=rows, goals=goals(rows), not_measured=["any GPU"])
+    return 0
+
+
+def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False) -> Iterator[Row]:
+    """Rows of one run, an epoch each."""
+    num_steps, of_epoch = (QUICK_STEPS, QUICK_STEPS_PER_EPOCH) if quick else (NUM_STEPS, STEPS_PER_EPOCH)
+    run_dir = work / f"seed-{seed}-{'history' if drafts else 'stock'}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    few = work / "few.jsonl"
+    prompts = (warm / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    few.write_text("".join(prompts[: of_epoch * (QUICK_PROMPTS if quick else PROMPTS_PER_STEP)]), encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
+        *(f"run_dir={run_dir}", f"data.train.0.path={few}", f"seed={seed}", f"history.drafts={str(drafts).lower()}"),
+        *(f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", f"num_steps={num_steps}"),
+        *(QUICK_KEYS if quick else ()),
+    ]
+    log = run_dir.with_suffix(".log")
+    code, _, _ = watch(command, log=log)
+    if code:
+        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    before, after = held_out_accuracy(run_dir)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for first in range(0, num_steps, of_epoch):
+        epoch = metrics[first : first + of_epoch]
+        row: dict[str, str | int | float | bool] = {
+            "seed": seed,
+            "drafts": drafts,
+            "epoch": first // of_epoch,
+            "commit": source_commit(),
+            "reward": statistics.fmean(row["reward/mean"] for row in epoch),
+            "response_tokens": statistics.fmean(row["response_length/mean"] for row in epoch),
+            "rollout_s": statistics.fmean(row["timing_s/rollout"] for row in epoch),
+            "k3": statistics.fmean(row["rollout_corr/k3_kl"] for row in epoch),
+            "held_out_before": before,
+            "held_out_after": after,
+        }
+        for name in _DRAFTING if drafts else ():
+            row[name] = statistics.fmean(row[f"history/{name}"] for row in epoch if f"history/{name}" in row)
+        yield row
+
+
+_DRAFTING = (
+    "tokens_per_forward",
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "calibration_error",
+    "hit_rate",
+)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Fewer forwards a token in every later epoch than a stock engine's one; curves that differ by chance only."""
+    later = [float(row["tokens_per_forward"]) for row in rows if row["drafts"] and int(row["epoch"]) > 0]
+    found = [
+        Goal(name="tokens per forward after epoch 0", value=min(later), bound=1.02, direction="at least", unit="x")
+    ]
+    for name, column, last_only in (("reward", "reward", False), ("held-out accuracy", "held_out_after", True)):
+        gaps = _gaps(rows, column, last_only=last_only)
+        mean, error = statistics.fmean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))
+        found.append(
+            Goal(
+                name=f"{name}, mean difference in standard errors",
+                value=abs(mean) / max(error, 1e-9),
+                bound=STUDENT_95[len(gaps) - 1],
+                direction="at most",
+                unit="standard errors",
+            )
+        )
+    return found
+
+
+STUDENT_95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+"""Two-sided 95 % quantiles of Student's distribution by degrees of freedom."""
+
+
+def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
+    """Of every seed: mean over epochs with drafts minus that without."""
+    found = []
+    last = max(int(row["epoch"]) for row in rows)
+    for seed in sorted({int(row["seed"]) for row in rows}):
+        means = [
+            statistics.fmean(
+                float(row[column])
+                for row in rows
+                if row["seed"] == seed and row["drafts"] == drafts and (not last_only or row["epoch"] == last)
+            )
+            for drafts in (True, False)
+        ]
+        found.append(means[0] - means[1])
+    return found
+
+
+def _warm_start(work: Path, *, quick: bool) -> Path:
+    shutil.rmtree(work, ignore_errors=True)
+    for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():
+        if name in ("data", "model", "warm start"):
+            subprocess.run([sys.executable, *command], check=True)
+    return work
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Acceptance and losslessness of every method on a trained model that samples for itself; for `benchmarks.rollout`.
+
+For each of two checkpoints of one run, its warm start and its final policy: the stock engine samples a visit of some
+prompts, which is the history; then every method samples the next visit with other seeds, and greedily. Greedy
+responses are compared with the stock engine's: in BF16 a batch of another shape rounds differently, and so may draw
+level at a near-tie, in at most one prompt of a hundred.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine_process import EngineProcess, engines
+from benchmarks.record import Goal, Row
+from history.traces import Trace, read_traces, write_traces
+
+NUM_GROUPS, GROUP_SIZE = 32, 8
+BATCH = 64
+MAX_RESPONSE_TOKENS = 192
+MOST_DIFFERING = 0.01
+
+
+def checkpoints(work: Path) -> dict[str, Path]:
+    """The two models in the work directory of a quickstart. ValueError if there is none."""
+    found = {"warm start": work / "warm", "final policy": work / "run" / "policy"}
+    for directory in (*found.values(), work / "run" / "traces"):
+        if not directory.exists():
+            raise ValueError(f"--trained {work}: no {directory}; name the work directory of a quickstart")
+    return found
+
+
+def trained_rows(run: Path, methods: Sequence[str], work: Path, *, quick: bool = False) -> Iterator[Row]:
+    """Rows of both checkpoints."""
+    traces = list(read_traces(run / "run" / "traces" / "step-0.jsonl"))
+    prompts = list({trace.prompt_id: trace for trace in traces}.values())[: 2 if quick else NUM_GROUPS]
+    group = [_sibling(trace, number) for trace in prompts for number in range(GROUP_SIZE)]
+    longest = max(len(trace.prompt_ids) for trace in prompts) + MAX_RESPONSE_TOKENS
+    for checkpoint, model in checkpoints(run).items():
+        with engines(methods, model, work, max_model_len=longest, max_num_seqs=BATCH, trained=True) as running:
+            yield from _checkpoint_rows(checkpoint, running, group, work)
+
+
+def _checkpoint_rows(
+    checkpoint: str, running: Mapping[str, EngineProcess], group: Sequence[Trace], work: Path
+) -> Iterator[Row]:
+    files = {name: work / f"trained-{name}.jsonl" for name in ("none", "history", "group", "each")}
+    for path in files.values():
+        path.unlink(missing_ok=True)
+    write_traces(files["none"], [])
+    write_traces(files["group"], group)
+    write_traces(files["each"], [trace for trace in group if trace.sample == 0])
+    _, before = running["stock"].sample(
+        files["none"], files["group"], temperature=1.0, seed=1, max_tokens=MAX_RESPONSE_TOKENS
+    )
+    write_traces(
+        files["history"],
+        [_answered(trace, ids) for trace, ids in zip(group, before, strict=True)],
+    )
+    stock: list[list[int]] = []
+    for temperature, prompts in ((1.0, files["group"]), (0.0, files["each"])):
+        for method in running:
+            took, responses = running[method].sample(
+                files["history"], prompts, temperature=temperature, seed=1_000_001, max_tokens=MAX_RESPONSE_TOKENS
+            )
+            row: dict[str, str | int | float | bool] = {
+                "history": checkpoint,
+                "temperature": temperature,
+                "batch": BATCH,
+                "method": method,
+                **took,
+                "tokens_per_cpu_s": took["num_tokens"] / took["cpu_s"],
+                "tokens_per_row_forward": took["num_tokens"] / took["num_row_forwards"],
+            }
+            if temperature == 0.0:
+                stock = responses if method == "stock" else stock
+                row["num_responses"] = len(responses)
+                row["num_differing"] = sum(a != b for a, b in zip(stock, responses, strict=True))
+            yield row
+
+
+def trained_goals(rows: Sequence[Row]) -> list[Goal]:
+    """Drafts of ours are accepted, and change no greedy response but at near-ties."""
+    found = []
+    for row in rows:
+        if row["method"] != "ours" or "temperature" not in row:
+            continue
+        if "num_differing" in row:
+            share = float(row["num_differing"]) / float(row["num_responses"])
+            name = f"{row['history']}: greedy responses that drafts changed"
+            found.append(Goal(name=name, value=share, bound=MOST_DIFFERING, direction="at most", unit="share"))
+        else:
+            peers = [
+                float(other["tokens_per_row_forward"])
+                for other in rows
+                if other.get("temperature") == 1.0 and other["history"] == row["history"] and other["method"] != "ours"
+            ]
+            name = f"{row['history']}: tokens per forward over the best peer's, temperature 1"
+            value = float(row["tokens_per_row_forward"]) / max(peers)
+            found.append(Goal(name=name, value=value, bound=1.0, direction="at least", unit="x"))
+    return found
+
+
+def _sibling(trace: Trace, number: int) -> Trace:
+    return Trace(
+        step=1,
+        prompt_id=trace.prompt_id,
+        sample=number,
+        prompt_ids=trace.prompt_ids,
+        response_ids=np.zeros(0, dtype=np.int32),
+        reward=0.0,
+    )
+
+
+def _answered(trace: Trace, response_ids: Sequence[int]) -> Trace:
+    return Trace(
+        step=0,
+        prompt_id=trace.prompt_id,
+        sample=trace.sample,
+        prompt_ids=trace.prompt_ids,
+        response_ids=np.array(response_ids, dtype=np.int32),
+        reward=0.0,
+    )
