@@ -1,9 +1,10 @@
 """The example over several epochs, with drafts from history and without: fewer forwards, the same learning.
 
 `python -m benchmarks.history_example --json OUT [--seeds 3] [--warm DIR] [--quick]`: the prompts of the example are cut
-down to five steps' worth, so that they come back three times, and every seed is run twice from one warm start. DIR
+down to four steps' worth, so that they come back twice, and every seed is run twice from one warm start. DIR
 is the work directory of a quickstart (`data/`, `warm/`); without it one is made first, which takes six minutes. Each
-run takes about five. With seeds S the order is on, off, off, on, ...: what drifts on the machine meets both alike.
+run takes about three and a half. Over the seeds the order is on, off, off, on, ...: what drifts on the machine meets
+both alike.
 
 Rows: one per run and epoch. Speed on a CPU with this small model shows the mechanics, not the gain (that is
 `benchmarks.rollout`).
@@ -23,8 +24,8 @@ from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
 from launcher.environment import source_commit
 
-STEPS_PER_EPOCH = 5
-NUM_STEPS = 20
+STEPS_PER_EPOCH = 4
+NUM_STEPS = 12
 PROMPTS_PER_STEP = 64
 QUICK_STEPS_PER_EPOCH, QUICK_STEPS, QUICK_PROMPTS = 1, 2, 8
 QUICK_KEYS = (f"algorithm.prompts_per_step={QUICK_PROMPTS}", f"evaluation.sets.{HELD_OUT}.limit=32")

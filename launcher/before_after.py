@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollout.evaluation import EvaluationRow
 
-FORMAT_LABELS = {"bf16": "BF16", "int8": "INT8 (8-bit engine)"}
+FORMAT_LABELS = {"bf16": "BF16", "int8": "INT8 (8-bit engine)", "fp8_channel": "FP8 (8-bit engine)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 
 from launcher.config import EvalConfig, RunConfig
 from launcher.errors import judging_user_input
-from launcher.processes import START_TIMEOUT_S, Processes
+from launcher.processes import START_TIMEOUT_S, Actor, Processes, StartingEngines
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts
 from rollout.engine_spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
 from rollout.pool import EnginePool
-from rollout.types import EngineSlot
+from rollout.types import EngineSlot, Prompt
+
+EvaluationPrompts = dict[str, tuple[Prompt, ...]]
+"""Of each set, by its name."""
 
 
 def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
@@ -34,19 +37,45 @@ def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
 def evaluate_directories(
     config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress
 ) -> list[EvaluationRow]:
-    """Evaluate one directory after another; `models` maps the finished steps of its weights to the directory."""
+    """Evaluate one directory after another; `models` maps the finished steps of its weights to the directory.
+
+    They share a tokenizer, and the run has read the prompts before: engines start while both are loaded again.
+    """
     rows: list[EvaluationRow] = []
+    scorer: Actor | None = None
+    prompts: EvaluationPrompts = {}
     for step, model in models.items():
-        found = evaluate_directory(evaluation_of(config, model), running, progress, step=step)
+        evaluation = evaluation_of(config, model)
+        begun = _begin_engines(evaluation, running)
+        if scorer is None:
+            scorer, prompts = _load_prompts(evaluation, running)
+        found = _evaluate(evaluation, begun, scorer, prompts, progress, step=step)
+        running.end(begun[0].actors)
         progress.evaluation(found)
         rows += found
+    if scorer is not None:
+        running.end([scorer])
     return rows
 
 
 def evaluate_directory(
     config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
 ) -> list[EvaluationRow]:
-    """Start BF16 engines on one directory, sample and score every set, end them."""
+    """Read the prompts, start BF16 engines on one directory, sample and score every set, end them."""
+    scorer, prompts = _load_prompts(config, running)
+    begun = _begin_engines(config, running)
+    rows = _evaluate(config, begun, scorer, prompts, progress, step=step)
+    running.end([*begun[0].actors, scorer])
+    return rows
+
+
+def _load_prompts(config: EvalConfig, running: Processes) -> tuple[Actor, EvaluationPrompts]:
+    with judging_user_input():
+        scorer, _ = running.start_scorer(config.model, config.reward)
+        return scorer, load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
+
+
+def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
     slots = [
         EngineSlot(
             engine_id=number,
@@ -68,13 +97,20 @@ def evaluate_directory(
         )
         for slot in slots
     ]
-    with judging_user_input():
-        scorer, _ = running.start_scorer(config.model, config.reward)
-        prompts = load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
-    engines, starting = running.begin_engines(specs, slots)
+    return running.begin_engines(specs, slots)
+
+
+def _evaluate(
+    config: EvalConfig,
+    begun: StartingEngines,
+    scorer: Actor,
+    prompts: EvaluationPrompts,
+    progress: RunProgress,
+    *,
+    step: int,
+) -> list[EvaluationRow]:
+    engines, starting = begun
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     pool = EnginePool(engines.actors, [scorer], slots_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
-    rows = evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
-    running.end([*engines.actors, scorer])
-    return rows
+    return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))

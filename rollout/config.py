@@ -6,8 +6,8 @@ from pydantic import Field
 
 from history.config import Config
 
-Format = Literal["bf16", "int8"]
-"""Weight formats an engine can hold today; `fp8_channel` and `fp8_block` have their seats in `rollout.wire`."""
+Format = Literal["bf16", "int8", "fp8_channel"]
+"""Weight formats an engine can hold today."""
 
 
 class DatasetConfig(Config):
@@ -64,7 +64,7 @@ class EngineConfig(Config):
     """Bytes of keys and values per rank."""
     cpu_cores: int = Field(default=1, gt=0)
     """OpenMP threads per rank; CPU engines only."""
-    probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6}
+    probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6, "fp8_channel": 0.6}
     """Publishing fails if the mean absolute difference between the engine's log-probabilities of the probe prompt and
     the trainer's own (from the dequantised codes) exceeds this."""
     update_timeout_s: float = Field(default=300.0, gt=0)

@@ -25,6 +25,9 @@ from rollout.receiver import BACKEND
 WORKER = "rollout.worker.Worker"
 PROPOSER = "rollout.proposer.HistoryProposer"
 
+_FP8_GPU = 89
+"""Least compute capability, times ten, of GPUs that multiply in FP8."""
+
 OWNED = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -72,10 +75,11 @@ def quantization_config(format: Format) -> QuantizationConfig | None:
     """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing."""
     if format == "bf16":
         return None
-    number: dict[str, str | int | bool] = {"num_bits": 8, "type": "int", "symmetric": True}
+    kind, name = ("int", "int-quantized") if format == "int8" else ("float", "float-quantized")
+    number: dict[str, str | int | bool] = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": name,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
@@ -86,6 +90,20 @@ def quantization_config(format: Format) -> QuantizationConfig | None:
             }
         },
     }
+
+
+def check_device(format: Format) -> None:
+    """Refuse a format that this machine's GPUs would only decompress.
+
+    Raises:
+        ValueError: FP8 on a GPU without FP8 matrix products; INT8 is the fix.
+    """
+    if format.startswith("fp8") and current_platform.is_cuda() and not current_platform.has_device_capability(_FP8_GPU):
+        capability = current_platform.get_device_capability()
+        raise ValueError(
+            f"engine.format {format}: {current_platform.get_device_name()} (compute capability "
+            f"{capability and capability.as_version_str()}) has no FP8 matrix products, which need 8.9; use int8"
+        )
 
 
 def speculation(drafts: DraftSpec) -> dict[str, str | int]:
@@ -113,10 +131,11 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     """Build vLLM's arguments of one engine.
 
     Raises:
-        ValueError: a key of the `vllm` table is unknown or owned.
+        ValueError: a key of the `vllm` table is unknown or owned, or the device cannot multiply in the format.
     """
     config = spec.config
     check_passthrough(config.vllm)
+    check_device(config.format)
     quantization = None if spec.load_from_directory else quantization_config(config.format)
     arguments = AsyncEngineArgs(
         model=spec.directory,

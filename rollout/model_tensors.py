@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.types import WeightVersion
-from rollout.wire import TensorSpec, WeightManifest
+from rollout.wire import CODE_DTYPES, TensorSpec, WeightManifest
 
 
 def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
@@ -19,13 +19,13 @@ def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
 
     Args:
         directory: a Hugging Face model directory; only `config.json` is read.
-        format: `bf16` or `int8`.
+        format: `bf16`, or one of `rollout.wire.CODE_DTYPES`.
 
     Raises:
         ValueError: the format is unknown.
     """
-    if format not in ("bf16", "int8"):
-        raise ValueError(f"no rule says what is quantised in format {format!r}; use 'bf16' or 'int8'")
+    if format not in ("bf16", *CODE_DTYPES):
+        raise ValueError(f"no rule says what is quantised in format {format!r}; use bf16, {', '.join(CODE_DTYPES)}")
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -38,9 +38,9 @@ def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
 
 
 def _as_sent(name: str, shape: tuple[int, ...], format: str) -> tuple[TensorSpec, ...]:
-    if format == "int8" and is_quantised(name, shape):
+    if format in CODE_DTYPES and is_quantised(name, shape):
         scale = TensorSpec(name=f"{name}_scale", shape=(shape[0], 1), dtype="float32")
-        return TensorSpec(name=name, shape=shape, dtype="int8"), scale
+        return TensorSpec(name=name, shape=shape, dtype=CODE_DTYPES[format]), scale
     return (TensorSpec(name=name, shape=shape, dtype="bfloat16"),)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.weights.names import Placement
-from megatron_rl.weights.quantize import int8_codes, int8_scale, int8_values, row_amax
+from megatron_rl.weights.quantize import CHANNEL_FORMATS, row_amax
 from megatron_rl.weights.reshard import QUANTIZED_KINDS, PieceSource, ReshardPlan, Role
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -46,6 +46,8 @@ class WeightPacker:
         self._held = tuple(held)
         self._parameters = parameters
         self._tensor_group = tensor_group
+        self._format = CHANNEL_FORMATS.get(plan.format)
+        self._amax: dict[Box, torch.Tensor] = {}
         self._scales: dict[Box, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -56,16 +58,19 @@ class WeightPacker:
             ValueError: a weight is not finite; the message names its tensor.
         """
         self._scales = {}
-        quantized = [placement for placement in self._held if self._is_quantized(placement)]
+        if self._format is None:
+            return
+        quantized = [placement for placement in self._held if placement.kind in QUANTIZED_KINDS]
         amax = {_box(placement): row_amax(self._values(placement)) for placement in quantized}
         cut = [_box(placement) for placement in quantized if placement.shape[1] < placement.hf_full_shape[1]]
         if cut and self._tensor_group is not None:
             joined = torch.cat([amax[box] for box in cut])
             dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
             amax.update(zip(cut, torch.split(joined, [len(amax[box]) for box in cut]), strict=True))
+        self._amax = amax
         for box, rows in amax.items():
             try:
-                self._scales[box] = int8_scale(rows)
+                self._scales[box] = self._format.scales(rows)
             except ValueError as error:
                 raise ValueError(f"{box[0]}: {error}; the policy has diverged and is not published") from None
 
@@ -87,7 +92,7 @@ class WeightPacker:
             case Role.VALUES:
                 return self._values(source.placement).to(torch.bfloat16)
             case Role.CODES:
-                return int8_codes(self._values(source.placement), self._scales[_box(source.placement)])
+                return self._codes(source.placement)
             case Role.SCALES:
                 return self._scales[_box(source.placement)]
 
@@ -102,13 +107,13 @@ class WeightPacker:
         return published
 
     def _round_trip(self, placement: Placement) -> torch.Tensor:
-        if not self._is_quantized(placement):
+        if self._format is None or placement.kind not in QUANTIZED_KINDS:
             return self._values(placement).to(torch.bfloat16)
-        scales = self._scales[_box(placement)]
-        return int8_values(int8_codes(self._values(placement), scales), scales)
+        return self._format.values(self._codes(placement), self._scales[_box(placement)])
 
-    def _is_quantized(self, placement: Placement) -> bool:
-        return self._plan.format == "int8" and placement.kind in QUANTIZED_KINDS
+    def _codes(self, placement: Placement) -> torch.Tensor:
+        assert self._format is not None, "only 8-bit formats have codes"
+        return self._format.codes(self._values(placement), self._amax[_box(placement)])
 
     def _values(self, placement: Placement) -> torch.Tensor:
         return self._parameters[placement.megatron_name].detach()[placement.megatron_slices]

@@ -5,14 +5,18 @@ slice of the whole tensor's codes. So a row-parallel shard needs the maximum ove
 (`row_amax` is local; the caller reduces it), and nothing else.
 
 Formats: `bf16` is a cast. `int8` is symmetric per output channel (row of [N, K]), the layout of
-compressed-tensors `int-quantized`: `X.weight` int8 [N, K] and `X.weight_scale` float32 [N, 1].
+compressed-tensors `int-quantized`: `X.weight` int8 [N, K] and `X.weight_scale` float32 [N, 1]. `fp8_channel` is the
+same with e4m3 codes (`megatron_rl.weights.fp8`), the layout of `float-quantized`.
 
 Shape legend: N output channels, K inputs.
 """
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
+
+from megatron_rl.weights.fp8 import fp8_channel_codes, fp8_channel_values, fp8_scale
 
 INT8_MAX: Final = 127.0
 
@@ -42,3 +46,57 @@ def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
 def int8_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K]."""
     return codes_NK.float() * scale_N1
+
+
+class ChannelFormat(Protocol):
+    """An 8-bit format with one scale for each output channel; everything follows from the rows' largest magnitudes."""
+
+    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
+        """What travels beside the codes, float32 [N, 1]; ValueError when a magnitude is not finite."""
+
+    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
+        """Codes of a slice of rows with these magnitudes, 8 bits [N, K]."""
+
+    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+        """What the engine multiplies with, float32 [N, K]."""
+
+
+@dataclass(frozen=True)
+class Int8Channel:
+    """`int8`"""
+
+    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
+        """Magnitude over 127."""
+        return int8_scale(amax_N)
+
+    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
+        """int8"""
+        return int8_codes(weight_NK, int8_scale(amax_N))
+
+    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+        """Code times scale."""
+        return int8_values(codes_NK, scale_N1)
+
+
+@dataclass(frozen=True)
+class Fp8Channel:
+    """`fp8_channel`"""
+
+    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
+        """Inverse of what weights were multiplied by."""
+        return 1.0 / self._multiplier(amax_N)
+
+    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
+        """e4m3"""
+        return fp8_channel_codes(weight_NK, self._multiplier(amax_N))
+
+    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+        """Code times scale."""
+        return fp8_channel_values(codes_NK, scale_N1)
+
+    def _multiplier(self, amax_N: torch.Tensor) -> torch.Tensor:
+        # bfloat16's largest number in every case, so that the same values give the same codes whatever holds them
+        return fp8_scale(amax_N, power_of_two=False, dtype=torch.bfloat16).unsqueeze(1)
+
+
+CHANNEL_FORMATS: Final[dict[str, ChannelFormat]] = {"int8": Int8Channel(), "fp8_channel": Fp8Channel()}

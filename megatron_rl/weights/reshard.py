@@ -23,7 +23,7 @@ from megatron_rl.model_config import ModelSpec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
 from rollout.types import WeightVersion
-from rollout.wire import DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
+from rollout.wire import CODE_DTYPES, DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
 
 QUANTIZED_KINDS = frozenset({Kind.LINEAR})
 """What an 8-bit format quantises; everything else travels as bfloat16."""
@@ -122,14 +122,14 @@ def wire_tensors(spec: ModelSpec, format: str) -> tuple[TensorSpec, ...]:
     Raises:
         ValueError: the format is unknown.
     """
-    if format not in ("bf16", "int8"):
-        raise ValueError(f"format {format!r} cannot be published; use 'bf16' or 'int8'")
+    if format not in ("bf16", *CODE_DTYPES):
+        raise ValueError(f"format {format!r} cannot be published; use bf16, {', '.join(CODE_DTYPES)}")
     whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     kinds = {placement.hf_name: (placement.kind, placement.hf_full_shape) for placement in whole}
     tensors: list[TensorSpec] = []
     for name, (kind, shape) in kinds.items():
-        if format == "int8" and kind in QUANTIZED_KINDS:
-            tensors.append(TensorSpec(name=name, shape=shape, dtype="int8"))
+        if format in CODE_DTYPES and kind in QUANTIZED_KINDS:
+            tensors.append(TensorSpec(name=name, shape=shape, dtype=CODE_DTYPES[format]))
             tensors.append(TensorSpec(name=name + SCALE_SUFFIX, shape=(shape[0], 1), dtype="float32"))
         else:
             tensors.append(TensorSpec(name=name, shape=shape, dtype="bfloat16"))
@@ -138,7 +138,7 @@ def wire_tensors(spec: ModelSpec, format: str) -> tuple[TensorSpec, ...]:
 
 def _items(placement: Placement, tensors: tuple[TensorSpec, ...], index: dict[str, int]) -> Iterator[_Item]:
     number = index[placement.hf_name]
-    quantized = tensors[number].dtype == "int8"
+    quantized = tensors[number].dtype in CODE_DTYPES.values()
     role = Role.CODES if quantized else Role.VALUES
     yield _item(number, tensors[number], placement.hf_start, placement.shape, placement, role)
     if quantized and placement.hf_start[1] == 0:

@@ -45,7 +45,12 @@ partitions = st.builds(
 
 
 @settings(deadline=None, max_examples=60)
-@given(spec=specs, parallel=partitions, format=st.sampled_from(["bf16", "int8"]), bucket_bytes=st.integers(200, 40_000))
+@given(
+    spec=specs,
+    parallel=partitions,
+    format=st.sampled_from(["bf16", "int8", "fp8_channel"]),
+    bucket_bytes=st.integers(200, 40_000),
+)
 def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, format, bucket_bytes):
     plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False)
     plan.manifest("r", WeightVersion(0)).check()

@@ -91,7 +91,7 @@ def assembled(outcomes) -> dict[str, np.ndarray]:
     """Whole tensors from the buckets of all ranks, as raw integers or floats."""
     plan = outcomes[0][3]
     plan.manifest("test", WeightVersion(1)).check()
-    numpy_of = {"bfloat16": np.int16, "int8": np.int8, "float32": np.float32}
+    numpy_of = {"bfloat16": np.int16, "int8": np.int8, "float32": np.float32, "float8_e4m3fn": np.uint8}
     whole = {spec.name: np.zeros(spec.shape, numpy_of[spec.dtype]) for spec in plan.tensors}
     for rank, outcome in enumerate(outcomes):
         for bucket in plan.buckets_of(rank):
@@ -142,19 +142,33 @@ def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, na
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama"])
-def test_published_int8_equals_a_naive_quantiser_of_the_directory_under_every_partition(ranks, tmp_path, family):
+def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales."""
+    largest = np.abs(weight).max(axis=1, keepdims=True)
+    if format == "int8":
+        scale = largest / np.float32(127)
+        return np.clip(np.rint(weight / scale), -127, 127), scale
+    multiplier = np.float32(448) / largest
+    codes = torch.from_numpy(np.clip(weight * multiplier, -448, 448)).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).numpy(), 1 / multiplier
+
+
+@pytest.mark.parametrize(
+    ("family", "format"), [("qwen2_tied", "int8"), ("qwen3", "int8"), ("llama", "int8"), ("qwen2_tied", "fp8_channel")]
+)
+def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_partition(
+    ranks, tmp_path, family, format
+):
     algorithm = ALGORITHMS["one update"]
     tensors = load_file(save_model(family, tmp_path) / "model.safetensors")
     for parallel in [ParallelConfig(), TP2, ParallelConfig(tensor=2, pipeline=2)]:
-        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        spec = trainer_spec(tmp_path, parallel, algorithm, format=format)
         found = assembled(ranks.run(train_and_publish, spec, [], parallel=parallel))
         for name, tensor in tensors.items():
             if ".layers." in name and tensor.ndim == 2:
-                weight = tensor.float().numpy()
-                scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
-                np.testing.assert_array_equal(found.pop(name + "_scale"), scale)
-                np.testing.assert_array_equal(found.pop(name), np.clip(np.rint(weight / scale), -127, 127))
+                codes, scales = naively(tensor.float().numpy(), format)
+                np.testing.assert_array_equal(found.pop(name + "_scale"), scales)
+                np.testing.assert_array_equal(found.pop(name), codes)
             else:
                 assert np.array_equal(found.pop(name), tensor.bfloat16().view(torch.int16).numpy()), name
         assert not found

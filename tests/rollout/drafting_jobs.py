@@ -51,6 +51,9 @@ KINDS = (
     Kind("int8", "int8", "bfloat16"),
     Kind("fp32", "bf16", "float32"),
 )
+SAMPLED_KINDS = KINDS[:2]
+IN_SMALL_BATCHES = "-in-small-batches"
+SMALL_BATCH = 7
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,13 @@ def sampled_orders(temperature: float, samples: int) -> list[Order]:
     ]
 
 
-def engine(root: Path, kind: Kind, *, max_num_seqs: int = 64, drafts: DraftSpec | None = None):
+def engine(root: Path, kind: Kind, *, drafts: DraftSpec | None = None):
     """A synchronous engine of the product's own arguments; only its number format is the test's."""
     from vllm import LLM, EngineArgs
 
     from rollout.engine_config import engine_arguments
 
-    config = EngineConfig(format=kind.format, kv_cache_bytes=64 << 20, max_num_seqs=max_num_seqs)
+    config = EngineConfig(format=kind.format, kv_cache_bytes=64 << 20, max_num_seqs=64)
     spec = EngineSpec(
         engine_id=0,
         run_id="test",
@@ -117,11 +120,14 @@ def engine(root: Path, kind: Kind, *, max_num_seqs: int = 64, drafts: DraftSpec 
     return LLM(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(EngineArgs)})
 
 
-def emit(llm, orders: list[Order]) -> Emitted:
+def emit(llm, orders: list[Order], *, at_once: int) -> Emitted:
     from rollout.engine_responses import sampling_params
 
-    params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id), 0) for o in orders]
-    found = llm.generate([{"prompt_token_ids": o.prompt} for o in orders], params, use_tqdm=False)
+    found = []
+    for start in range(0, len(orders), at_once):
+        batch = orders[start : start + at_once]
+        params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id), 0) for o in batch]
+        found += llm.generate([{"prompt_token_ids": o.prompt} for o in batch], params, use_tqdm=False)
     (stats, *_) = llm.collective_rpc("draft_stats")
     return Emitted(
         tokens=[list(each.outputs[0].token_ids) for each in found],
@@ -163,24 +169,26 @@ class Jobs:
         self._originals = {name: getattr(rejection_sampler, name) for name in QUIRKS.values()}
         self._collect, gc.collect = gc.collect, lambda *args: 0  # vLLM collects eight times per engine
 
-    def run(self, name: str, orders: list[Order], kind: Kind, **engine_of) -> Emitted:
+    def run(self, orders: dict[str, list[Order]], kind: Kind, drafts: DraftSpec | None = None) -> None:
+        """One engine for some jobs one after another, each by its name."""
         from vllm.platforms import current_platform
 
-        llm = engine(self.root, kind, **engine_of)
-        self.found[name] = emit(llm, orders)
+        llm = engine(self.root, kind, drafts=drafts)
+        for name, of_job in orders.items():
+            self.found[name] = emit(
+                llm, of_job, at_once=SMALL_BATCH if name.endswith(IN_SMALL_BATCHES) else len(of_job)
+            )
         del llm
         # vLLM would register its kernels again for each engine, and cannot once numba has been imported
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         self._collect()
-        return self.found[name]
 
     def greedy(self, kind: Kind) -> None:
-        orders = greedy_orders()
-        stock = self.run(f"greedy-{kind.name}-stock", orders, kind)
-        self.run(f"greedy-{kind.name}-stock-in-small-batches", orders, kind, max_num_seqs=7)
-        segments = publish(self.root / f"history-greedy-{kind.name}", orders, stock.tokens)
+        orders, stock = greedy_orders(), f"greedy-{kind.name}-stock"
+        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": orders}, kind)
+        segments = publish(self.root / f"history-greedy-{kind.name}", orders, self.found[stock].tokens)
         drafts = DraftSpec(max_draft_tokens=8, segments_dir=segments)
-        self.run(f"greedy-{kind.name}-drafted", orders, kind, drafts=drafts)
+        self.run({f"greedy-{kind.name}-drafted": orders}, kind, drafts)
 
     def sampled(self, kind: Kind) -> None:
         from vllm.platforms import current_platform
@@ -188,18 +196,21 @@ class Jobs:
 
         from rollout import vllm_quirks
 
-        past = sampled_orders(1.0, samples=20)
-        segments = publish(self.root / "history-sampled", past, self.run("sampled-1.0-stock", past, kind).tokens)
+        past = {f"sampled-{kind.name}-{at}-stock": sampled_orders(at, samples=20) for at in TEMPERATURES}
+        self.run(past, kind)
+        (first, orders), *_ = past.items()
+        segments = publish(self.root / f"history-sampled-{kind.name}", orders, self.found[first].tokens)
         drafts = DraftSpec(max_draft_tokens=4, segments_dir=segments)
-        self.run("sampled-0.7-stock", sampled_orders(0.7, samples=20), kind)
-        for temperature in TEMPERATURES:
-            orders = sampled_orders(temperature, samples=80)
-            self.run(f"sampled-{temperature}-drafted", orders, kind, drafts=drafts)
+        self.run(
+            {f"sampled-{kind.name}-{at}-drafted": sampled_orders(at, samples=80) for at in TEMPERATURES}, kind, drafts
+        )
+        if kind is not KINDS[0]:
+            return
         for quirk, name in QUIRKS.items() if current_platform.is_cpu() else ():
             kept = getattr(vllm_quirks, quirk), getattr(rejection_sampler, name)
             setattr(vllm_quirks, quirk, lambda: None)
             setattr(rejection_sampler, name, self._originals[name])
-            self.run(f"sampled-1.0-without-{quirk}", sampled_orders(1.0, samples=80), kind, drafts=drafts)
+            self.run({f"sampled-{kind.name}-1.0-without-{quirk}": sampled_orders(1.0, samples=80)}, kind, drafts)
             setattr(vllm_quirks, quirk, kept[0])
             setattr(rejection_sampler, name, kept[1])
 
@@ -208,7 +219,8 @@ def main() -> None:
     jobs = Jobs(Path(sys.argv[1]))
     for kind in KINDS:
         jobs.greedy(kind)
-    jobs.sampled(KINDS[0])
+    for kind in SAMPLED_KINDS:
+        jobs.sampled(kind)
     Path(sys.argv[2]).write_bytes(pickle.dumps(jobs.found))
     sys.stdout.flush()
     os._exit(0)  # nothing of vLLM's is worth taking down in order

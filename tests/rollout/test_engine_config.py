@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from vllm.platforms.interface import DeviceCapability
 
+from rollout import engine_config
 from rollout.config import EngineConfig
 from rollout.engine_config import OWNED, check_passthrough, end_of_sequence_ids, engine_arguments, quantization_config
 from rollout.engine_spec import DraftSpec, EngineSpec
@@ -29,6 +31,38 @@ def test_an_engine_starts_with_dummy_weights_and_the_quantised_layout(checkpoint
     group = found.hf_overrides["quantization_config"]["config_groups"]["group_0"]
     assert group["weights"]["strategy"] == "channel" and group["input_activations"]["strategy"] == "token"
     assert found.logprobs_mode == "processed_logprobs" and found.skip_tokenizer_init
+
+
+@pytest.mark.parametrize(("capability", "refused"), [(80, True), (86, True), (89, False), (90, False)])
+def test_fp8_is_refused_where_it_would_only_be_decompressed(monkeypatch, capability, refused):
+    class Gpu:
+        def is_cuda(self) -> bool:
+            return True
+
+        def has_device_capability(self, wanted: int) -> bool:
+            return capability >= wanted
+
+        def get_device_capability(self) -> DeviceCapability:
+            return DeviceCapability(capability // 10, capability % 10)
+
+        def get_device_name(self) -> str:
+            return "NVIDIA something"
+
+    monkeypatch.setattr(engine_config, "current_platform", Gpu())
+    for format in ("bf16", "int8"):
+        engine_config.check_device(format)
+    if refused:
+        with pytest.raises(ValueError, match=rf"fp8_channel.*{capability / 10}.*use int8"):
+            engine_config.check_device("fp8_channel")
+    else:
+        engine_config.check_device("fp8_channel")
+
+
+def test_fp8_by_channel_has_the_layout_of_float_quantized_checkpoints(checkpoints):
+    found = arguments(checkpoints, format="fp8_channel").hf_overrides["quantization_config"]
+    assert found["format"] == "float-quantized"
+    group = found["config_groups"]["group_0"]
+    assert group["weights"]["type"] == group["input_activations"]["type"] == "float"
 
 
 def test_bf16_needs_no_override(checkpoints):

@@ -141,12 +141,11 @@ class Sampled:
         return np.log(np.take_along_axis(self.probabilities, self.tokens[..., None], axis=2)[..., 0])
 
 
-def sampled(answers: Answers, name: str) -> Sampled:
-    emitted = answers.emitted[f"sampled-{name}"]
-    temperature = float(name.partition("-")[0])
+def sampled(answers: Answers, kind: jobs.Kind, temperature: float, name: str) -> Sampled:
+    emitted = answers.emitted[f"sampled-{kind.name}-{temperature}-{name}"]
     tokens = np.array(emitted.tokens)
     prompts = torch.tensor([o.prompt for o in jobs.sampled_orders(temperature, samples=1)])
-    model = reference(answers.root, "bf16")
+    model = reference(answers.root, kind.format)
     found = np.empty((*tokens.shape, jobs.VOCABULARY), dtype=np.float32)
     with torch.no_grad():
         for start in range(0, len(tokens), jobs.NUM_PROMPTS):
@@ -207,10 +206,11 @@ def surprises(found: Sampled) -> dict[str, float]:
     return report
 
 
+@pytest.mark.parametrize("kind", jobs.SAMPLED_KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("temperature", jobs.TEMPERATURES)
-def test_sampled_tokens_are_distributed_as_without_drafts(answers, temperature):
-    found = sampled(answers, f"{temperature}-drafted")
-    stats = answers.emitted[f"sampled-{temperature}-drafted"].stats
+def test_sampled_tokens_are_distributed_as_without_drafts(answers, kind, temperature):
+    found = sampled(answers, kind, temperature, "drafted")
+    stats = answers.emitted[f"sampled-{kind.name}-{temperature}-drafted"].stats
     assert found.tokens.size >= 60_000
     assert 5000 < stats.num_accepted < stats.num_drafted - 5000
     report = surprises(found)
@@ -220,13 +220,14 @@ def test_sampled_tokens_are_distributed_as_without_drafts(answers, temperature):
 @pytest.mark.parametrize("quirk", jobs.QUIRKS)
 @pytest.mark.parametrize("answers", ["cpu"], indirect=True)
 def test_sampled_tokens_are_not_without_the_workaround(answers, quirk):
-    report = surprises(sampled(answers, f"1.0-without-{quirk}"))
+    report = surprises(sampled(answers, jobs.KINDS[0], 1.0, f"without-{quirk}"))
     assert max(report.values()) > UNLIKELY, report
 
 
+@pytest.mark.parametrize("kind", jobs.SAMPLED_KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("temperature", jobs.TEMPERATURES)
-def test_sampled_log_probabilities_are_teacher_forced_ones_as_nearly_as_without_drafts(answers, temperature):
-    stock, drafted = (sampled(answers, f"{temperature}-{name}") for name in ("stock", "drafted"))
+def test_sampled_log_probabilities_are_teacher_forced_ones_as_nearly_as_without_drafts(answers, kind, temperature):
+    stock, drafted = (sampled(answers, kind, temperature, name) for name in ("stock", "drafted"))
     noise, found = (np.abs(each.logprobs - each.expected_logprobs) for each in (stock, drafted))
     assert found.mean() < 1.1 * noise.mean()
     assert np.quantile(found, 0.999) < 1.2 * np.quantile(noise, 0.999)

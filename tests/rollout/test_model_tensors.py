@@ -9,7 +9,7 @@ from rollout.model_tensors import expected_tensors
 from rollout.process_env import ProcessEnv
 
 
-@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_expected_tensors_are_those_of_a_checkpoint(checkpoints, family, format):
     directory = checkpoints.path(family, "A", format)

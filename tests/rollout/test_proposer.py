@@ -67,7 +67,7 @@ class Batch:
         self.num_forwards += 1
 
     def knows(self, name: str, *, prompt: int = 10, limit: int = 50, keyed: bool = True) -> None:
-        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name), 0)
+        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name), 7)
         params.extra_args = params.extra_args if keyed else None
         self.runner.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
 
@@ -129,7 +129,7 @@ def test_a_draft_ends_where_the_response_must(batch, num_tokens, room):
 def test_a_draft_ends_where_the_engines_longest_request_does(batch):
     batch.knows("a", prompt=10, limit=500)
     assert batch.propose(a=98)["a"] == [0]
-    assert batch.drafter.opened[0] == {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100}
+    assert batch.drafter.opened[0] == {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100, "step": 7}
 
 
 def test_drafts_leave_every_row_its_place_in_the_forward(batch):

@@ -10,7 +10,14 @@ def gap(found: list, expected: list) -> float:
 
 @pytest.mark.parametrize(
     ("family", "format"),
-    [("qwen3", "bf16"), ("qwen3", "int8"), ("qwen2", "bf16"), ("qwen2", "int8"), ("llama", "int8")],
+    [
+        ("qwen3", "bf16"),
+        ("qwen3", "int8"),
+        ("qwen2", "bf16"),
+        ("qwen2", "int8"),
+        ("llama", "int8"),
+        ("qwen2", "fp8_channel"),
+    ],
 )
 def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(oracle, family, format):
     pushed = oracle.answers[f"push-{family}-ABA-{format}"]

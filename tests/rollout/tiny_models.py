@@ -55,8 +55,10 @@ def in_format(weights: dict[str, torch.Tensor], format: str) -> dict[str, torch.
     quantised: dict[str, torch.Tensor] = {}
     for name, w in weights.items():
         if ".layers." in name and w.ndim == 2:
-            scale = w.float().abs().amax(dim=1, keepdim=True) / 127
-            quantised[name] = (w.float() / scale).round().clamp(-127, 127).to(torch.int8)
+            largest = 127 if format == "int8" else 448
+            scale = w.float().abs().amax(dim=1, keepdim=True) / largest
+            codes = (w.float() / scale).clamp(-largest, largest)
+            quantised[name] = codes.round().to(torch.int8) if format == "int8" else codes.to(torch.float8_e4m3fn)
             quantised[name + "_scale"] = scale
         else:
             quantised[name] = w
@@ -68,11 +70,11 @@ def save_checkpoint(directory: Path, family: str, tensors: dict[str, torch.Tenso
     directory.mkdir(parents=True)
     config = FAMILIES[family].to_dict()
     config["architectures"] = [type(FAMILIES[family]).__name__.replace("Config", "ForCausalLM")]
-    if format == "int8":
-        number = {"num_bits": 8, "type": "int", "symmetric": True}
+    if format != "bf16":
+        number = {"num_bits": 8, "type": "int" if format == "int8" else "float", "symmetric": True}
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized",
+            "format": "int-quantized" if format == "int8" else "float-quantized",
             "ignore": ["lm_head"],
             "config_groups": {
                 "group_0": {

@@ -1,0 +1,100 @@
+"""FP8 (e4m3) codes of weights, byte for byte those that Transformer Engine makes, on any device.
+
+`fp8_block`: one scale for each block of 128 x 128 weights, `X.weight` e4m3 [N, K] and `X.weight_scale_inv` float32
+[ceil(N / 128), ceil(K / 128)]. `fp8_channel`: one for each output channel, `X.weight_scale` float32 [N, 1];
+Transformer Engine has no such quantiser, so the rule of its blocks is applied to rows. A weight is its code times
+the inverse scale, which is what travels.
+
+The rule (transformer_engine 2.12, `common/recipe/recipe_common.cuh` and `quantize_transpose_square_blockwise.cu`):
+scale = 448 / amax as IEEE division; 1 where amax is 0; the largest finite number of the weights' dtype where it would
+be infinite; rounded down to a power of two if asked for; inverse = 1 / scale; code = e4m3(float(w) x scale),
+nearest even, saturating.
+
+One rule for every trainer layout, as in `quantize`: codes of a slice, given the scales of the whole tensor's blocks,
+equal the same slice of the whole tensor's codes. A slice therefore says where it begins, and a block that is
+cut by a shard's border needs the maximum over its owners first.
+
+Shape legend: N output channels, K inputs; P x Q blocks that a slice touches.
+"""
+
+from typing import Final
+
+import torch
+
+BLOCK: Final = 128
+E4M3_MAX: Final = 448.0
+_EXPONENT_BITS: Final = -(1 << 23)
+"""Sign and exponent of a float32, the mantissa cleared."""
+
+
+def block_amax(weight_NK: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """Largest magnitude in each block that a slice touches, float32 [P, Q].
+
+    Args:
+        weight_NK: the slice.
+        start: its first row and column in the whole tensor, which the blocks are counted from.
+    """
+    rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
+    above, before = start[0] % BLOCK, start[1] % BLOCK
+    below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
+    padded = torch.nn.functional.pad(weight_NK.float().abs(), (before, behind, above, below))
+    return padded.view(rows, BLOCK, columns, BLOCK).amax(dim=(1, 3))
+
+
+def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
+    """What weights with these largest magnitudes are multiplied by before the cast, float32 of the same shape.
+
+    Args:
+        amax: any shape, float32.
+        power_of_two: round scales down to powers of two, Transformer Engine's default for blocks.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: a magnitude is not finite, and no code can stand for such a weight.
+    """
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError(
+            f"{int((~torch.isfinite(amax)).sum())} of {amax.numel()} scales would be of non-finite weights"
+        )
+    # `448.0 / tensor` is a reciprocal times 448 in torch, and differs in a quarter of all values
+    scale = torch.full_like(amax, E4M3_MAX) / amax
+    scale = torch.where(amax == 0, 1.0, scale)
+    scale = torch.where(torch.isinf(scale), torch.finfo(dtype).max, scale)
+    return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32) if power_of_two else scale
+
+
+def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`."""
+    return _cast(weight_NK, _spread(scale_PQ, weight_NK.shape, start))
+
+
+def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
+    return codes_NK.float() * _spread(inverse_PQ, codes_NK.shape, start)
+
+
+def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+    """Codes of a slice whose rows have these scales: e4m3 [N, K]."""
+    return _cast(weight_NK, scale_N1)
+
+
+def fp8_channel_values(codes_NK: torch.Tensor, inverse_N1: torch.Tensor) -> torch.Tensor:
+    """What the engine multiplies with, float32 [N, K]."""
+    return codes_NK.float() * inverse_N1
+
+
+def _blocks(first: int, size: int) -> int:
+    """Blocks that `size` rows from `first` on touch."""
+    return -(-(first % BLOCK + size) // BLOCK)
+
+
+def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, int]) -> torch.Tensor:
+    """The grid's value at each place of a slice, [N, K]."""
+    rows = (torch.arange(shape[0], device=grid_PQ.device) + start[0] % BLOCK) // BLOCK
+    columns = (torch.arange(shape[1], device=grid_PQ.device) + start[1] % BLOCK) // BLOCK
+    return grid_PQ[rows][:, columns]
+
+
+def _cast(weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # in float32, and clamped: torch casts what is too large to NaN
+    return (weight_NK.float() * scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
