@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from history.kernel import kernel
 
-NUM_CANDIDATES = 4
+NUM_CANDIDATES = 5
 NUM_DEPTHS = 8
 NUM_BINS = 20
 """Of predicted survival, in the correction and in the reported calibration."""
@@ -130,6 +130,6 @@ def fresh_counts() -> Counts:
     rates = np.empty(_SHAPE)
     rates[:] = np.array(_LATER_PRIOR)
     rates[:, :, :, 0] = np.array(_FIRST_PRIOR)
-    rates[:2, :, 4:] *= np.array(_MINORITY_PRIOR)[:, None, None]
+    rates[:3, :, 4:] *= np.array(_MINORITY_PRIOR)[:, None, None]
     counts = np.stack([_PRIOR_WEIGHT * rates.reshape(-1), np.full(NUM_CELLS, _PRIOR_WEIGHT)], axis=1)
     return counts.astype(np.float32)

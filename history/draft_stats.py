@@ -6,8 +6,9 @@ Invariant: every field is a sum, so two reports add field by field and a mean is
 from dataclasses import dataclass, fields
 from typing import Any
 
-SOURCES = ("history", "live", "sticky")
-"""Where a draft came from: the frozen history, own and sibling text of this step, a cursor kept after a rejection."""
+SOURCES = ("history", "live", "shared", "sticky")
+"""Where a draft came from: the frozen history, own and sibling text of this step, what other prompts said lately, a
+cursor kept after a rejection."""
 
 CALIBRATION_BINS = 20
 """Equal bins of the predicted survival probability."""

@@ -20,6 +20,7 @@ from history.learn import absorb, tally
 from history.prices import PriceSurface
 from history.propose import propose
 from history.segment import SegmentError
+from history.shared import keep
 from history.slots import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -40,6 +41,7 @@ from history.slots import (
     PROPOSED_BY,
     REST_POINTS,
     ROWS,
+    SHARED,
     SURVIVED,
     Doubles,
     DraftState,
@@ -62,6 +64,10 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.5, 4.0
 _PATIENCE = 8
 """Forwards in a row without anything worth drafting after which the drafter rests."""
 _LONGEST_REST = 16
+_LOOKS, _SELDOM = 32, 16
+"""Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
+_LEAST_SHARED = 0.01
+"""Share of the accepted tokens that must come from there."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 
@@ -98,6 +104,8 @@ class Drafter:
         self._free_groups: list[int] = []
         self._free_slots: list[int] = []
         self._num_useless, self._num_resting = 0, 0
+        self._is_sharing, self._num_looks = True, 0
+        self._num_shared, self._num_accepted = 0.0, 0.0
         self._last_prices: tuple[float, float] | None = None
         """Of the forward under way: seconds of a plain one, and of this one."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
@@ -137,6 +145,15 @@ class Drafter:
         """The request is gone. With the last one of a prompt its living text goes, and its segment is let go."""
         index, group = self._slots.pop(slot)
         self._free_slots.append(slot)
+        row = self._state.slots[slot]
+        keep(
+            self._state.ring,
+            self._state.ring_buckets,
+            self._state.ring_end,
+            group.text,
+            int(row[LIVE_STOP]) - group.room,
+            int(row[LIVE_END]),
+        )
         group.num_open -= 1
         if group.num_open == 0:
             del self._groups[group.prompt_key]
@@ -203,7 +220,10 @@ class Drafter:
         self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
     ) -> list[list[int]]:
         state, num_rows = self._state, len(slots)
+        sums = state.sums
+        num_shared, num_accepted = sums[ACCEPTED_BY + SHARED], sums[ACCEPTED]
         absorb(state, slots, token_ids, num_tokens)
+        self._weigh_sharing(sums[ACCEPTED_BY + SHARED] - num_shared, sums[ACCEPTED] - num_accepted)
         if state.sums[CROWDED]:
             self._spread()
         drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
@@ -224,6 +244,17 @@ class Drafter:
             found.append(tokens[start:end])
             start = end
         return found
+
+    def _weigh_sharing(self, num_shared: float, num_accepted: float) -> None:
+        """Look into the ring in every forward as long as it yields something, else in few, to see whether it does."""
+        if self._state.shares[0]:
+            self._num_looks += 1
+            self._num_shared += num_shared
+            self._num_accepted += num_accepted
+        if self._num_looks >= _LOOKS:
+            self._is_sharing = self._num_shared > _LEAST_SHARED * self._num_accepted
+            self._num_looks, self._num_shared, self._num_accepted = 0, 0.0, 0.0
+        self._state.shares[0] = self._is_sharing or self._num_forwards % _SELDOM == 0
 
     def _count(self, slots: Longs, num_tokens: TokenIds) -> None:
         """Count what the last forward emitted, and what it saved: plain forwards emit one token a row each."""

@@ -53,6 +53,16 @@ class DraftGroup:
         self._responses: Numbers = np.zeros(0, dtype=np.int32)
 
     @property
+    def text(self) -> Numbers:
+        """The living text: the prompt, and a region for every response."""
+        return self._text
+
+    @property
+    def room(self) -> int:
+        """Tokens that a region takes."""
+        return self._region_size - 2
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that it owns; a segment belongs to the node."""
         return self._text.nbytes + self._buckets.nbytes

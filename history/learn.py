@@ -1,6 +1,6 @@
 """Takes in what an engine emitted since the last forward: scores, cursors, living texts. Compiled."""
 
-from history.acceptance import depth_bin, score, score_correction, survival_bin
+from history.acceptance import NUM_CANDIDATES, depth_bin, score, score_correction, survival_bin
 from history.kernel import borrowed, int32s_at, kernel
 from history.live import BUCKET, append
 from history.origins import score_origin
@@ -48,8 +48,8 @@ from history.slots import (
 )
 from history.types import TokenIds
 
-_CANDIDATES = (STICKY, MOVED, HISTORY, LIVE)
-"""A cursor that was right as long as others stays where it is."""
+_PLACES = (STICKY, MOVED, HISTORY, LIVE)
+"""Candidates that a cursor can follow; one that was right as long as others stays where it is."""
 
 _GIVEN_UP = 24
 """Tokens without a match after which a cursor is dropped."""
@@ -85,14 +85,14 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
         if seen == 0:
             seen = state.slots[slot, PROMPT_LENGTH]
         elif length > seen:
-            for candidate in _CANDIDATES:
+            for candidate in range(NUM_CANDIDATES):
                 state.leads[candidate] = _lead(state, slot, candidate, text, seen, length)
             _score(state, slot, length - seen)
             _move_cursor(state, slot, text, seen, length)
         if length > seen:
             _extend_live(state, slot, text, seen, length)
         state.slots[slot, SEEN] = length
-        for candidate in _CANDIDATES:
+        for candidate in range(NUM_CANDIDATES):
             state.lengths[slot, candidate] = 0
 
 
@@ -108,7 +108,7 @@ def _lead(state: DraftState, slot: int, candidate: int, text: TokenIds, start: i
 @kernel
 def _score(state: DraftState, slot: int, num_emitted: int) -> None:
     sums = state.sums
-    for candidate in _CANDIDATES:
+    for candidate in range(NUM_CANDIDATES):
         lead, rejection = state.leads[candidate], 0.0
         num_known = min(lead + 1, state.lengths[slot, candidate], num_emitted)
         for k in range(num_known):
@@ -144,7 +144,7 @@ def _move_cursor(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     """Put the cursor where the candidate that was right longest is, then on over what it did not know."""
     columns = state.slots[slot]
     best, lead = -1, 0
-    for candidate in _CANDIDATES:
+    for candidate in _PLACES:
         if state.leads[candidate] > lead:
             best, lead = candidate, state.leads[candidate]
     if best < 0 and columns[CURSOR_TEXT] == NOWHERE:

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from history.kernel import kernel
 
-LIVING = 0
-"""Origin of this step's own text."""
+LIVING, ELSEWHERE = 0, 1
+"""Origins of this step's own text, and of other prompts' texts."""
 
 _NUM_AGES, _NUM_WORTHS = 8, 4
-NUM_ORIGINS = 1 + _NUM_AGES * _NUM_WORTHS
+NUM_ORIGINS = 2 + _NUM_AGES * _NUM_WORTHS
 
 _FULL = 128.0
 _WEIGHT = 10.0
@@ -47,7 +47,7 @@ def origins(steps: Sequence[int], rewards: Sequence[float], now: int) -> Numbers
     if known.any():
         mean = paid[known].mean()
         worths[known] = 2 + np.sign(np.where(np.isclose(paid, mean), 0.0, paid - mean))[known].astype(np.int64)
-    found: Numbers = (1 + ages.astype(np.int64) * _NUM_WORTHS + worths).astype(np.int32)
+    found: Numbers = (2 + ages.astype(np.int64) * _NUM_WORTHS + worths).astype(np.int32)
     return found
 
 

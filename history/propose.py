@@ -12,7 +12,7 @@ from history.kernel import borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
 from history.live import BUCKET, bucket_of, newest_places
 from history.match import WINDOW, best_places, follow, narrowed, window
-from history.origins import LIVING, origin_at, scaled
+from history.origins import ELSEWHERE, LIVING, origin_at, scaled
 from history.slots import (
     BUCKETS,
     CHOSEN,
@@ -36,6 +36,7 @@ from history.slots import (
     ORDER,
     PROMPT_LENGTH,
     RESPONSES,
+    SHARED,
     STICKY,
     STRENGTH,
     TOKENS,
@@ -71,6 +72,7 @@ def propose(
     begins = np.empty(num_rows, dtype=np.int64)
     ends = np.empty(num_rows, dtype=np.int64)
     buckets = np.empty(num_rows, dtype=np.int64)
+    shared = np.full(num_rows, -1, dtype=np.int64)
     for row in range(num_rows):
         available[row] = 0
         begins[row] = ends[row] = 0
@@ -79,16 +81,23 @@ def propose(
             state.slots[slots[row], DRAFTED] = 0
         if slots[row] >= 0 and rooms[row] > 0:
             begins[row], ends[row], buckets[row] = _locate(state, slots[row], token_ids[row], num_tokens[row])
+            shared[row] = _locate_shared(state, slots[row], token_ids[row], num_tokens[row])
     for row in range(num_rows):
         if slots[row] >= 0 and rooms[row] > 0:
             begins[row], ends[row] = _approach(
                 state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
             )
+            if shared[row] >= 0:
+                for i in range(BUCKET):
+                    position = max(state.ring_buckets[shared[row], i], 0)
+                    prefetch(state.ring.ctypes.data + 4 * position)
     for row in range(num_rows):
         slot = slots[row]
         if slot < 0 or rooms[row] <= 0:
             continue
-        _find_candidates(state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row])
+        _find_candidates(
+            state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row], shared[row]
+        )
         chosen = _judge(state, slot, rooms[row])
         if chosen < 0:
             continue
@@ -124,6 +133,17 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
 
 
 @kernel
+def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) -> int:
+    """The bucket of the ring to look into (-1: none). Asks for it."""
+    limit = length - state.slots[slot, PROMPT_LENGTH]
+    if limit <= 0 or state.shares[0] == 0:
+        return -1
+    bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
+    prefetch(state.ring_buckets.ctypes.data + 4 * BUCKET * bucket)
+    return bucket
+
+
+@kernel
 def _approach(
     state: DraftState, slot: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
 ) -> tuple[int, int]:
@@ -156,6 +176,7 @@ def _find_candidates(
     begin: int,
     end: int,
     bucket: int,
+    shared: int,
 ) -> None:
     """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes and kinds."""
     places, kinds = state.places, state.kinds
@@ -175,6 +196,10 @@ def _find_candidates(
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
                 alone = group[NUM_TOKENS] == 0
                 count, strength = newest_places(live, buckets, bucket, text, last, limit, alone, places)
+        elif candidate == SHARED:
+            if shared >= 0:
+                tokens = state.ring
+                count, strength = newest_places(tokens, state.ring_buckets, shared, text, last, limit, False, places)
         elif cursor_text != NOWHERE:
             tokens = cursor_tokens(state, slot)
             strength, places[0] = columns[STRENGTH], cursor
@@ -246,6 +271,8 @@ def _judge(state: DraftState, slot: int, room: int) -> int:
 def _origin(state: DraftState, slot: int, candidate: int) -> int:
     """Where a candidate's chain comes from."""
     text = state.slots[slot, CURSOR_TEXT]
+    if candidate == SHARED:
+        return ELSEWHERE
     if candidate == LIVE or (candidate >= STICKY and text != IN_HISTORY):
         return LIVING
     group = state.slots[slot, GROUP]

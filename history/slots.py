@@ -3,7 +3,7 @@
 A *slot* is one request, a *group* all requests of one prompt in this process. The columns of the two
 tables are named here; addresses are those of arrays that the group's owner keeps alive. A *candidate* is a
 way to find what comes next: places of the longest match in the history, the newest places of the living
-text, the cursor, and the cursor moved by an insertion or deletion.
+text, the newest places of what other prompts said, the cursor, and the cursor moved by an insertion or deletion.
 """
 
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,11 @@ import numpy.typing as npt
 
 from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_CORRECTIONS, fresh_counts
 from history.kernel import borrowed, kernel
+from history.live import BUCKET
 from history.origins import NUM_ORIGINS
+from history.shared import NUM_BUCKETS as RING_BUCKETS
+from history.shared import RING_TOKENS
+from history.suffix_array import SEPARATOR
 from history.types import TokenIds
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -21,7 +25,7 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
-HISTORY, LIVE, STICKY, MOVED = range(NUM_CANDIDATES)
+HISTORY, LIVE, SHARED, STICKY, MOVED = range(NUM_CANDIDATES)
 
 PROMPT_LENGTH, GROUP, SEEN, TALLIED, LIVE_END, LIVE_STOP = range(6)
 CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
@@ -49,9 +53,9 @@ NOWHERE, IN_HISTORY, IN_LIVE = range(3)
 """Texts that a cursor can be in."""
 
 ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
-PROPOSED_BY, ACCEPTED_BY = 5, 8
-COUNTED, PREDICTED, SURVIVED = 11, 11 + NUM_BINS, 11 + 2 * NUM_BINS
-NUM_SUMS = 11 + 3 * NUM_BINS
+PROPOSED_BY, ACCEPTED_BY = 5, 9
+COUNTED, PREDICTED, SURVIVED = 13, 13 + NUM_BINS, 13 + 2 * NUM_BINS
+NUM_SUMS = 13 + 3 * NUM_BINS
 """Counters since the last report; CROWDED: living texts that have outgrown their buckets."""
 
 
@@ -93,6 +97,14 @@ class DraftState(NamedTuple):
     """[NUM_ORIGINS, 2]"""
     origin_scales: Floats
     """[NUM_ORIGINS]"""
+    ring: TokenIds
+    """[RING_TOKENS], see `history.shared`."""
+    ring_buckets: TokenIds
+    """[RING_BUCKETS, BUCKET]"""
+    ring_end: Longs
+    """[1]"""
+    shares: Longs
+    """[1]: whether the ring is looked into, this forward."""
     sums: Doubles
     """[NUM_SUMS]"""
     places: TokenIds
@@ -130,6 +142,10 @@ def borrowed_state(state: DraftState) -> DraftState:
         corrections=borrowed(state.corrections),
         origin_sums=borrowed(state.origin_sums),
         origin_scales=borrowed(state.origin_scales),
+        ring=borrowed(state.ring),
+        ring_buckets=borrowed(state.ring_buckets),
+        ring_end=borrowed(state.ring_end),
+        shares=borrowed(state.shares),
         sums=borrowed(state.sums),
         places=borrowed(state.places),
         votes=borrowed(state.votes),
@@ -161,6 +177,10 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         corrections=np.zeros(NUM_CORRECTIONS, dtype=np.float32),
         origin_sums=np.zeros((NUM_ORIGINS, 2), dtype=np.float32),
         origin_scales=np.ones(NUM_ORIGINS, dtype=np.float32),
+        ring=np.full(RING_TOKENS, SEPARATOR, dtype=np.int32),
+        ring_buckets=np.full((RING_BUCKETS, BUCKET), -1, dtype=np.int32),
+        ring_end=np.zeros(1, dtype=np.int64),
+        shares=np.ones(1, dtype=np.int64),
         sums=np.zeros(NUM_SUMS),
         places=np.zeros(MAX_PLACES, dtype=np.int32),
         votes=np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),

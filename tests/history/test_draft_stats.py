@@ -11,10 +11,10 @@ def bins(**values: float) -> tuple[float, ...]:
 
 
 def test_reports_add_field_by_field() -> None:
-    one = DraftStats(num_rows=2, num_emitted=6, num_drafted=8, num_accepted=4, accepted_by_source=(3, 1, 0))
-    two = DraftStats(num_rows=4, num_emitted=6, num_drafted=4, num_accepted=2, accepted_by_source=(0, 0, 2))
+    one = DraftStats(num_rows=2, num_emitted=6, num_drafted=8, num_accepted=4, accepted_by_source=(3, 1, 0, 0))
+    two = DraftStats(num_rows=4, num_emitted=6, num_drafted=4, num_accepted=2, accepted_by_source=(0, 0, 0, 2))
     both = one + two
-    assert (both.num_rows, both.num_emitted, both.accepted_by_source) == (6, 12, (3, 1, 2))
+    assert (both.num_rows, both.num_emitted, both.accepted_by_source) == (6, 12, (3, 1, 0, 2))
     assert both.metrics()["history/tokens_per_forward"] == 2.0
     assert both.metrics()["history/acceptance_rate"] == 0.5
     assert both.metrics()["history/accepted_share/history"] == 0.5

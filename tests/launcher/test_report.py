@@ -111,7 +111,7 @@ def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, DraftStats(num_forwards=4, num_rows=10, num_emitted=10).metrics())
         found = DraftStats(
-            num_rows=10, num_emitted=23, num_drafted=20, num_accepted=13, accepted_by_source=(9, 3, 1)
+            num_rows=10, num_emitted=23, num_drafted=20, num_accepted=13, accepted_by_source=(9, 2, 1, 1)
         ).metrics()
         seen = {"history/reusable_share": 0.8, "history/length_rank_correlation": 0.7}
         run.append_metrics(1, {**found, **seen, "history/saved_s_measured": 2.0})

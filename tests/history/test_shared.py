@@ -1,0 +1,79 @@
+"""The ring of other prompts' texts: what is in it is what was kept, and drafts come from it where prompts are alike."""
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from history.drafter import Drafter
+from history.live import BUCKET, bucket_of, newest_places
+from history.shared import MOST_KEPT, keep
+from history.suffix_array import SEPARATOR
+from tests.history.test_drafter import Engine, K
+
+NUM_BUCKETS = 1 << 12
+
+
+def ring_of(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ring = np.full(size, SEPARATOR, dtype=np.int32)
+    return ring, np.full((NUM_BUCKETS, BUCKET), -1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=30))
+def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> None:
+    ring, buckets, end = ring_of(100)
+    for text in texts:
+        keep(ring, buckets, end, np.array(text, dtype=np.int32), 0, len(text))
+    assert ring[0] == ring[-1] == SEPARATOR
+    kept = [text for text in texts if len(text) > 1]
+    at = int(end[0])
+    if kept:
+        newest = kept[-1]
+        assert ring[at - len(newest) : at].tolist() == newest
+        assert ring[at - len(newest) - 1] == ring[at] == SEPARATOR
+        context = np.array(newest[:-1], dtype=np.int32)
+        last = len(context) - 1
+        places = np.zeros(BUCKET, dtype=np.int32)
+        bucket = bucket_of(NUM_BUCKETS, context, last, len(context))
+        count, _ = newest_places(ring, buckets, bucket, context, last, len(context), False, places)
+        # a position that was written over may be found, if the same stands there now; it is never another text
+        assert all(ring[place - 1] == context[-1] for place in places[:count])
+        assert at - 1 in places[:count].tolist() or count == BUCKET or len(set(newest)) < len(newest)
+
+
+def test_of_a_long_text_the_newest_tokens_are_kept() -> None:
+    ring, buckets, end = ring_of(3 * MOST_KEPT)
+    text = np.arange(2 * MOST_KEPT, dtype=np.int32)
+    keep(ring, buckets, end, text, 0, len(text))
+    assert np.array_equal(ring[1 : 1 + MOST_KEPT], text[MOST_KEPT:])
+    assert end[0] == 1 + MOST_KEPT
+
+
+def test_a_prompt_without_history_is_drafted_from_what_others_said(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    phrases = [generator.integers(0, 600, size=30).tolist() for _ in range(4)]
+
+    def response() -> list[int]:
+        return [
+            token for index in generator.permutation(4) for token in (*phrases[index], int(generator.integers(600)))
+        ]
+
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    speeds = [Engine(drafter, [response()], keys=[key]).run() for key in range(1, 20)]
+    assert speeds[0] < 1.5
+    assert np.mean(speeds[5:]) > 3
+    stats = drafter.drain()
+    assert stats.accepted_by_source[2] > 0.5 * stats.num_accepted
+
+
+def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    for key in range(1, 4):
+        Engine(drafter, [generator.integers(0, 600, size=100).tolist()], keys=[key]).run()
+    looked = []
+    engine = Engine(drafter, [generator.integers(0, 600, size=200).tolist()], keys=[9])
+    engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
+    assert 0 < sum(looked) < 0.2 * len(looked)
