@@ -39,18 +39,24 @@ def evaluate_directories(
 ) -> list[EvaluationRow]:
     """Evaluate one directory after another; `models` maps the finished steps of its weights to the directory.
 
-    They share a tokenizer, and the run has read the prompts before: engines start while both are loaded again.
+    They share a tokenizer, and the run has read the prompts before: engines start while both are loaded again. Without
+    GPUs, whose memory holds one engine, the next directory's engines start while this one's are evaluated.
     """
+    evaluations = {step: evaluation_of(config, model) for step, model in models.items()}
+    at_once = 1 if running.num_gpus_per_engine_rank else 2
+    begun: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
     scorer: Actor | None = None
     prompts: EvaluationPrompts = {}
-    for step, model in models.items():
-        evaluation = evaluation_of(config, model)
-        begun = _begin_engines(evaluation, running)
-        if scorer is None:
-            scorer, prompts = _load_prompts(evaluation, running)
-        found = _evaluate(evaluation, begun, scorer, prompts, progress, step=step)
-        running.end(begun[0].actors)
+    for number, (step, evaluation) in enumerate(evaluations.items()):
+        for ahead in list(evaluations)[number : number + at_once]:
+            if ahead not in begun:
+                begun[ahead] = _begin_engines(evaluations[ahead], running)
+            if scorer is None:  # before engines that nobody waits for take its place
+                scorer, prompts = _load_prompts(evaluation, running)
+        assert scorer is not None
+        found = _evaluate(evaluation, begun[step], scorer, prompts, progress, step=step)
+        running.end(begun[step][0].actors)
         progress.evaluation(found)
         rows += found
     if scorer is not None:
