@@ -16,8 +16,7 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# modules are compiled when they are first imported: most of them never are
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 .PHONY: setup quickstart test check bench test-gpu
