@@ -58,7 +58,12 @@ class EngineProcess:
 
     def _ask(self, job: Mapping[str, str | int | float]) -> dict[str, float]:
         print(json.dumps(job), file=_open(self._process.stdin), flush=True)
-        return self._answer()
+        took = self._answer()
+        num_tokens = took["num_tokens"]
+        return took | {
+            "tokens_per_cpu_s": num_tokens / took["cpu_s"],
+            "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
+        }
 
     def _answer(self) -> dict[str, float]:
         line = _open(self._process.stdout).readline()

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/history_example"))
     options = parser.parse_args(argv)
+    if not 2 <= options.seeds <= len(STUDENT_95) + 1:
+        parser.error(f"--seeds {options.seeds}: a difference needs from 2 to {len(STUDENT_95) + 1} of them")
     warm = options.warm or _warm_start(options.work / "warm", quick=options.quick)
     rows: list[Row] = []
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):

@@ -45,7 +45,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_measured: Sequence[str] = ()) -> None:
     """Write the record of this process's command line and print its goals, one line each."""
     record = {
-        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]).replace(f"{Path.cwd()}/", ""),
         "commit": source_commit(),
         "versions": package_versions(),
         "machine": machine(),

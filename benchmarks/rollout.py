@@ -90,8 +90,6 @@ def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, num_ro
                             "batch": batch,
                             "method": method,
                             **found,
-                            "tokens_per_cpu_s": found["num_tokens"] / found["cpu_s"],
-                            "tokens_per_row_forward": found["num_tokens"] / found["num_row_forwards"],
                         }
 
 

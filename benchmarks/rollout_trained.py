@@ -7,6 +7,7 @@ level at a near-tie, in at most one prompt of a hundred.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def trained_rows(run: Path, methods: Sequence[str], work: Path, *, quick: bool =
     """Rows of both checkpoints."""
     traces = list(read_traces(run / "run" / "traces" / "step-0.jsonl"))
     prompts = list({trace.prompt_id: trace for trace in traces}.values())[: 2 if quick else NUM_GROUPS]
-    group = [_sibling(trace, number) for trace in prompts for number in range(GROUP_SIZE)]
+    group = [replace(trace, step=1, sample=number) for trace in prompts for number in range(GROUP_SIZE)]
     longest = max(len(trace.prompt_ids) for trace in prompts) + MAX_RESPONSE_TOKENS
     for checkpoint, model in checkpoints(run).items():
         with engines(methods, model, work, max_model_len=longest, max_num_seqs=BATCH, trained=True) as running:
@@ -53,10 +54,9 @@ def _checkpoint_rows(
     _, before = running["stock"].sample(
         files["none"], files["group"], temperature=1.0, seed=1, max_tokens=MAX_RESPONSE_TOKENS
     )
-    write_traces(
-        files["history"],
-        [_answered(trace, ids) for trace, ids in zip(group, before, strict=True)],
-    )
+    answered = zip(group, before, strict=True)
+    past = [replace(trace, step=0, response_ids=np.array(ids, dtype=np.int32)) for trace, ids in answered]
+    write_traces(files["history"], past)
     stock: list[list[int]] = []
     for temperature, prompts in ((1.0, files["group"]), (0.0, files["each"])):
         for method in running:
@@ -69,8 +69,6 @@ def _checkpoint_rows(
                 "batch": BATCH,
                 "method": method,
                 **took,
-                "tokens_per_cpu_s": took["num_tokens"] / took["cpu_s"],
-                "tokens_per_row_forward": took["num_tokens"] / took["num_row_forwards"],
             }
             if temperature == 0.0:
                 stock = responses if method == "stock" else stock
@@ -99,25 +97,3 @@ def trained_goals(rows: Sequence[Row]) -> list[Goal]:
             value = float(row["tokens_per_row_forward"]) / max(peers)
             found.append(Goal(name=name, value=value, bound=1.0, direction="at least", unit="x"))
     return found
-
-
-def _sibling(trace: Trace, number: int) -> Trace:
-    return Trace(
-        step=1,
-        prompt_id=trace.prompt_id,
-        sample=number,
-        prompt_ids=trace.prompt_ids,
-        response_ids=np.zeros(0, dtype=np.int32),
-        reward=0.0,
-    )
-
-
-def _answered(trace: Trace, response_ids: Sequence[int]) -> Trace:
-    return Trace(
-        step=0,
-        prompt_id=trace.prompt_id,
-        sample=trace.sample,
-        prompt_ids=trace.prompt_ids,
-        response_ids=np.array(response_ids, dtype=np.int32),
-        reward=0.0,
-    )

@@ -94,22 +94,10 @@ class TracedEngine:
         names = [self._add(number, trace) for number, trace in enumerate(traces)]
         while self._waits_for_prompts(len(traces)):
             self.engine.step()
-        already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
-        num_forwards, outputs, began = 0, [], time.process_time()
-        while self.engine.has_unfinished_requests():
-            outputs += self.engine.step()
-            num_forwards += 1
-        cpu_s = time.process_time() - began
-        self.engine.step()  # a runner keeps finished rows until it is told
-        emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+        took, emitted = self._finish()
         if emitted != {name: trace.response_ids.tolist() for name, trace in zip(names, traces, strict=True)}:
             raise RuntimeError("the engine did not emit the recorded responses")
-        return Decoding(
-            cpu_s=cpu_s,
-            num_tokens=sum(len(trace.response_ids) for trace in traces) - already,
-            num_forwards=num_forwards,
-            num_row_forwards=self._sampler.num_row_forwards - rows_before,
-        )
+        return took
 
     def sample(self, prompts: Sequence[Trace], sampling: SamplingSpec, seed: int) -> tuple[Decoding, list[list[int]]]:
         """Have the model answer these prompts itself (their responses are not looked at), prompts included in the time.
@@ -122,21 +110,26 @@ class TracedEngine:
         for number, trace in enumerate(prompts):
             parameters = sampling_params(sampling, seed + number, stop_ids, PromptId(trace.prompt_id), trace.step)
             names.append(self._submit(trace, parameters))
-        rows_before = self._sampler.num_row_forwards
+        took, emitted = self._finish()
+        return took, [emitted[name] for name in names]
+
+    def _finish(self) -> tuple[Decoding, dict[str, list[int]]]:
+        """Run until every request has ended: what that took, and the response ids of each by its name."""
+        already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
         num_forwards, outputs, began = 0, [], time.process_time()
         while self.engine.has_unfinished_requests():
             outputs += self.engine.step()
             num_forwards += 1
         cpu_s = time.process_time() - began
-        self.engine.step()
+        self.engine.step()  # a runner keeps finished rows until it is told
         emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
         took = Decoding(
             cpu_s=cpu_s,
-            num_tokens=sum(len(ids) for ids in emitted.values()),
+            num_tokens=sum(len(ids) for ids in emitted.values()) - already,
             num_forwards=num_forwards,
             num_row_forwards=self._sampler.num_row_forwards - rows_before,
         )
-        return took, [emitted[name] for name in names]
+        return took, emitted
 
     def _add(self, number: int, trace: Trace) -> str:
         parameters = SamplingParams(

@@ -30,15 +30,15 @@ NUM_CORRECTIONS = NUM_CANDIDATES * NUM_DEPTHS * NUM_BINS
 NUM_CELLS = NUM_CANDIDATES * _MATCHES * _AGREEMENTS * NUM_DEPTHS * _RELATIONS
 
 _FULL = 1024.0
-_PRIOR_WEIGHT = 3.0
+_PRIOR_WEIGHT = 1.5
 _FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.7, 0.85)
 """Rate of a draft's first token, by relation to the other candidates."""
 _LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.85, 0.9)
 _MINORITY_PRIOR = (0.9, 0.7, 0.6, 0.5, 0.25, 0.15)
 """Factor for places that do not agree, by bin of agreement from 4 on."""
 
-_CORRECTION_FULL = 512.0
-_CORRECTION_WEIGHT = 30.0
+_CORRECTION_FULL = 256.0
+_CORRECTION_WEIGHT = 15.0
 
 Counts = npt.NDArray[np.float32]
 Rates = npt.NDArray[np.float32]

@@ -19,7 +19,7 @@ LIVING, ELSEWHERE = 0, 1
 _NUM_AGES, _NUM_WORTHS = 8, 4
 NUM_ORIGINS = 2 + _NUM_AGES * _NUM_WORTHS
 
-_FULL = 128.0
+_FULL = 256.0
 _WEIGHT = 10.0
 """Rejections that are as good as none: until an origin has been seen more often, it makes little difference."""
 _LEAST, _MOST = 0.25, 4.0

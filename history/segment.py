@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,14 +145,13 @@ def write_segment(directory: Path, segment: Segment) -> Path:
     for part in body:
         checksum.update(part)
     header = _header(segment, checksum.intdigest())
-    try:
+    with ExitStack() as undo:
+        undo.callback(aside.unlink, missing_ok=True)
         with aside.open("wb", buffering=0) as file:
             for part in (header, *body):
                 file.write(part)
         aside.rename(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
     return path
 
 

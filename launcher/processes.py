@@ -36,7 +36,7 @@ CLOSE_TIMEOUT_S = 15.0
 
 _LOCAL_RAY = {"worker_niceness": 0}
 """Ray makes its workers nice (15), and whatever else runs on the machine then takes a core from the threads of an
-engine, of which all wait for the last: beside one busy process rollouts of 4 s took 26 to 46 s."""
+engine, of which all wait for the last."""
 
 
 Actor = ray.actor.ActorHandle

@@ -1,5 +1,7 @@
 """A trainer of two ranks and two engines, as a run has them: what is published is what both sample from."""
 
+import os
+
 import numpy as np
 import pytest
 import ray
@@ -115,3 +117,12 @@ def test_equal_seeds_give_equal_samples_on_either_engine(published):
     (_, first), (_, second) = published.sample_on(0, group), published.sample_on(1, group)
     np.testing.assert_array_equal(first.response_ids, second.response_ids)
     np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
+
+
+@ray.remote(num_cpus=0)
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_workers_of_a_local_ray_are_no_nicer_than_we_are(running) -> None:
+    assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)

@@ -78,11 +78,6 @@ def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.
     return _cast(weight_NK, scale_N1)
 
 
-def fp8_channel_values(codes_NK: torch.Tensor, inverse_N1: torch.Tensor) -> torch.Tensor:
-    """What the engine multiplies with, float32 [N, K]."""
-    return codes_NK.float() * inverse_N1
-
-
 def _blocks(first: int, size: int) -> int:
     """Blocks that `size` rows from `first` on touch."""
     return -(-(first % BLOCK + size) // BLOCK)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.weights.names import Placement
-from megatron_rl.weights.quantize import CHANNEL_FORMATS, row_amax
+from megatron_rl.weights.quantize import CHANNEL_FORMATS, channel_values, row_amax
 from megatron_rl.weights.reshard import QUANTIZED_KINDS, PieceSource, ReshardPlan, Role
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -109,7 +109,7 @@ class WeightPacker:
     def _round_trip(self, placement: Placement) -> torch.Tensor:
         if self._format is None or placement.kind not in QUANTIZED_KINDS:
             return self._values(placement).to(torch.bfloat16)
-        return self._format.values(self._codes(placement), self._scales[_box(placement)])
+        return channel_values(self._codes(placement), self._scales[_box(placement)])
 
     def _codes(self, placement: Placement) -> torch.Tensor:
         assert self._format is not None, "only 8-bit formats have codes"

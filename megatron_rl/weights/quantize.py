@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
-from megatron_rl.weights.fp8 import fp8_channel_codes, fp8_channel_values, fp8_scale
+from megatron_rl.weights.fp8 import fp8_channel_codes, fp8_scale
 
 INT8_MAX: Final = 127.0
 
@@ -43,7 +43,7 @@ def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     return (weight_NK.float() / scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def int8_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K]."""
     return codes_NK.float() * scale_N1
 
@@ -56,9 +56,6 @@ class ChannelFormat(Protocol):
 
     def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
         """Codes of a slice of rows with these magnitudes, 8 bits [N, K]."""
-
-    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-        """What the engine multiplies with, float32 [N, K]."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,6 @@ class Int8Channel:
         """int8"""
         return int8_codes(weight_NK, int8_scale(amax_N))
 
-    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-        """Code times scale."""
-        return int8_values(codes_NK, scale_N1)
-
 
 @dataclass(frozen=True)
 class Fp8Channel:
@@ -89,10 +82,6 @@ class Fp8Channel:
     def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
         """e4m3"""
         return fp8_channel_codes(weight_NK, self._multiplier(amax_N))
-
-    def values(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-        """Code times scale."""
-        return fp8_channel_values(codes_NK, scale_N1)
 
     def _multiplier(self, amax_N: torch.Tensor) -> torch.Tensor:
         # bfloat16's largest number in every case, so that the same values give the same codes whatever holds them

@@ -185,7 +185,7 @@ def test_survival_is_calibrated(tmp_path: Path) -> None:
     keys = [key for key in range(24) for _ in range(4)]
     assert Engine(drafter, new, keys=keys).run() > 3
     stats = drafter.drain()
-    assert stats.calibration_error() <= 0.04  # it starts from nothing
+    assert stats.calibration_error() <= 0.03
     assert sum(stats.calibration_count) > 30_000
     assert abs(sum(stats.calibration_predicted) / sum(stats.calibration_survived) - 1) < 0.06
 
@@ -293,7 +293,7 @@ def test_prices_decide_how_much_is_drafted(tmp_path: Path) -> None:
         assert (stats.num_drafted > 0) == (stats.saved_s > 0)
         assert stats.num_rows >= stats.num_emitted - stats.num_accepted
     assert drafted == sorted(drafted, reverse=True)
-    assert drafted[0] > 1.2 * drafted[1] > 1.2 * drafted[2]
+    assert drafted[0] > 1.3 * drafted[1] > 1.3 * drafted[2]
     assert drafted[-1] == 0
 
 

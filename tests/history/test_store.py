@@ -202,11 +202,11 @@ def test_a_batch_gives_back_what_went_in_and_splits_by_owner():
 
 def test_a_soak_from_several_threads_reads_no_wrong_token_and_does_not_grow():
     before = threading.active_count()
-    result = soak(num_inserts=32_000, num_writers=2, num_readers=2, seed=3)
-    assert result.num_inserts >= 32_000
+    result = soak(num_inserts=96_000, num_writers=2, num_readers=2, seed=3)
+    assert result.num_inserts >= 96_000
     assert result.num_wrong_tokens == 0
     assert result.num_evictions > 1000
-    assert result.num_reads > 100
-    assert result.num_segments > 0
-    assert result.growth < 0.5  # a leak of all would be 1; the benchmark, thirty times longer, tells a hundredth
+    assert result.num_reads > 1000
+    assert result.num_segments > 10
+    assert result.growth < 0.2
     assert threading.active_count() == before

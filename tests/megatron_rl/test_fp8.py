@@ -17,9 +17,9 @@ from megatron_rl.weights.fp8 import (
     fp8_block_codes,
     fp8_block_values,
     fp8_channel_codes,
-    fp8_channel_values,
     fp8_scale,
 )
+from megatron_rl.weights.quantize import channel_values
 
 VECTORS = Path(__file__).parent.parent / "data" / "fp8_block.npz"
 """Made by `tests/data/make_fp8_block.py` with the reference of transformer_engine's tests."""
@@ -57,7 +57,7 @@ def test_rows_follow_the_rule_written_out() -> None:
         nearest = [e4m3(float(np.float32(value) * expected)) for value in values]
         assert codes[row].float().tolist() == nearest
     inverse = (1 / scale).numpy()
-    assert np.array_equal(fp8_channel_values(codes, torch.from_numpy(inverse)).numpy(), codes.float().numpy() * inverse)
+    assert np.array_equal(channel_values(codes, torch.from_numpy(inverse)).numpy(), codes.float().numpy() * inverse)
 
 
 def e4m3(value: float) -> float:

@@ -37,7 +37,7 @@ def test_codes_of_a_column_slice_equal_the_slice_of_the_whole_tensors_codes() ->
 def test_the_rounding_error_is_at_most_half_a_step_of_each_row() -> None:
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
     scale = quantize.int8_scale(quantize.row_amax(weight))
-    values = quantize.int8_values(quantize.int8_codes(weight, scale), scale)
+    values = quantize.channel_values(quantize.int8_codes(weight, scale), scale)
     assert bool(((values - weight).abs() <= scale * 0.5000001).all())
 
 
