@@ -171,6 +171,8 @@ def measure(case: Case, directory: Path) -> Iterator[Row]:
             run_id="benchmark",
             config=EngineConfig(
                 format=case.format,
+                bf16_first_layers=0,
+                bf16_last_layers=0,
                 max_num_seqs=max([case.saturated_rows, *(batch for batch, _ in cells)]),
                 kv_cache_bytes=case.kv_tokens * case.shape.kv_bytes_per_token,
                 vllm={"enable_prefix_caching": False},

@@ -16,6 +16,7 @@ from launcher.errors import ConfigError
 from launcher.loading import listing
 from launcher.memory_plan import MemoryPlan, run_memory, sft_memory
 from launcher.tokenizer_check import tokenizer_problems
+from launcher.weight_checks import weight_format_problems, weight_format_warnings
 from megatron_rl.config import ParallelConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model_config import ModelSpec, check_parallel, read_model_spec
@@ -39,10 +40,16 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     responses |= _responses(config.evaluation.sets, "evaluation.sets")
     problems += _parallel(spec, config.trainer.parallel)
     problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
+    problems += weight_format_problems(spec, config.engine)
     memory = run_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
     return memory
+
+
+def run_warnings(config: RunConfig, node: NodeResources) -> list[str]:
+    """What should be known of a run that `check_run` lets pass, a sentence each."""
+    return weight_format_warnings(read_model_spec(Path(config.model)), config.engine, node)
 
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:

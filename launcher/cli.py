@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launcher.checks import check_eval, check_run, check_sft
+from launcher.checks import check_eval, check_run, check_sft, run_warnings
 from launcher.config import EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.environment import node_resources
 from launcher.errors import LaunchError
@@ -84,6 +84,8 @@ def _run(path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     node = node_resources()
     memory = check_run(config, node)
+    for warning in run_warnings(config, node):
+        print(f"warning: {warning}", file=sys.stderr)
     placement = plan(config, node)
     if dry_run:
         print(resolved_yaml(config))

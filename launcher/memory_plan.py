@@ -19,6 +19,7 @@ from megatron_rl.memory import (
     weight_bytes,
 )
 from megatron_rl.model_config import ModelSpec
+from rollout.weight_format import WeightFormat
 
 SEGMENT_TOKEN_BYTES = 8
 """A token and its place in the sorted order."""
@@ -72,7 +73,7 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
     trainer = trainer_rank(spec, config.trainer, longest_sample=longest)
     engine = engine_rank(
         spec,
-        weight_format=config.engine.format,
+        weight_format=WeightFormat.of(config.engine),
         tensor_parallel=config.engine.tensor_parallel,
         kv_cache_bytes=config.engine.kv_cache_bytes,
     )
@@ -87,7 +88,7 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         _item("trainer processes", world * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
         *_times(engine, ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),
-        _item("weights on their way", weight_bytes(spec, config.engine.format), "engine.format"),
+        _item("weights on their way", weight_bytes(spec, WeightFormat.of(config.engine)), "engine.format"),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
         *(_history(config) if config.drafts else []),
     )

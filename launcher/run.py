@@ -45,6 +45,7 @@ from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.prompt_order import OrderState
 from rollout.types import Prompt, SamplingSpec
+from rollout.weight_format import WeightFormat
 
 EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
@@ -223,7 +224,7 @@ def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
         config=config.trainer,
         algorithm=config.algorithm,
         publish=config.publish,
-        format=config.engine.format,
+        format=WeightFormat.of(config.engine),
         temperature=config.sampling.temperature,
         total_updates=updates,
         seed=config.seed,
@@ -253,7 +254,7 @@ def _publisher(
     plan = plan_reshard(
         spec,
         config.trainer.parallel,
-        format=config.engine.format,
+        format=WeightFormat.of(config.engine),
         bucket_bytes=config.publish.bucket_bytes,
         te_names=trainer.te_names(),
     )

@@ -17,6 +17,7 @@ from megatron_rl.imitation import imitation_batches
 from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows, load_imitation_rows
+from rollout.weight_format import WeightFormat
 
 MARKER = ".written_by_sft"
 """Lies in every directory that this command wrote; only such a directory is replaced."""
@@ -72,7 +73,7 @@ def _spec(config: SftConfig) -> TrainerSpec:
         config=config.trainer,
         algorithm=AlgorithmConfig(),
         publish=PublishConfig(),
-        format="bf16",
+        format=WeightFormat(name="bf16"),
         temperature=1.0,
         total_updates=config.num_steps,
         seed=config.seed,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config import TrainerConfig
 from megatron_rl.model_config import ModelSpec
+from megatron_rl.weights.reshard import wire_tensors
+from rollout.weight_format import WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""
@@ -51,9 +53,9 @@ def num_parameters(spec: ModelSpec) -> int:
     return linear_parameters(spec) + other_parameters(spec)
 
 
-def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Bytes of one whole copy of the weights in `weight_format`; scales are left out (one in a thousand)."""
-    return linear_parameters(spec) * (2 if weight_format == "bf16" else 1) + 2 * other_parameters(spec)
+def weight_bytes(spec: ModelSpec, weight_format: WeightFormat) -> int:
+    """Bytes of one whole copy of the weights as they travel."""
+    return sum(tensor.num_bytes for tensor in wire_tensors(spec, weight_format))
 
 
 def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
@@ -99,7 +101,7 @@ def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: in
 
 
 def engine_rank(
-    spec: ModelSpec, *, weight_format: str, tensor_parallel: int, kv_cache_bytes: int
+    spec: ModelSpec, *, weight_format: WeightFormat, tensor_parallel: int, kv_cache_bytes: int
 ) -> Sequence[MemoryItem]:
     """What one engine rank holds."""
     weights = -(-weight_bytes(spec, weight_format) // tensor_parallel)

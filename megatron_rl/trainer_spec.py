@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
+from rollout.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class TrainerSpec:
     config: TrainerConfig
     algorithm: AlgorithmConfig
     publish: PublishConfig
-    format: str
+    format: WeightFormat
     """Format of the engines."""
     temperature: float
     """Of the training rollouts."""

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from history.config import Config
 
-Format = Literal["bf16", "int8", "fp8_channel"]
+Format = Literal["bf16", "int8", "fp8_channel", "fp8_block"]
 """Weight formats an engine can hold today."""
 
 
@@ -57,14 +57,20 @@ class EngineConfig(Config):
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks of one engine."""
     format: Format = "bf16"
-    """What the weights are held and multiplied in."""
+    """What the weights of linear layers are held and multiplied in; embeddings, `lm_head` and norms are always BF16."""
+    bf16_first_layers: int = Field(default=1, ge=0)
+    """So many decoder layers from the first on stay BF16 in an 8-bit format: they and the last ones lose most by it."""
+    bf16_last_layers: int = Field(default=1, ge=0)
+    """So many decoder layers up to the last stay BF16 in an 8-bit format."""
+    bf16_modules: tuple[str, ...] = ()
+    """Further modules that stay BF16 in an 8-bit format, by Hugging Face name; `*` is anything: `*.mlp.down_proj`."""
     max_num_seqs: int = Field(default=64, gt=0)
     """Requests that one engine decodes at once."""
     kv_cache_bytes: int = Field(default=256 << 20, gt=0)
     """Bytes of keys and values per rank."""
     cpu_cores: int = Field(default=1, gt=0)
     """OpenMP threads per rank; CPU engines only."""
-    probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6, "fp8_channel": 0.6}
+    probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6, "fp8_channel": 0.6, "fp8_block": 0.6}
     """Publishing fails if the mean absolute difference between the engine's log-probabilities of the probe prompt and
     the trainer's own (from the dequantised codes) exceeds this."""
     update_timeout_s: float = Field(default=300.0, gt=0)

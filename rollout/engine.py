@@ -27,7 +27,7 @@ from rollout.engine_responses import Finished, Response, ResponseLedger, check_l
 from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStats, EngineStatus, WeightsRefusedError
 from rollout.engine_trace import Forwards, decode_forwards
-from rollout.model_tensors import check_manifest, expected_tensors
+from rollout.model_tensors import check_manifest, expected_tensors, linears_in_bf16
 from rollout.receiver import UpdateOrder
 from rollout.roll_call import RollCall
 from rollout.transports.base import Channel, GlooChannel, ShmChannel
@@ -41,6 +41,7 @@ from rollout.types import (
     TokenIds,
     WeightVersion,
 )
+from rollout.weight_format import WeightFormat
 from rollout.wire import TensorSpec, WeightManifest
 
 ARRIVAL_POLL_S = 0.005
@@ -85,8 +86,9 @@ class Engine:
         """
         self._stop_ids = end_of_sequence_ids(self.spec.directory)
         if not self.spec.load_from_directory:
-            self._expected = expected_tensors(self.spec.directory, self.spec.config.format)
-        self._started = AsyncLLM.from_engine_args(engine_arguments(self.spec))
+            self._expected = expected_tensors(self.spec.directory, WeightFormat.of(self.spec.config))
+        arguments = engine_arguments(self.spec, linears_in_bf16(self._expected))
+        self._started = AsyncLLM.from_engine_args(arguments)
         await self._llm.get_supported_tasks()
         await self._ranks("forget_shared_memory")
         if self.spec.load_from_directory:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,6 +22,7 @@ from vllm.platforms import current_platform
 from rollout.config import Format
 from rollout.engine_spec import DraftSpec, EngineSpec
 from rollout.receiver import BACKEND
+from rollout.weight_format import FP8_BLOCK
 
 WORKER = "rollout.worker.Worker"
 PROPOSER = "rollout.proposer.HistoryProposer"
@@ -61,7 +63,7 @@ class QuantizationGroup(TypedDict):
     input_activations: dict[str, str | int | bool]
 
 
-class QuantizationConfig(TypedDict):
+class ChannelConfig(TypedDict):
     """The part of `config.json` that a compressed-tensors checkpoint carries."""
 
     quant_method: str
@@ -71,17 +73,38 @@ class QuantizationConfig(TypedDict):
     config_groups: dict[str, QuantizationGroup]
 
 
-def quantization_config(format: Format) -> QuantizationConfig | None:
-    """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing."""
+class BlockConfig(TypedDict):
+    """The part of `config.json` that a checkpoint with FP8 blocks carries."""
+
+    quant_method: str
+    activation_scheme: str
+    weight_block_size: list[int]
+    modules_to_not_convert: list[str]
+
+
+def quantization_config(format: Format, bf16_modules: Sequence[str] = ()) -> ChannelConfig | BlockConfig | None:
+    """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing.
+
+    Args:
+        format: of the checkpoint.
+        bf16_modules: names of linears of decoder layers that have no codes.
+    """
     if format == "bf16":
         return None
+    if format == "fp8_block":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": ["lm_head", *bf16_modules],
+        }
     kind, name = ("int", "int-quantized") if format == "int8" else ("float", "float-quantized")
     number: dict[str, str | int | bool] = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": name,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *bf16_modules],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -127,8 +150,8 @@ def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
             raise ValueError(f"engine.vllm.{key} is no argument of vLLM's engine{hint}")
 
 
-def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
-    """Build vLLM's arguments of one engine.
+def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> AsyncEngineArgs:
+    """Build vLLM's arguments of one engine, with the linears that have no codes in its 8-bit format.
 
     Raises:
         ValueError: a key of the `vllm` table is unknown or owned, or the device cannot multiply in the format.
@@ -136,7 +159,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     config = spec.config
     check_passthrough(config.vllm)
     check_device(config.format)
-    quantization = None if spec.load_from_directory else quantization_config(config.format)
+    quantization = None if spec.load_from_directory else quantization_config(config.format, bf16_modules)
     arguments = AsyncEngineArgs(
         model=spec.directory,
         skip_tokenizer_init=True,

@@ -11,21 +11,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.types import WeightVersion
-from rollout.wire import CODE_DTYPES, TensorSpec, WeightManifest
+from rollout.weight_format import WeightFormat
+from rollout.wire import TensorSpec, WeightManifest
 
 
-def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
+def expected_tensors(directory: str, format: WeightFormat) -> tuple[TensorSpec, ...]:
     """Return every tensor of a publish in `format`, sorted by name.
 
     Args:
         directory: a Hugging Face model directory; only `config.json` is read.
-        format: `bf16`, or one of `rollout.wire.CODE_DTYPES`.
-
-    Raises:
-        ValueError: the format is unknown.
+        format: with its exceptions.
     """
-    if format not in ("bf16", *CODE_DTYPES):
-        raise ValueError(f"no rule says what is quantised in format {format!r}; use bf16, {', '.join(CODE_DTYPES)}")
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -33,19 +29,29 @@ def expected_tensors(directory: str, format: str) -> tuple[TensorSpec, ...]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        specs += _as_sent(name, tuple(tensor.shape), format)
+        specs += _as_sent(name, tuple(tensor.shape), format, config.num_hidden_layers)
     return tuple(sorted(specs, key=lambda spec: spec.name))
 
 
-def _as_sent(name: str, shape: tuple[int, ...], format: str) -> tuple[TensorSpec, ...]:
-    if format in CODE_DTYPES and is_quantised(name, shape):
-        scale = TensorSpec(name=f"{name}_scale", shape=(shape[0], 1), dtype="float32")
-        return TensorSpec(name=name, shape=shape, dtype=CODE_DTYPES[format]), scale
+def linears_in_bf16(expected: tuple[TensorSpec, ...]) -> tuple[str, ...]:
+    """Names of the modules of decoder layers that an 8-bit format leaves as they are."""
+    return tuple(
+        spec.name.removesuffix(".weight")
+        for spec in expected
+        if _is_linear(spec.name, spec.shape) and spec.dtype == "bfloat16"
+    )
+
+
+def _as_sent(name: str, shape: tuple[int, ...], format: WeightFormat, num_layers: int) -> tuple[TensorSpec, ...]:
+    layout = format.layout
+    if layout is not None and _is_linear(name, shape) and not format.excepts(name, num_layers):
+        scale = TensorSpec(name=name + layout.scale_suffix, shape=layout.grid(shape), dtype="float32")
+        return TensorSpec(name=name, shape=shape, dtype=layout.dtype), scale
     return (TensorSpec(name=name, shape=shape, dtype="bfloat16"),)
 
 
-def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether an 8-bit format quantises a tensor: the 2-D linears of the decoder layers, nothing else."""
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """The 2-D weights of the decoder layers, nothing else."""
     return ".layers." in name and name.endswith(".weight") and len(shape) == 2
 
 

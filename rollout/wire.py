@@ -29,9 +29,6 @@ TRAILER = struct.Struct("<QqQ")
 
 MAGIC = 0x4D52_4C42_554B_4554
 
-CODE_DTYPES = {"int8": "int8", "fp8_channel": "float8_e4m3fn"}
-"""What the codes of an 8-bit format are; formats with one scale for each output channel, in `X.weight_scale` [N, 1]."""
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 

@@ -29,6 +29,10 @@ from rollout.receiver import BACKEND, BucketReceiver
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+    from rollout import fp8_emulation
+
+    fp8_emulation.register()
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -267,7 +271,8 @@ def _kernel_of(layer: torch.nn.Module) -> str | None:
     method = getattr(layer, "quant_method", None)
     if method is None or not hasattr(layer, "input_size"):
         return None
-    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+    scheme = getattr(layer, "scheme", method)
+    kernel = getattr(scheme, "kernel", getattr(scheme, "fp8_linear", None))
     if kernel is None:
         return type(method).__name__
     chosen = getattr(kernel, "linear_method", None)

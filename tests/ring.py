@@ -32,12 +32,14 @@ from rollout.types import (
     Score,
     ScoreStatus,
 )
+from rollout.weight_format import WeightFormat
 
 RUN_ID = "ring"
 NUM_ENGINES = 2
 PARALLEL = ParallelConfig(tensor=2)
 PUBLISH = PublishConfig(bucket_bytes=1 << 16)
 TEMPERATURE = 1.0
+BF16 = WeightFormat(name="bf16")
 TIMEOUT_S = 120.0
 
 
@@ -76,7 +78,7 @@ class Ring:
             config=TrainerConfig(dtype="fp32", parallel=PARALLEL, optimizer=OptimizerConfig(learning_rate=1e-3)),
             algorithm=AlgorithmConfig(group_size=4, drop_zero_variance=False),
             publish=PUBLISH,
-            format="bf16",
+            format=BF16,
             temperature=TEMPERATURE,
             total_updates=100,
             seed=0,
@@ -89,7 +91,7 @@ class Ring:
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
         """A publisher over `transport`; the link that is asked for becomes the one that engines listen to."""
         spec = read_model_spec(Path(self.directory))
-        plan = plan_reshard(spec, PARALLEL, format="bf16", bucket_bytes=PUBLISH.bucket_bytes, te_names=False)
+        plan = plan_reshard(spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, te_names=False)
         if transport == "shm":
             link: Link = ShmLink(self.trainer, self.engines, timeout_s=TIMEOUT_S)
         else:

@@ -27,7 +27,7 @@ _EXPONENT_BITS: Final = -(1 << 23)
 """Sign and exponent of a float32, the mantissa cleared."""
 
 
-def block_amax(weight_NK: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """Largest magnitude in each block that a slice touches, float32 [P, Q].
 
     Args:
@@ -63,12 +63,12 @@ def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> 
     return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32) if power_of_two else scale
 
 
-def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`."""
     return _cast(weight_NK, _spread(scale_PQ, weight_NK.shape, start))
 
 
-def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
     return codes_NK.float() * _spread(inverse_PQ, codes_NK.shape, start)
 
@@ -83,7 +83,7 @@ def _blocks(first: int, size: int) -> int:
     return -(-(first % BLOCK + size) // BLOCK)
 
 
-def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, int]) -> torch.Tensor:
+def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, ...]) -> torch.Tensor:
     """The grid's value at each place of a slice, [N, K]."""
     rows = (torch.arange(shape[0], device=grid_PQ.device) + start[0] % BLOCK) // BLOCK
     columns = (torch.arange(shape[1], device=grid_PQ.device) + start[1] % BLOCK) // BLOCK

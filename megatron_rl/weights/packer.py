@@ -3,9 +3,9 @@
 Also gives back what the engine will compute with: `published_values` are the parameters after a round
 trip through the wire format, the other side of every publish's probe.
 
-Scales are fresh at every publish. Column-cut matrices need the maximum over the whole row, so all
-trainer ranks of a tensor-parallel group enter one small all-reduce (`refresh_scales`); everything after
-that is local.
+Scales are fresh at every publish. Where a block of weights that share a scale lies on several ranks (rows of
+column-cut matrices, blocks across a border) all trainer ranks of a tensor-parallel group enter one small all-reduce
+(`refresh_scales`); everything after that is local.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.weights.names import Placement
-from megatron_rl.weights.quantize import CHANNEL_FORMATS, channel_values, row_amax
-from megatron_rl.weights.reshard import QUANTIZED_KINDS, PieceSource, ReshardPlan, Role
+from megatron_rl.weights.quantize import CODE_FORMATS
+from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.wire import Bucket, Piece
-
-Box = tuple[str, tuple[int, ...]]
-"""Hugging Face name and first index: names a placement on one rank."""
 
 
 class WeightPacker:
@@ -46,33 +43,42 @@ class WeightPacker:
         self._held = tuple(held)
         self._parameters = parameters
         self._tensor_group = tensor_group
-        self._format = CHANNEL_FORMATS.get(plan.format)
-        self._amax: dict[Box, torch.Tensor] = {}
-        self._scales: dict[Box, torch.Tensor] = {}
+        self._format = CODE_FORMATS.get(plan.format.name)
+        self._layout = plan.format.layout
+        self._quantized = [placement for placement in held if plan.quantizes(placement)]
+        names = {placement.hf_name for placement in self._quantized}
+        self._shared = [name for name in plan.shared if name in names]
+        self._amax: dict[str, torch.Tensor] = {}
+        """Of every block, by matrix: [P, Q]; 0 where this rank holds nothing of it."""
+        self._scales: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def refresh_scales(self) -> None:
-        """Compute the scales of every quantised box from the current parameters; a collective.
+        """Compute the scales of every quantised matrix from the current parameters; a collective.
 
         Raises:
             ValueError: a weight is not finite; the message names its tensor.
         """
-        self._scales = {}
-        if self._format is None:
+        self._amax, self._scales = {}, {}
+        if self._format is None or self._layout is None:
             return
-        quantized = [placement for placement in self._held if placement.kind in QUANTIZED_KINDS]
-        amax = {_box(placement): row_amax(self._values(placement)) for placement in quantized}
-        cut = [_box(placement) for placement in quantized if placement.shape[1] < placement.hf_full_shape[1]]
-        if cut and self._tensor_group is not None:
-            joined = torch.cat([amax[box] for box in cut])
+        for placement in self._quantized:
+            found = self._format.amax(self._values(placement), placement.hf_start)
+            name, grid = placement.hf_name, self._layout.grid(placement.hf_full_shape)
+            whole = self._amax.setdefault(name, torch.zeros(grid, device=found.device))
+            blocks = self._layout.touched(placement.hf_start, placement.shape)
+            whole[blocks] = torch.maximum(whole[blocks], found)
+        if self._shared and self._tensor_group is not None:
+            joined = torch.cat([self._amax[name].view(-1) for name in self._shared])
             dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
-            amax.update(zip(cut, torch.split(joined, [len(amax[box]) for box in cut]), strict=True))
-        self._amax = amax
-        for box, rows in amax.items():
+            parts = torch.split(joined, [self._amax[name].numel() for name in self._shared])
+            for name, part in zip(self._shared, parts, strict=True):
+                self._amax[name] = part.view_as(self._amax[name])
+        for name, amax in self._amax.items():
             try:
-                self._scales[box] = self._format.scales(rows)
+                self._scales[name] = self._format.scales(amax)
             except ValueError as error:
-                raise ValueError(f"{box[0]}: {error}; the policy has diverged and is not published") from None
+                raise ValueError(f"{name}: {error}; the policy has diverged and is not published") from None
 
     @torch.no_grad()
     def send(self, sender: Sender, weight_version: WeightVersion) -> str:
@@ -94,7 +100,9 @@ class WeightPacker:
             case Role.CODES:
                 return self._codes(source.placement)
             case Role.SCALES:
-                return self._scales[_box(source.placement)]
+                assert self._layout is not None, "only 8-bit formats have scales"
+                begun = self._layout.begun(source.placement.hf_start, source.placement.shape)
+                return self._scales[source.placement.hf_name][begun]
 
     @torch.no_grad()
     def published_values(self, megatron_name: str) -> torch.Tensor:
@@ -107,20 +115,18 @@ class WeightPacker:
         return published
 
     def _round_trip(self, placement: Placement) -> torch.Tensor:
-        if self._format is None or placement.kind not in QUANTIZED_KINDS:
+        if self._format is None or self._layout is None or not self._plan.quantizes(placement):
             return self._values(placement).to(torch.bfloat16)
-        return channel_values(self._codes(placement), self._scales[_box(placement)])
+        scales = self._scales[placement.hf_name][self._layout.touched(placement.hf_start, placement.shape)]
+        return self._format.values(self._codes(placement), scales, placement.hf_start)
 
     def _codes(self, placement: Placement) -> torch.Tensor:
-        assert self._format is not None, "only 8-bit formats have codes"
-        return self._format.codes(self._values(placement), self._amax[_box(placement)])
+        assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
+        amax = self._amax[placement.hf_name][self._layout.touched(placement.hf_start, placement.shape)]
+        return self._format.codes(self._values(placement), amax, placement.hf_start)
 
     def _values(self, placement: Placement) -> torch.Tensor:
         return self._parameters[placement.megatron_name].detach()[placement.megatron_slices]
-
-
-def _box(placement: Placement) -> Box:
-    return placement.hf_name, placement.hf_start
 
 
 def _write(buffer: memoryview, piece: Piece, tensor: torch.Tensor) -> None:

@@ -1,14 +1,15 @@
 """Weight formats: what a tensor becomes on the wire, and what the engine will multiply with.
 
-One rule for every trainer layout: codes of a slice, given the scale of its full rows, equal the same
-slice of the whole tensor's codes. So a row-parallel shard needs the maximum over all ranks first
-(`row_amax` is local; the caller reduces it), and nothing else.
+One rule for every trainer layout: codes of a slice, given the scales of the whole tensor's blocks, equal the same
+slice of the whole tensor's codes. So where a border cuts a block of weights that share a scale, the maximum over its
+owners comes first (`CodeFormat.amax` is local; the caller reduces it), and nothing else.
 
 Formats: `bf16` is a cast. `int8` is symmetric per output channel (row of [N, K]), the layout of
 compressed-tensors `int-quantized`: `X.weight` int8 [N, K] and `X.weight_scale` float32 [N, 1]. `fp8_channel` is the
-same with e4m3 codes (`megatron_rl.weights.fp8`), the layout of `float-quantized`.
+same with e4m3 codes (`megatron_rl.weights.fp8`), the layout of `float-quantized`. `fp8_block` has a scale for each
+128 x 128 weights.
 
-Shape legend: N output channels, K inputs.
+Shape legend: N output channels, K inputs; P x Q blocks that a slice touches (rows: N x 1).
 """
 
 from dataclasses import dataclass
@@ -16,26 +17,26 @@ from typing import Final, Protocol
 
 import torch
 
-from megatron_rl.weights.fp8 import fp8_channel_codes, fp8_scale
+from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
 
 INT8_MAX: Final = 127.0
 
 
 def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each row in float32, [N]."""
-    return weight_NK.float().abs().amax(dim=1)
+    """Largest magnitude of each row in float32, [N, 1]."""
+    return weight_NK.float().abs().amax(dim=1, keepdim=True)
 
 
-def int8_scale(amax_N: torch.Tensor) -> torch.Tensor:
-    """Scale of each output channel, float32 [N, 1]; never zero.
+def int8_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Scale of weights with these largest magnitudes, float32 of the same shape; never zero.
 
     Raises:
-        ValueError: a row holds a non-finite weight, which no code can stand for.
+        ValueError: a weight is not finite, which no code can stand for.
     """
-    if not bool(torch.isfinite(amax_N).all()):
-        raise ValueError(f"{int((~torch.isfinite(amax_N)).sum())} output channels hold non-finite weights")
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError(f"{int((~torch.isfinite(amax)).sum())} output channels hold non-finite weights")
     tiny = torch.finfo(torch.float32).tiny
-    return (amax_N.float().clamp_min(tiny) / INT8_MAX).clamp_min(tiny).unsqueeze(1)
+    return (amax.float().clamp_min(tiny) / INT8_MAX).clamp_min(tiny)
 
 
 def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
@@ -48,44 +49,96 @@ def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tens
     return codes_NK.float() * scale_N1
 
 
-class ChannelFormat(Protocol):
-    """An 8-bit format with one scale for each output channel; everything follows from the rows' largest magnitudes."""
+Start = tuple[int, ...]
+"""First row and column of a slice in the whole tensor, which blocks are counted from."""
 
-    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
-        """What travels beside the codes, float32 [N, 1]; ValueError when a magnitude is not finite."""
 
-    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
-        """Codes of a slice of rows with these magnitudes, 8 bits [N, K]."""
+class CodeFormat(Protocol):
+    """An 8-bit format: everything follows from the largest magnitude in each block of weights that share a scale."""
+
+    def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
+        """Largest magnitudes of the blocks that a slice touches, as far as it shows them, float32 [P, Q]."""
+
+    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """What travels beside the codes, float32 [P, Q]; ValueError when a magnitude is not finite."""
+
+    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """Codes of a slice whose blocks have these magnitudes, 8 bits [N, K]."""
+
+    def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """What the engine multiplies with, float32 [N, K], by the scales that travelled."""
 
 
 @dataclass(frozen=True)
 class Int8Channel:
     """`int8`"""
 
-    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
-        """Magnitude over 127."""
-        return int8_scale(amax_N)
+    def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
+        """Of rows."""
+        return row_amax(weight_NK)
 
-    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
+    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """Magnitude over 127."""
+        return int8_scale(amax_PQ)
+
+    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """int8"""
-        return int8_codes(weight_NK, int8_scale(amax_N))
+        return int8_codes(weight_NK, int8_scale(amax_PQ))
+
+    def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """Code times its row's scale."""
+        return channel_values(codes_NK, scale_PQ)
 
 
 @dataclass(frozen=True)
 class Fp8Channel:
     """`fp8_channel`"""
 
-    def scales(self, amax_N: torch.Tensor) -> torch.Tensor:
+    def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
+        """Of rows."""
+        return row_amax(weight_NK)
+
+    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
         """Inverse of what weights were multiplied by."""
-        return 1.0 / self._multiplier(amax_N)
+        return 1.0 / _multiplier(amax_PQ, power_of_two=False)
 
-    def codes(self, weight_NK: torch.Tensor, amax_N: torch.Tensor) -> torch.Tensor:
+    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """e4m3"""
-        return fp8_channel_codes(weight_NK, self._multiplier(amax_N))
+        return fp8_channel_codes(weight_NK, _multiplier(amax_PQ, power_of_two=False))
 
-    def _multiplier(self, amax_N: torch.Tensor) -> torch.Tensor:
-        # bfloat16's largest number in every case, so that the same values give the same codes whatever holds them
-        return fp8_scale(amax_N, power_of_two=False, dtype=torch.bfloat16).unsqueeze(1)
+    def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """Code times its row's inverse scale."""
+        return channel_values(codes_NK, scale_PQ)
 
 
-CHANNEL_FORMATS: Final[dict[str, ChannelFormat]] = {"int8": Int8Channel(), "fp8_channel": Fp8Channel()}
+@dataclass(frozen=True)
+class Fp8Block:
+    """`fp8_block`, with scales that are powers of two: what DeepGEMM would round others to."""
+
+    def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
+        """Of blocks."""
+        return block_amax(weight_NK, start)
+
+    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """Inverse of what weights were multiplied by."""
+        return 1.0 / _multiplier(amax_PQ, power_of_two=True)
+
+    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """e4m3"""
+        return fp8_block_codes(weight_NK, _multiplier(amax_PQ, power_of_two=True), start)
+
+    def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """Code times its block's inverse scale."""
+        return fp8_block_values(codes_NK, scale_PQ, start)
+
+
+def _multiplier(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
+    # bfloat16's largest number in every case, so that the same values give the same codes whatever holds them
+    return fp8_scale(amax, power_of_two=power_of_two, dtype=torch.bfloat16)
+
+
+CODE_FORMATS: Final[dict[str, CodeFormat]] = {
+    "int8": Int8Channel(),
+    "fp8_channel": Fp8Channel(),
+    "fp8_block": Fp8Block(),
+}

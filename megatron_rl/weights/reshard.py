@@ -4,9 +4,9 @@ Pure metadata, computed alike by every rank and by the controller from the model
 partition: no communication, no torch. Executing the plan is `megatron_rl.weights.packer`.
 
 Each box is sent by the one rank that owns it (`Placement.owned`, first data-parallel replica), as the
-rank holds it: nothing is gathered. In an 8-bit format a matrix becomes codes, cut as the matrix is, and
-a scale per output channel: rows of scales travel with rows of codes; where a matrix is cut by columns
-all ranks agree on the scales (see `quantize`) and the owner of the first columns sends them.
+rank holds it: nothing is gathered. In an 8-bit format a matrix becomes codes, cut as the matrix is, and a
+grid of scales, of which each box sends those whose block begins in it; where a border between boxes cuts
+a block, all ranks agree on its scale (`ReshardPlan.shared`).
 
 Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
 order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
@@ -23,13 +23,11 @@ from megatron_rl.model_config import ModelSpec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
 from rollout.types import WeightVersion
-from rollout.wire import CODE_DTYPES, DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
+from rollout.weight_format import CodeLayout, WeightFormat
+from rollout.wire import DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
 
 QUANTIZED_KINDS = frozenset({Kind.LINEAR})
-"""What an 8-bit format quantises; everything else travels as bfloat16."""
-
-SCALE_SUFFIX = "_scale"
-"""`X.weight` has its scales in `X.weight_scale`, as in compressed-tensors checkpoints."""
+"""What an 8-bit format quantises but for its exceptions; everything else travels as bfloat16."""
 
 
 class Role(enum.Enum):
@@ -40,7 +38,7 @@ class Role(enum.Enum):
     CODES = "codes"
     """The box's 8-bit codes."""
     SCALES = "scales"
-    """The scales of the box's rows."""
+    """The scales of the blocks that begin in the box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +53,29 @@ class PieceSource:
 class ReshardPlan:
     """Every piece of a publish, and its source."""
 
-    format: str
+    format: WeightFormat
     tensors: tuple[TensorSpec, ...]
+    shared: tuple[str, ...]
+    """Matrices of which a block is cut by a border between boxes, in the order of the model: scales that ranks which
+    hold parts of them must agree on."""
     buckets: tuple[Bucket, ...]
     sources: tuple[tuple[PieceSource, ...], ...]
     """[bucket][piece], beside `buckets[i].pieces`."""
+    num_layers: int
 
     def manifest(self, run_id: str, weight_version: WeightVersion) -> WeightManifest:
         """The manifest of one publish that follows this plan."""
         return WeightManifest(
             run_id=run_id,
             weight_version=weight_version,
-            format=self.format,
+            format=self.format.name,
             tensors=self.tensors,
             buckets=self.buckets,
         )
+
+    def quantizes(self, placement: Placement) -> bool:
+        """Whether a box is of a matrix that travels as codes."""
+        return _quantizes(self.format, placement, self.num_layers)
 
     def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
         """What one trainer rank sends, in order."""
@@ -93,58 +99,68 @@ class _Item:
 
 
 def plan_reshard(
-    spec: ModelSpec, parallel: ParallelConfig, *, format: str, bucket_bytes: int, te_names: bool
+    spec: ModelSpec, parallel: ParallelConfig, *, format: WeightFormat, bucket_bytes: int, te_names: bool
 ) -> ReshardPlan:
     """The plan of every publish of a run; `te_names` as the model was built (`model.layer_names`)."""
     tensors = wire_tensors(spec, format)
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
+    shared: set[str] = set()
     filled: list[tuple[int, list[_Item]]] = []
     for slot in trainer_slots(parallel, cpu_threads=1):
         if slot.data_rank == 0:
             held = rank_placements(
                 spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=te_names
             )
-            items = [item for placement in held if placement.owned for item in _items(placement, tensors, index)]
+            layouts = [(p, format.layout if _quantizes(format, p, spec.num_layers) else None) for p in held]
+            shared.update(p.hf_name for p, layout in layouts if layout and layout.cuts(p.hf_start))
+            items = [item for p, layout in layouts if p.owned for item in _items(p, layout, tensors, index)]
             items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
             filled += [(slot.rank, bucket) for bucket in _fill(items, bucket_bytes)]
     filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0]))
     return ReshardPlan(
         format=format,
         tensors=tensors,
+        shared=tuple(tensor.name for tensor in tensors if tensor.name in shared),
         buckets=tuple(_bucket(number, rank, items) for number, (rank, items) in enumerate(filled)),
         sources=tuple(tuple(item.source for item in items) for _, items in filled),
+        num_layers=spec.num_layers,
     )
 
 
-def wire_tensors(spec: ModelSpec, format: str) -> tuple[TensorSpec, ...]:
-    """Every tensor of a publish, in the order of the model.
-
-    Raises:
-        ValueError: the format is unknown.
-    """
-    if format not in ("bf16", *CODE_DTYPES):
-        raise ValueError(f"format {format!r} cannot be published; use bf16, {', '.join(CODE_DTYPES)}")
+def wire_tensors(spec: ModelSpec, format: WeightFormat) -> tuple[TensorSpec, ...]:
+    """Every tensor of a publish, in the order of the model."""
     whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    kinds = {placement.hf_name: (placement.kind, placement.hf_full_shape) for placement in whole}
     tensors: list[TensorSpec] = []
-    for name, (kind, shape) in kinds.items():
-        if format in CODE_DTYPES and kind in QUANTIZED_KINDS:
-            tensors.append(TensorSpec(name=name, shape=shape, dtype=CODE_DTYPES[format]))
-            tensors.append(TensorSpec(name=name + SCALE_SUFFIX, shape=(shape[0], 1), dtype="float32"))
+    for name, placement in {placement.hf_name: placement for placement in whole}.items():
+        shape, layout = placement.hf_full_shape, format.layout
+        if layout is not None and _quantizes(format, placement, spec.num_layers):
+            tensors.append(TensorSpec(name=name, shape=shape, dtype=layout.dtype))
+            tensors.append(TensorSpec(name=name + layout.scale_suffix, shape=layout.grid(shape), dtype="float32"))
         else:
             tensors.append(TensorSpec(name=name, shape=shape, dtype="bfloat16"))
     return tuple(tensors)
 
 
-def _items(placement: Placement, tensors: tuple[TensorSpec, ...], index: dict[str, int]) -> Iterator[_Item]:
+def _quantizes(format: WeightFormat, placement: Placement, num_layers: int) -> bool:
+    return (
+        format.layout is not None
+        and placement.kind in QUANTIZED_KINDS
+        and not format.excepts(placement.hf_name, num_layers)
+    )
+
+
+def _items(
+    placement: Placement, layout: CodeLayout | None, tensors: tuple[TensorSpec, ...], index: dict[str, int]
+) -> Iterator[_Item]:
     number = index[placement.hf_name]
-    quantized = tensors[number].dtype in CODE_DTYPES.values()
-    role = Role.CODES if quantized else Role.VALUES
+    role = Role.VALUES if layout is None else Role.CODES
     yield _item(number, tensors[number], placement.hf_start, placement.shape, placement, role)
-    if quantized and placement.hf_start[1] == 0:
-        scales = index[placement.hf_name + SCALE_SUFFIX]
-        start, shape = (placement.hf_start[0], 0), (placement.shape[0], 1)
-        yield _item(scales, tensors[scales], start, shape, placement, Role.SCALES)
+    if layout is not None:
+        scales = index[placement.hf_name + layout.scale_suffix]
+        blocks = layout.begun(placement.hf_start, placement.shape)
+        start, shape = tuple(box.start for box in blocks), tuple(box.stop - box.start for box in blocks)
+        if math.prod(shape):
+            yield _item(scales, tensors[scales], start, shape, placement, Role.SCALES)
 
 
 def _item(

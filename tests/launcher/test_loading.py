@@ -77,7 +77,10 @@ def test_an_unknown_override_is_named_as_it_was_typed(write_config: Write) -> No
         ("num_steps=many", '`num_steps` = "many": input should be a valid integer'),
         ("num_steps=true", "`num_steps` = true: input should be a valid integer"),
         ("num_steps=0", "`num_steps` = 0: input should be greater than 0"),
-        ("engine.format=fp8", "`engine.format` = \"fp8\": input should be 'bf16', 'int8' or 'fp8_channel'"),
+        (
+            "engine.format=fp8",
+            "`engine.format` = \"fp8\": input should be 'bf16', 'int8', 'fp8_channel' or 'fp8_block'",
+        ),
         ("sampling=3", "`sampling` = 3: "),
         ("engine.vllm.a=[1]", "`engine.vllm.a` = [1]: input should be a valid string or a valid integer"),
     ],

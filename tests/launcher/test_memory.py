@@ -9,6 +9,7 @@ from launcher.memory_plan import run_memory
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
 from megatron_rl.model_config import ModelSpec, read_model_spec
+from rollout.weight_format import WeightFormat
 
 SHAPE = {
     "hidden_size": 64,
@@ -44,8 +45,12 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, family: str, tied:
 def test_int8_halves_the_linears_and_leaves_the_rest(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     linear = 3 * (64 * (4 + 2 + 2 + 4) * 32 + 3 * 64 * 96)
-    assert weight_bytes(spec, "bf16") == 2 * num_parameters(spec)
-    assert weight_bytes(spec, "bf16") - weight_bytes(spec, "int8") == linear
+    scales = 3 * 4 * ((4 + 2 + 2) * 32 + 64 + 2 * 96 + 64)
+    bf16, int8 = (weight_bytes(spec, WeightFormat(name=name)) for name in ("bf16", "int8"))
+    assert bf16 == 2 * num_parameters(spec)
+    assert bf16 - int8 == linear - scales
+    but_one = WeightFormat(name="int8", bf16_last_layers=1)
+    assert bf16 - weight_bytes(spec, but_one) == (linear - scales) * 2 / 3
 
 
 def test_keys_and_values_of_a_token(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from megatron_rl.model_config import ModelSpec
 from megatron_rl.results import ProbeResult, StagedWeights
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
-from tests.megatron_rl.test_reshard import SPEC, ParallelConfig
+from tests.megatron_rl.test_reshard import INT8, SPEC, ParallelConfig
 
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
@@ -65,7 +65,7 @@ def publisher(log, probes, spec: ModelSpec = SPEC) -> Publisher:
         Trainer(log),
         Engines(log, probes),
         Link(log),
-        plan=plan_reshard(spec, ParallelConfig(tensor=2), format="int8", bucket_bytes=1 << 20, te_names=False),
+        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False),
         run_id="run",
         vocab_size=spec.vocab_size,
         probe_length=8,

@@ -1,5 +1,6 @@
 """One trainer, cut in several ways: same learning, same published weights, same state after a reload."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_rl.imitation import imitation_batches
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows
 from rollout.types import WeightVersion
+from rollout.weight_format import WeightFormat
 from rollout.wire import DTYPE_BYTES
 from tests.megatron_rl.scored_groups import scored_group
 from tests.megatron_rl.tiny_models import reference_logits, save_model
@@ -43,7 +45,7 @@ def trainer_spec(
         ),
         algorithm=algorithm,
         publish=PublishConfig(bucket_bytes=20_000, probe_tokens=12),
-        format=format,
+        format=WeightFormat(name=format),
         temperature=0.9,
         total_updates=10,
         seed=0,
@@ -144,6 +146,8 @@ def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, na
 
 def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales."""
+    if format == "fp8_block":
+        return in_blocks(weight)
     largest = np.abs(weight).max(axis=1, keepdims=True)
     if format == "int8":
         scale = largest / np.float32(127)
@@ -153,9 +157,25 @@ def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     return codes.view(torch.uint8).numpy(), 1 / multiplier
 
 
-@pytest.mark.parametrize(
-    ("family", "format"), [("qwen2_tied", "int8"), ("qwen3", "int8"), ("llama", "int8"), ("qwen2_tied", "fp8_channel")]
-)
+def in_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Block by block: the largest power of two that keeps all weights within 448."""
+    rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+    codes, inverse = np.zeros(weight.shape, np.uint8), np.zeros((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            box = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            exponent = math.floor(math.log2(448 / np.abs(weight[box]).max()))
+            scaled = torch.from_numpy(weight[box] * np.float32(2.0**exponent))
+            codes[box] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            inverse[i, j] = 2.0**-exponent
+    return codes, inverse
+
+
+CODES = [("qwen2_tied", "int8"), ("qwen3", "int8"), ("llama", "int8"), ("qwen2_tied", "fp8_channel")]
+CODES += [("qwen3", "fp8_block"), ("wide", "fp8_block")]
+
+
+@pytest.mark.parametrize(("family", "format"), CODES)
 def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_partition(
     ranks, tmp_path, family, format
 ):
@@ -167,7 +187,8 @@ def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_pa
         for name, tensor in tensors.items():
             if ".layers." in name and tensor.ndim == 2:
                 codes, scales = naively(tensor.float().numpy(), format)
-                np.testing.assert_array_equal(found.pop(name + "_scale"), scales)
+                suffix = "_scale_inv" if format == "fp8_block" else "_scale"
+                np.testing.assert_array_equal(found.pop(name + suffix), scales)
                 np.testing.assert_array_equal(found.pop(name), codes)
             else:
                 assert np.array_equal(found.pop(name), tensor.bfloat16().view(torch.int16).numpy()), name

@@ -32,20 +32,32 @@ VARIANTS = {
 }
 FAMILIES = tuple(VARIANTS)
 
+VARIANTS["wide"] = (
+    "Qwen3Config",
+    {
+        "hidden_size": 160,
+        "intermediate_size": 416,
+        "head_dim": 40,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+    },
+)
+"""Several blocks of 128 x 128 in most matrices, of which some are cut by every partition."""
+
 
 def config_of(name):
     """Configuration of transformers."""
     import transformers  # here, because the ranks of the pool import this module and do not need it
 
     kind, own = VARIANTS[name]
-    return getattr(transformers, kind)(**SHARED, **own)
+    return getattr(transformers, kind)(**SHARED | own)
 
 
 def save_model(name, directory, *, dtype=torch.float32, max_shard_size="5GB"):
     """A random model whose norms and biases are not the neutral ones they are initialised to."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(FAMILIES.index(name))
+    torch.manual_seed(list(VARIANTS).index(name))
     model = AutoModelForCausalLM.from_config(config_of(name)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory) -> Checkpoints:
     for family in FAMILIES:
         for weights, seed in (("A", 1), ("B", 2)):
             tensors = make_weights(family, seed)
-            for format in ("bf16", "int8", "fp8_channel"):
+            for format in ("bf16", "int8", "fp8_channel", "fp8_block"):
                 save_checkpoint(found.path(family, weights, format), family, in_format(tensors, format), format)
     return found
 
@@ -62,7 +62,7 @@ def _jobs(checkpoints: Checkpoints) -> list[dict]:
         }
 
     cases = [("qwen3", "bf16"), ("qwen3", "int8"), ("qwen2", "bf16"), ("qwen2", "int8"), ("llama", "int8")]
-    cases += [("qwen2", "fp8_channel")]
+    cases += [("qwen2", "fp8_channel"), ("blocks", "fp8_block")]
     jobs = [job("fresh", family, weights, format) for family, format in cases for weights in ("A", "B")]
     jobs += [job("push", family, "ABA", format) for family, format in cases]
     jobs += [job("fresh", "qwen3", weights, "int8", onednn=True) for weights in ("A", "B")]

@@ -58,8 +58,8 @@ def drafting_engine(checkpoints, loop, directory: Path, segments: Path, *, tenso
             sender.abandon()
 
 
-def in_float32(spec: EngineSpec):
-    arguments = engine_arguments(spec)
+def in_float32(spec: EngineSpec, bf16_modules=()):
+    arguments = engine_arguments(spec, bf16_modules)
     arguments.dtype = "float32"
     return arguments
 

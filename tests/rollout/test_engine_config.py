@@ -65,6 +65,17 @@ def test_fp8_by_channel_has_the_layout_of_float_quantized_checkpoints(checkpoint
     assert group["weights"]["type"] == group["input_activations"]["type"] == "float"
 
 
+def test_fp8_by_block_has_the_layout_that_vllm_calls_fp8(checkpoints):
+    found = arguments(checkpoints, format="fp8_block").hf_overrides["quantization_config"]
+    assert found["quant_method"] == "fp8" and found["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize(("format", "key"), [("int8", "ignore"), ("fp8_block", "modules_to_not_convert")])
+def test_linears_that_stay_bf16_are_named(format, key):
+    found = quantization_config(format, ["model.layers.0.mlp.down_proj"])
+    assert found[key] == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
 def test_bf16_needs_no_override(checkpoints):
     assert quantization_config("bf16") is None
     assert arguments(checkpoints, format="bf16").hf_overrides == {}

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.slow
 
 def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:
     config = EngineConfig(
-        tensor_parallel=2, format="int8", kv_cache_bytes=32 << 20, max_num_seqs=16, update_timeout_s=60
+        tensor_parallel=2,
+        format="int8",
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        kv_cache_bytes=32 << 20,
+        max_num_seqs=16,
+        update_timeout_s=60,
     )
     return EngineSpec(
         engine_id=engine_id,

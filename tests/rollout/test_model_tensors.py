@@ -1,29 +1,35 @@
 """The list of tensors that an engine expects is the one that a checkpoint really holds."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
-from rollout.model_tensors import expected_tensors
+from rollout.model_tensors import expected_tensors, linears_in_bf16
 from rollout.process_env import ProcessEnv
+from rollout.weight_format import WeightFormat
 
 
-@pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel"])
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_expected_tensors_are_those_of_a_checkpoint(checkpoints, family, format):
     directory = checkpoints.path(family, "A", format)
     stored = load_file(directory / "model.safetensors")
-    found = expected_tensors(str(checkpoints.path(family, "A", "bf16")), format)
+    found = expected_tensors(str(checkpoints.path(family, "A", "bf16")), WeightFormat(name=format))
     assert {(spec.name, spec.shape, spec.dtype) for spec in found} == {
         (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in stored.items()
     }
 
 
-def test_an_unknown_format_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with pytest.raises(ValueError, match="'int4'"):
-        expected_tensors(str(tmp_path), "int4")
+def test_excepted_layers_and_modules_stay_bfloat16_and_are_named_to_vllm(checkpoints):
+    directory = str(checkpoints.path("qwen3", "A", "bf16"))
+    format = WeightFormat(name="int8", bf16_first_layers=1, bf16_modules=("*.mlp.down_proj",))
+    found = expected_tensors(directory, format)
+    codes = {spec.name for spec in found if spec.dtype == "int8"}
+    names = [f"model.layers.1.{leaf}" for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    names += [f"model.layers.1.{leaf}" for leaf in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")]
+    assert codes == {f"{name}.weight" for name in names}
+    assert {spec.name for spec in found if spec.name.endswith("_scale")} == {f"{name}.weight_scale" for name in names}
+    kept = linears_in_bf16(found)
+    assert len(kept) == 8 and "model.layers.1.mlp.down_proj" in kept and "model.layers.0.self_attn.q_proj" in kept
 
 
 def test_every_process_is_told_its_threads_and_to_stay_offline():

@@ -17,6 +17,7 @@ def gap(found: list, expected: list) -> float:
         ("qwen2", "int8"),
         ("llama", "int8"),
         ("qwen2", "fp8_channel"),
+        ("blocks", "fp8_block"),
     ],
 )
 def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(oracle, family, format):
@@ -46,6 +47,15 @@ def test_int8_linears_are_multiplied_by_an_int8_kernel(oracle):
     assert len(layers) == 8
     assert all("Int8ScaledMMLinearKernel" in kernel for kernel in layers.values())
     assert "Int8" not in kernels["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("job", "kernel"),
+    [("push-qwen2-ABA-fp8_channel", "EmulatedFp8Channel"), ("push-blocks-ABA-fp8_block", "EmulatedFp8Block")],
+)
+def test_fp8_on_a_cpu_says_that_it_is_emulated(oracle, job, kernel):
+    kernels = dict(oracle.answers[job][0]["kernels"])
+    assert {found for name, found in kernels.items() if ".layers." in name} == {kernel}
 
 
 def test_bf16_linears_are_not_quantised(oracle):
