@@ -22,6 +22,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _algorithm,
         _schedule,
         _history,
+        _publish,
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         lambda config: dotted_paths(
             {
@@ -115,6 +116,15 @@ def _history(config: RunConfig) -> list[str]:
         for number in config.history.stock_engines
         if not 0 <= number < engines
     ]
+
+
+def _publish(config: RunConfig) -> list[str]:
+    if config.publish.delta and config.publish.transport == "shm":
+        return [
+            "`publish.delta` = true with `publish.transport` = shm: engines map what the trainer has written, so there "
+            "is nothing to save; set delta to false or transport to auto"
+        ]
+    return []
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

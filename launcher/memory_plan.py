@@ -89,10 +89,17 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         *_times(engine, ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),
         _item("weights on their way", weight_bytes(spec, WeightFormat.of(config.engine)), "engine.format"),
+        *(_baselines(config, spec) if config.publish.delta else []),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
         *(_history(config) if config.drafts else []),
     )
     return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
+
+
+def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:
+    """What trainer and engines keep to send and to take changes only."""
+    copies = 1 + config.engine.num_engines
+    return [_item("publish baselines", copies * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
 
 
 def _history(config: RunConfig) -> list[MemoryItem]:

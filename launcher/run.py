@@ -243,7 +243,7 @@ def choose_transport(config: RunConfig, *, one_node: bool) -> Literal["shm", "gl
     """How weights travel: as configured, or the fastest way that reaches every engine."""
     if config.publish.transport != "auto":
         return config.publish.transport
-    return "shm" if one_node else "gloo"
+    return "shm" if one_node and not config.publish.delta else "gloo"
 
 
 def _publisher(
@@ -251,9 +251,12 @@ def _publisher(
 ) -> Publisher:
     """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
+    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
+    trainer.plan_publishes(wanted)
     plan = plan_reshard(
         spec,
         config.trainer.parallel,
+        wanted=wanted,
         format=WeightFormat.of(config.engine),
         bucket_bytes=config.publish.bucket_bytes,
         te_names=trainer.te_names(),

@@ -156,6 +156,11 @@ class PublishConfig(Config):
     """Length of the fixed prompt that every publish is proven with."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of one publish; whoever is late is named."""
+    delta: bool = False
+    """Send only what has changed since the last publish. Costs a copy of the 8-bit weights at the trainer and one at
+    every engine; not for `shm`, which moves nothing."""
+    delta_full_every: int = Field(default=20, ge=0)
+    """With `delta`, every so many publishes send everything all the same; 0 for the first only."""
 
 
 class CheckpointConfig(Config):

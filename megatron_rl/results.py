@@ -1,9 +1,12 @@
 """What trainer ranks report to the controller: small, picklable, free of tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_rl.weights.code_sums import CodeSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +28,14 @@ class StagedWeights:
     path: str
     """File under shared memory that holds this rank's buckets one after another; empty if it has none."""
     num_bytes: int
-    reshard_s: float
-    """Seconds for cutting, quantising and packing."""
+    scales_s: float
+    """Seconds until all ranks agreed on the scales."""
+    pack_s: float
+    """Seconds for cutting, quantising and writing into buckets."""
+    send_s: float
+    """Seconds for checksums and handing over."""
+    codes: Mapping[int, CodeSums]
+    """What 8 bits cost this rank's weights, by layer; empty in BF16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

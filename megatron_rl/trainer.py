@@ -31,6 +31,7 @@ from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.imitation_rows import ImitationRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
+from rollout.wire import Wanted
 
 FP8_ROW_ALIGNMENT = 16
 """Rows that FP8 matmuls want packed batches padded to; CUDA only."""
@@ -65,7 +66,7 @@ class Trainer:
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         self._learner = self._build_learner()
-        self._packer = self._build_packer()
+        self.plan_publishes(())
 
     def _build_learner(self) -> Learner:
         config = self.spec.config
@@ -83,16 +84,18 @@ class Trainer:
             device=device(),
         )
 
-    def _build_packer(self) -> WeightPacker:
+    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+        """Plan what later publishes send to whom; `wanted` as in `plan_reshard`."""
         self.plan: ReshardPlan = plan_reshard(
             self._model_spec,
             self.spec.config.parallel,
             format=self.spec.format,
             bucket_bytes=self.spec.publish.bucket_bytes,
             te_names=self._te_names,
+            wanted=wanted,
         )
         tensor_parallel = self.spec.config.parallel.tensor > 1
-        return WeightPacker(
+        self._packer = WeightPacker(
             self.plan,
             rank=self._position.rank,
             held=self._held,
@@ -127,12 +130,19 @@ class Trainer:
         """Quantise with fresh scales and hand this rank's buckets to `sender`."""
         started = time.perf_counter()
         self._packer.refresh_scales()
+        scales_s = time.perf_counter() - started
         path, num_bytes = "", 0
-        if own := self.plan.buckets_of(self._position.rank):
+        if self.plan.buckets_of(self._position.rank):
             path = self._packer.send(sender, weight_version)
-            num_bytes = sum(bucket.num_bytes for bucket in own)
+            num_bytes = sender.sent_bytes
         return StagedWeights(
-            rank=self._position.rank, path=path, num_bytes=num_bytes, reshard_s=time.perf_counter() - started
+            rank=self._position.rank,
+            path=path,
+            num_bytes=num_bytes,
+            scales_s=scales_s,
+            pack_s=self._packer.pack_s,
+            send_s=self._packer.send_s,
+            codes=self._packer.watch.sums(),
         )
 
     def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:

@@ -17,6 +17,7 @@ from rollout.imitation_rows import ImitationRows
 from rollout.process_log import redirect_output
 from rollout.transports.base import GlooChannel
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
+from rollout.wire import Wanted
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -115,11 +116,21 @@ class TrainerActor:
         """Publish through gloo from now on; `channels` in the order of the engines."""
         from rollout.transports.gloo import GlooSender
 
-        sender = GlooSender(rank=self._rank, timeout_s=self._spec.publish.timeout_s)
+        publish = self._spec.publish
+        sender = GlooSender(
+            rank=self._rank,
+            timeout_s=publish.timeout_s,
+            delta=publish.delta,
+            full_every=publish.delta_full_every,
+        )
         for engine_id, channel in enumerate(channels):
             if self._rank in channel.source_ranks:
                 sender.attach(engine_id, channel)
         self._sender = sender
+
+    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+        """See `Trainer.plan_publishes`."""
+        self._joined.plan_publishes(wanted)
 
     def stage(self, weight_version: WeightVersion) -> StagedWeights:
         """See `Trainer.stage`."""

@@ -12,6 +12,7 @@ from megatron_rl.slots import TrainerSlot
 from megatron_rl.spmd import SpmdGroup
 from megatron_rl.trainer_actor import TrainerActor
 from megatron_rl.trainer_spec import TrainerSpec
+from rollout.wire import Wanted
 
 Result = TypeVar("Result")
 
@@ -43,6 +44,10 @@ class TrainerGroup:
         """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
         found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
         return list(found[first_rank])
+
+    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+        """Tell every rank what the engines' ranks take."""
+        self.ranks.call("plan_publishes", ray.put(list(wanted)))
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""

@@ -25,7 +25,14 @@ from rollout import vllm_compat
 from rollout.engine_config import end_of_sequence_ids, engine_arguments
 from rollout.engine_responses import Finished, Response, ResponseLedger, check_length, columns, sampling_params
 from rollout.engine_spec import EngineSpec
-from rollout.engine_state import EngineFencedError, EngineState, EngineStats, EngineStatus, WeightsRefusedError
+from rollout.engine_state import (
+    EngineFencedError,
+    EngineState,
+    EngineStats,
+    EngineStatus,
+    UpdateTimes,
+    WeightsRefusedError,
+)
 from rollout.engine_trace import Forwards, decode_forwards
 from rollout.model_tensors import check_manifest, expected_tensors, linears_in_bf16
 from rollout.receiver import UpdateOrder
@@ -42,7 +49,7 @@ from rollout.types import (
     WeightVersion,
 )
 from rollout.weight_format import WeightFormat
-from rollout.wire import TensorSpec, WeightManifest
+from rollout.wire import TensorSpec, Wanted, WeightManifest
 
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
@@ -68,6 +75,8 @@ class Engine:
         self._updating = asyncio.Lock()
         self._submitting = asyncio.Lock()
         self._expected: tuple[TensorSpec, ...] = ()
+        self.wanted: list[Wanted] = []
+        """What each rank takes of a publish, once the engine has started."""
         self._stop_ids: tuple[int, ...] = ()
         self._started: AsyncLLM | None = None
         self._on_ended: EndedListener | None = None
@@ -94,6 +103,8 @@ class Engine:
         if self.spec.load_from_directory:
             self._status, self._version, self._fault = EngineStatus.SERVING, WeightVersion(0), ""
         else:
+            found = await self._ranks("wanted", pickle.dumps(self._expected))
+            self.wanted = [pickle.loads(one) for one in found if isinstance(one, bytes)]
             await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     def shutdown(self) -> None:
@@ -215,7 +226,8 @@ class Engine:
         """Find the faults that a manifest alone shows; costs nothing, so ask every engine before anything is sent.
 
         Raises:
-            WeightsRefusedError: of another run or format, stale, inconsistent, or not what the model consists of.
+            WeightsRefusedError: of another run or format, stale, inconsistent, not what the model consists of, or
+                lacking a part that a rank takes.
         """
         try:
             check_manifest(
@@ -225,10 +237,12 @@ class Engine:
                 format=self.spec.config.format,
                 current=self._version,
             )
+            for rank, wanted in enumerate(self.wanted):
+                manifest.check_wanted(rank, wanted)
         except RuntimeError as error:
             raise self._refusal(manifest, error) from error
 
-    async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> None:
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> UpdateTimes:
         """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
 
         Args:
@@ -239,7 +253,7 @@ class Engine:
             WeightsRefusedError: nothing was touched, the engine goes on as before. A streaming channel is closed.
             EngineFencedError: the weights are mixed, the engine is fenced. A streaming channel is closed.
         """
-        timeout_s = self.spec.config.update_timeout_s
+        timeout_s, started = self.spec.config.update_timeout_s, time.perf_counter()
         order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s)
         async with self._updating:
             try:
@@ -248,8 +262,12 @@ class Engine:
             except WeightsRefusedError:
                 await self._leave_stream()
                 raise
+            arrived = time.perf_counter()
             await self._pause()
+            paused = time.perf_counter()
             await self._apply(order)
+            done = time.perf_counter()
+        return UpdateTimes(arrive_s=arrived - started, pause_s=paused - arrived, apply_s=done - paused)
 
     async def _announce(self, order: UpdateOrder) -> None:
         """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""

@@ -12,13 +12,13 @@ import ray
 
 from history.draft_stats import DraftStats
 from rollout.engine_spec import EngineSpec
-from rollout.engine_state import EngineState, EngineStats
+from rollout.engine_state import EngineState, EngineStats, UpdateTimes
 from rollout.engine_trace import Forwards
 from rollout.history_outbox import HistoryOutbox
 from rollout.process_log import redirect_output
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
-from rollout.wire import WeightManifest
+from rollout.wire import Wanted, WeightManifest
 
 MAX_CONCURRENCY = 1 << 16
 """Calls in flight at one engine: every group that waits is one."""
@@ -64,13 +64,17 @@ class EngineActor:
         """See `Engine.init_transport`."""
         await self._engine.init_transport(channel)
 
+    async def wanted(self) -> list[Wanted]:
+        """See `Engine.wanted`."""
+        return self._engine.wanted
+
     async def check(self, manifest: WeightManifest) -> None:
         """See `Engine.check`."""
         self._engine.check(manifest)
 
-    async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> None:
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> UpdateTimes:
         """See `Engine.update`."""
-        await self._engine.update(manifest, segments)
+        return await self._engine.update(manifest, segments)
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """See `Engine.probe`."""

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import ray
 
+from rollout.wire import Wanted
+
 
 class EngineGroup:
     """All engines of a run, called at once; errors name the engine."""
@@ -37,3 +39,16 @@ class EngineGroup:
     def call(self, method: str, *args: object, timeout_s: float) -> list[object]:
         """`begin` and `wait`."""
         return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
+
+    def wanted(self, *, timeout_s: float) -> list[Wanted]:
+        """What each rank of an engine takes of a publish.
+
+        Raises:
+            RuntimeError: engines differ in it, so that one plan cannot serve them all.
+        """
+        first, *others = self.call("wanted", timeout_s=timeout_s)
+        for number, other in enumerate(others, start=1):
+            if other != first:
+                raise RuntimeError(f"engine {number} takes other parts of the weights than engine 0")
+        assert isinstance(first, list)
+        return first

@@ -44,6 +44,18 @@ class EngineStats:
     """Publishes that left the engine fenced."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTimes:
+    """How long one update took an engine, in seconds."""
+
+    arrive_s: float
+    """From the call until there was verified data: all of a staged publish, the first bucket of a streamed one."""
+    pause_s: float
+    """Until nothing was sampled any more."""
+    apply_s: float
+    """Until the weights were in place, with whatever still had to come."""
+
+
 class WeightsRefusedError(RuntimeError):
     """A publish was refused before its first byte was applied: the old weights stay, the engine serves on."""
 

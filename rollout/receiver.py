@@ -2,9 +2,9 @@
 
 It sits in vLLM's seat for weight transfer (`WeightTransferEngine`) and uses layerwise reload, the only
 update path that works for every format on every platform: the model goes back to checkpoint layout on
-the meta device, vLLM's own loaders take whole unfused tensors in manifest order (and cut their
-tensor-parallel shard themselves), and each layer is repacked into its old storage when its last tensor
-has come.
+the meta device, vLLM's own loaders take unfused tensors in manifest order, of which this rank has been sent
+what they showed that they copy (`rollout.slices`), and each layer is repacked into its old storage when
+its last tensor has come.
 
 The order of one update: `expect` (nothing is touched), `start_weight_update`, `receive_weights`,
 `finish_weight_update`; or, after a failure, `discard`, which leaves a model that is whole but mixed:
@@ -13,9 +13,9 @@ the engine is fenced then, and the next full publish starts from a clean slate.
 Invariant: no byte reaches a loader that was not verified against its bucket's trailer.
 """
 
-import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,21 +28,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout import vllm_quirks
-from rollout.transports.base import Channel, GlooChannel, Inbox
+from rollout.arrivals import Arrivals
+from rollout.slices import StandIns
+from rollout.transports.base import Channel, GlooChannel
 from rollout.transports.gloo import GlooInbox
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox
-from rollout.wire import DTYPE_BYTES, Piece, WeightManifest
+from rollout.wire import TensorSpec, Wanted, WeightManifest
 
 BACKEND = "megatron_rl"
 """Name under which the receiver is registered with vLLM."""
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +77,20 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _stream: GlooInbox | None = None
     _order: UpdateOrder | None = None
     _inbox: ShmInbox | Prefetch | None = None
+    _feeding: AbstractContextManager[object] = nullcontext()
+    """In force while loaders copy out of stand-ins."""
+
+    @property
+    def _rank(self) -> int:
+        rank: int = get_tensor_model_parallel_rank()
+        return rank
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
         """Join a channel; an earlier one is left."""
         self.shutdown()
         channel: Channel = pickle.loads(init_info.channel)
         if isinstance(channel, GlooChannel):
-            self._stream = GlooInbox(channel, engine_rank=get_tensor_model_parallel_rank())
+            self._stream = GlooInbox(channel, engine_rank=self._rank)
         self._channel = channel
 
     def expect(self, order: UpdateOrder) -> None:
@@ -102,7 +104,12 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             self._inbox = ShmInbox(order.manifest, order.segments)
         else:
             self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
-            self._inbox = Prefetch(self._stream, order.manifest.buckets)
+            own = [bucket for bucket in order.manifest.buckets if bucket.wanted_by(self._rank)]
+            self._inbox = Prefetch(self._stream, own)
+
+    def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
+        """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
+        return StandIns(specs).record(self.model)
 
     def arrived(self) -> bool:
         """Whether there is something verified to apply.
@@ -122,14 +129,19 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         order, inbox = self._order, self._inbox
         if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
-        self.model.load_weights(assemble(order.manifest, inbox))
+        stand_ins = StandIns(order.manifest.tensors)
+        self._feeding = stand_ins.feed(Arrivals(order.manifest, inbox, engine_rank=self._rank).part)
+        with self._feeding:
+            self.model.load_weights(stand_ins.items())
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Repack what is left and give the model its kernel tensors back."""
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        """Repack what is left (padded tensors are copied only here) and give the model its kernel tensors back."""
+        with self._feeding:
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
         vllm_quirks.after_reload(self.model)
         self._order = self._inbox = None
+        self._feeding = nullcontext()
 
     @torch.no_grad()
     def discard(self) -> None:
@@ -138,6 +150,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             info = layerwise.get_layerwise_info(layer)
             info.loaded_weights = []
             info.load_numel = 0
+        self._feeding = nullcontext()
         self.finish_weight_update()
 
     def shutdown(self) -> None:
@@ -150,41 +163,3 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     def trainer_send_weights(*args: object, **kwargs: object) -> None:
         """Asked for by vLLM before 0.32; our trainers have senders of their own."""
         raise NotImplementedError("trainer ranks send through rollout.transports")
-
-
-def assemble(manifest: WeightManifest, inbox: Inbox) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a publish in manifest order, as views of the buckets where one piece is the whole tensor.
-
-    A bucket is taken when the first of its pieces is needed and let go after the last.
-    """
-    pieces: list[list[tuple[int, Piece]]] = [[] for _ in manifest.tensors]
-    for bucket in manifest.buckets:
-        for piece in bucket.pieces:
-            pieces[piece.tensor].append((bucket.index, piece))
-    left = [len(bucket.pieces) for bucket in manifest.buckets]
-    held: dict[int, memoryview] = {}
-    for spec, parts in zip(manifest.tensors, pieces, strict=True):
-        boxes: list[tuple[Piece, torch.Tensor]] = []
-        for index, piece in parts:
-            if index not in held:
-                held[index] = inbox.take(manifest.buckets[index])
-            boxes.append((piece, _view(held[index], piece, spec.dtype)))
-            left[index] -= 1
-            if not left[index]:
-                del held[index]
-        yield spec.name, _join(spec.shape, boxes)
-
-
-def _view(bucket: memoryview, piece: Piece, dtype: str) -> torch.Tensor:
-    count = math.prod(piece.shape)
-    raw = bucket[piece.offset : piece.offset + count * DTYPE_BYTES[dtype]]
-    return torch.frombuffer(raw, dtype=DTYPES[dtype], count=count).reshape(piece.shape)
-
-
-def _join(shape: tuple[int, ...], boxes: list[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-    if len(boxes) == 1:
-        return boxes[0][1]
-    whole = torch.empty(shape, dtype=boxes[0][1].dtype)
-    for piece, box in boxes:
-        whole[tuple(slice(lo, lo + n) for lo, n in zip(piece.start, piece.shape, strict=True))] = box
-    return whole

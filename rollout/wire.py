@@ -15,6 +15,7 @@ Nothing here imports torch: controllers and tests read manifests without it.
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -48,6 +49,37 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor."""
+
+    start: tuple[int, ...]
+    """First index in each dimension."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def common(self, other: "Box") -> "Box":
+        """What both have; a dimension of it is 0 where they do not meet."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        shape = tuple(
+            max(0, min(a + n, b + m) - first)
+            for a, n, b, m, first in zip(self.start, self.shape, other.start, other.shape, start, strict=True)
+        )
+        return Box(start=start, shape=shape)
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """The part as an index into something that begins at `origin` of the tensor."""
+        return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.start, self.shape, origin, strict=True))
+
+
+Wanted = Mapping[str, tuple[Box, ...]]
+"""What one engine rank takes of each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box of a tensor, stored row-major and contiguous inside a bucket."""
 
@@ -58,6 +90,11 @@ class Piece:
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the bucket; a multiple of `PIECE_ALIGNMENT`."""
+
+    @property
+    def box(self) -> Box:
+        """The part of the tensor."""
+        return Box(start=self.start, shape=self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +107,12 @@ class Bucket:
     num_bytes: int
     """Payload and trailer together."""
     pieces: tuple[Piece, ...]
+    engine_ranks: tuple[int, ...] = ()
+    """Ranks of each engine that want it; () stands for all."""
+
+    def wanted_by(self, engine_rank: int) -> bool:
+        """Whether a rank of an engine takes this bucket."""
+        return not self.engine_ranks or engine_rank in self.engine_ranks
 
     @property
     def payload_bytes(self) -> int:
@@ -118,15 +161,23 @@ class WeightManifest:
         for spec, count, pieces in zip(self.tensors, covered, boxes, strict=True):
             if count != math.prod(spec.shape):
                 raise RuntimeError(f"{spec.name}: pieces cover {count} of {math.prod(spec.shape)} elements")
-            if len(pieces) > 1 and any(_overlap(a, b) for i, a in enumerate(pieces) for b in pieces[:i]):
+            if any(a.box.common(b.box).size for i, a in enumerate(pieces) for b in pieces[:i]):
                 raise RuntimeError(f"{spec.name}: pieces overlap")
 
-
-def _overlap(a: Piece, b: Piece) -> bool:
-    return all(
-        lo_a < lo_b + n_b and lo_b < lo_a + n_a
-        for lo_a, n_a, lo_b, n_b in zip(a.start, a.shape, b.start, b.shape, strict=True)
-    )
+    def check_wanted(self, engine_rank: int, wanted: Wanted) -> None:
+        """Raise `RuntimeError` naming the first tensor of which a rank would not get what it takes."""
+        brought: dict[str, list[Box]] = {spec.name: [] for spec in self.tensors}
+        for bucket in self.buckets:
+            if bucket.wanted_by(engine_rank):
+                for piece in bucket.pieces:
+                    brought[self.tensors[piece.tensor].name].append(piece.box)
+        for name, boxes in wanted.items():
+            for box in boxes:
+                found = sum(box.common(one).size for one in brought.get(name, []))
+                if found != box.size:
+                    raise RuntimeError(
+                        f"{name}: engine rank {engine_rank} would get {found} of the {box.size} elements that it takes"
+                    )
 
 
 def seal(bucket: memoryview, weight_version: WeightVersion) -> None:

@@ -162,6 +162,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Leave the channel."""
         self.shutdown_weight_transfer_engine()
 
+    def wanted(self, specs: bytes) -> bytes:
+        """What this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`): a pickled `Wanted`."""
+        return pickle.dumps(self._receiver().wanted(pickle.loads(specs)))
+
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))

@@ -18,6 +18,7 @@ VLLM_ADAPTERS = {
     "rollout/engine_responses.py",
     "rollout/proposer.py",
     "rollout/receiver.py",
+    "rollout/slices.py",
     "rollout/fp8_emulation.py",
     "rollout/vllm_compat.py",
     "rollout/vllm_quirks.py",

@@ -6,13 +6,26 @@ ranks quantise and send. Both are given a manifest that every engine has accepte
 every engine has applied it (and is not serving yet).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.results import StagedWeights
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
+from rollout.engine_state import UpdateTimes
 from rollout.transports.base import GlooChannel, ShmChannel
 from rollout.wire import WeightManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What the two ends say of a publish that has come."""
+
+    staged: tuple[StagedWeights, ...]
+    """By trainer rank."""
+    updates: tuple[UpdateTimes, ...]
+    """By engine."""
 
 
 class Link(Protocol):
@@ -22,7 +35,7 @@ class Link(Protocol):
         """Join both ends; once, before the first publish."""
         ...
 
-    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+    def deliver(self, manifest: WeightManifest) -> Delivery:
         """Bring one publish from every trainer rank into every engine."""
         ...
 
@@ -40,15 +53,15 @@ class ShmLink:
         self._trainer.ranks.call("open_shm")
         self._engines.call("init_transport", ShmChannel(), timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+    def deliver(self, manifest: WeightManifest) -> Delivery:
         """Stage everything, apply it, let go of it."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         segments = {part.rank: part.path for part in staged if part.path}
         try:
-            self._engines.call("update", manifest, segments, timeout_s=self._timeout_s)
+            found = self._engines.call("update", manifest, segments, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
-        return staged
+        return _delivery(staged, found)
 
 
 class GlooLink:
@@ -82,9 +95,13 @@ class GlooLink:
         self._trainer.ranks.call("attach_gloo", channels)
         self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> list[StagedWeights]:
+    def deliver(self, manifest: WeightManifest) -> Delivery:
         """Send and apply bucket after bucket."""
         applying = self._engines.begin("update", manifest, {})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
-        self._engines.wait(applying, "update", timeout_s=self._timeout_s)
-        return sent
+        return _delivery(sent, self._engines.wait(applying, "update", timeout_s=self._timeout_s))
+
+
+def _delivery(staged: Sequence[StagedWeights], updates: Sequence[object]) -> Delivery:
+    times = tuple(one for one in updates if isinstance(one, UpdateTimes))
+    return Delivery(staged=tuple(staged), updates=times)

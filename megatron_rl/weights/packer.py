@@ -8,6 +8,7 @@ column-cut matrices, blocks across a border) all trainer ranks of a tensor-paral
 (`refresh_scales`); everything after that is local.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from megatron_rl.weights.names import Placement
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
+from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.wire import Bucket, Piece
+from rollout.wire import Box, Bucket, Piece
 
 
 class WeightPacker:
@@ -48,6 +50,10 @@ class WeightPacker:
         self._quantized = [placement for placement in held if plan.quantizes(placement)]
         names = {placement.hf_name for placement in self._quantized}
         self._shared = [name for name in plan.shared if name in names]
+        self.watch = CodeWatch()
+        """What 8 bits cost the weights of the last `send`."""
+        self.pack_s = self.send_s = 0.0
+        """What the last `send` took."""
         self._amax: dict[str, torch.Tensor] = {}
         """Of every block, by matrix: [P, Q]; 0 where this rank holds nothing of it."""
         self._scales: dict[str, torch.Tensor] = {}
@@ -63,7 +69,7 @@ class WeightPacker:
         if self._format is None or self._layout is None:
             return
         for placement in self._quantized:
-            found = self._format.amax(self._values(placement), placement.hf_start)
+            found = self._format.amax(self._values(placement, _whole(placement)), placement.hf_start)
             name, grid = placement.hf_name, self._layout.grid(placement.hf_full_shape)
             whole = self._amax.setdefault(name, torch.zeros(grid, device=found.device))
             blocks = self._layout.touched(placement.hf_start, placement.shape)
@@ -83,26 +89,44 @@ class WeightPacker:
     @torch.no_grad()
     def send(self, sender: Sender, weight_version: WeightVersion) -> str:
         """Fill and hand over this rank's buckets; returns what `Sender.finish` returns. Needs fresh scales."""
+        self.watch.begin()
         sender.open(weight_version, [bucket for bucket, _ in self._own])
+        self.pack_s = self.send_s = 0.0
         for bucket, sources in self._own:
+            started = time.perf_counter()
             self._fill(sender.buffer(bucket.index), bucket, sources)
+            filled = time.perf_counter()
             sender.commit(bucket.index)
-        return sender.finish()
+            self.pack_s += filled - started
+            self.send_s += time.perf_counter() - filled
+        started = time.perf_counter()
+        path = sender.finish()
+        self.send_s += time.perf_counter() - started
+        return path
 
     def _fill(self, buffer: memoryview, bucket: Bucket, sources: tuple[PieceSource, ...]) -> None:
+        end = 0
         for piece, source in zip(bucket.pieces, sources, strict=True):
-            _write(buffer, piece, self._encoded(source))
+            buffer[end : piece.offset] = bytes(piece.offset - end)  # equal weights make equal buckets
+            end = piece.offset + _write(buffer, piece, self._encoded(source, piece.box))
+        buffer[end : bucket.payload_bytes] = bytes(bucket.payload_bytes - end)
 
-    def _encoded(self, source: PieceSource) -> torch.Tensor:
+    def _encoded(self, source: PieceSource, box: Box) -> torch.Tensor:
         match source.role:
             case Role.VALUES:
-                return self._values(source.placement).to(torch.bfloat16)
+                return self._values(source.placement, box).to(torch.bfloat16)
             case Role.CODES:
-                return self._codes(source.placement)
+                codes = self._codes(source.placement, box)
+                self._look_at(codes, source.placement, box)
+                return codes
             case Role.SCALES:
-                assert self._layout is not None, "only 8-bit formats have scales"
-                begun = self._layout.begun(source.placement.hf_start, source.placement.shape)
-                return self._scales[source.placement.hf_name][begun]
+                return self._scales[source.placement.hf_name][box.slices((0, 0))]
+
+    def _look_at(self, codes: torch.Tensor, placement: Placement, box: Box) -> None:
+        rows = sampled_rows(box)
+        some = codes[: rows.shape[0]]
+        values = self._decoded(some, placement, rows)
+        self.watch.see(placement.hf_name, box, self._values(placement, rows), some, values)
 
     @torch.no_grad()
     def published_values(self, megatron_name: str) -> torch.Tensor:
@@ -116,20 +140,31 @@ class WeightPacker:
 
     def _round_trip(self, placement: Placement) -> torch.Tensor:
         if self._format is None or self._layout is None or not self._plan.quantizes(placement):
-            return self._values(placement).to(torch.bfloat16)
-        scales = self._scales[placement.hf_name][self._layout.touched(placement.hf_start, placement.shape)]
-        return self._format.values(self._codes(placement), scales, placement.hf_start)
+            return self._values(placement, _whole(placement)).to(torch.bfloat16)
+        return self._decoded(self._codes(placement, _whole(placement)), placement, _whole(placement))
 
-    def _codes(self, placement: Placement) -> torch.Tensor:
+    def _decoded(self, codes: torch.Tensor, placement: Placement, box: Box) -> torch.Tensor:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
-        amax = self._amax[placement.hf_name][self._layout.touched(placement.hf_start, placement.shape)]
-        return self._format.codes(self._values(placement), amax, placement.hf_start)
+        scales = self._scales[placement.hf_name][self._layout.touched(box.start, box.shape)]
+        return self._format.values(codes, scales, box.start)
 
-    def _values(self, placement: Placement) -> torch.Tensor:
-        return self._parameters[placement.megatron_name].detach()[placement.megatron_slices]
+    def _codes(self, placement: Placement, box: Box) -> torch.Tensor:
+        assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
+        amax = self._amax[placement.hf_name][self._layout.touched(box.start, box.shape)]
+        return self._format.codes(self._values(placement, box), amax, box.start)
+
+    def _values(self, placement: Placement, box: Box) -> torch.Tensor:
+        held = self._parameters[placement.megatron_name].detach()[placement.megatron_slices]
+        return held[box.slices(placement.hf_start)]
 
 
-def _write(buffer: memoryview, piece: Piece, tensor: torch.Tensor) -> None:
+def _whole(placement: Placement) -> Box:
+    return Box(start=placement.hf_start, shape=placement.shape)
+
+
+def _write(buffer: memoryview, piece: Piece, tensor: torch.Tensor) -> int:
+    """Returns how many bytes it wrote."""
     source = tensor.contiguous().view(-1).view(torch.uint8)
     target = torch.frombuffer(buffer, dtype=torch.uint8, count=len(source), offset=piece.offset)
     target.copy_(source)
+    return len(source)

@@ -1,6 +1,9 @@
 """What one publish moved, how long its stages took, and how it was proven."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from megatron_rl.weights.code_sums import CodeSums, code_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,21 +13,37 @@ class PublishReport:
     weight_version: int
     wire_bytes: int
     """Bytes of all buckets."""
-    stage_s: float
-    """Reshard, quantise and pack (and send, where the transport streams), slowest trainer rank."""
+    scales_s: float
+    """Until all ranks agreed on the scales, slowest trainer rank."""
+    pack_s: float
+    """Cutting, quantising and writing into buckets, slowest trainer rank."""
+    send_s: float
+    """Checksums and handing over, slowest trainer rank; with a streaming transport while engines apply."""
+    pause_s: float
+    """Until the slowest engine sampled nothing any more."""
+    apply_s: float
+    """Until the slowest engine had the weights in place, with whatever still had to come."""
     deliver_s: float
-    """From the first rank's start to the last engine's new weights; includes `stage_s`."""
+    """From the first rank's start to the last engine's new weights; includes all of the above."""
     probe_s: float
     probe_gaps: tuple[float, ...]
     """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
+
+    codes: Mapping[int, CodeSums]
+    """What 8 bits cost the weights, by layer; empty in BF16."""
 
     def metrics(self) -> dict[str, float]:
         """Flat metrics."""
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),
-            "timing_s/publish_stage": self.stage_s,
+            "timing_s/publish_scales": self.scales_s,
+            "timing_s/publish_pack": self.pack_s,
+            "timing_s/publish_send": self.send_s,
+            "timing_s/publish_pause": self.pause_s,
+            "timing_s/publish_apply": self.apply_s,
             "timing_s/publish_deliver": self.deliver_s,
             "timing_s/publish_probe": self.probe_s,
             "publish/probe_gap_max": max(self.probe_gaps),
+            **code_metrics(self.codes),
         }

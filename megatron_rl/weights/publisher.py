@@ -14,6 +14,7 @@ import numpy as np
 from megatron_rl.probe_prompt import probe_tokens
 from megatron_rl.results import ProbeResult
 from megatron_rl.trainer_group import TrainerGroup
+from megatron_rl.weights.code_sums import together
 from megatron_rl.weights.links import Link
 from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.reshard import ReshardPlan
@@ -57,17 +58,22 @@ class Publisher:
         manifest = self._plan.manifest(self._run_id, version)
         self._engines.call("check", manifest, timeout_s=self._timeout_s)
         started = time.perf_counter()
-        staged = self._link.deliver(manifest)
+        delivery = self._link.deliver(manifest)
         delivered = time.perf_counter()
         gaps = self._prove(version)
         self._engines.call("resume", timeout_s=self._timeout_s)
         return PublishReport(
             weight_version=version,
-            wire_bytes=sum(part.num_bytes for part in staged),
-            stage_s=max(part.reshard_s for part in staged),
+            wire_bytes=sum(part.num_bytes for part in delivery.staged),
+            scales_s=max(part.scales_s for part in delivery.staged),
+            pack_s=max(part.pack_s for part in delivery.staged),
+            send_s=max(part.send_s for part in delivery.staged),
+            pause_s=max(update.pause_s for update in delivery.updates),
+            apply_s=max(update.apply_s for update in delivery.updates),
             deliver_s=delivered - started,
             probe_s=time.perf_counter() - delivered,
             probe_gaps=gaps,
+            codes=together(part.codes for part in delivery.staged),
         )
 
     def _prove(self, version: WeightVersion) -> tuple[float, ...]:

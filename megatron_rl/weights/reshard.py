@@ -6,7 +6,8 @@ partition: no communication, no torch. Executing the plan is `megatron_rl.weight
 Each box is sent by the one rank that owns it (`Placement.owned`, first data-parallel replica), as the
 rank holds it: nothing is gathered. In an 8-bit format a matrix becomes codes, cut as the matrix is, and a
 grid of scales, of which each box sends those whose block begins in it; where a border between boxes cuts
-a block, all ranks agree on its scale (`ReshardPlan.shared`).
+a block, all ranks agree on its scale (`ReshardPlan.shared`). Boxes are cut once more where what an engine rank
+takes begins or ends (`Wanted`, as vLLM's loaders showed it), and each part goes to the ranks that take it.
 
 Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
 order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
@@ -14,9 +15,10 @@ of the first tensor they hold.
 """
 
 import enum
-import math
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import ModelSpec
@@ -24,7 +26,17 @@ from megatron_rl.slots import trainer_slots
 from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
 from rollout.types import WeightVersion
 from rollout.weight_format import CodeLayout, WeightFormat
-from rollout.wire import DTYPE_BYTES, PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
+from rollout.wire import (
+    DTYPE_BYTES,
+    PIECE_ALIGNMENT,
+    TRAILER,
+    Box,
+    Bucket,
+    Piece,
+    TensorSpec,
+    Wanted,
+    WeightManifest,
+)
 
 QUANTIZED_KINDS = frozenset({Kind.LINEAR})
 """What an 8-bit format quantises but for its exceptions; everything else travels as bfloat16."""
@@ -95,13 +107,30 @@ class _Item:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     num_bytes: int
+    engine_ranks: tuple[int, ...]
+    """() for all."""
     source: PieceSource
 
 
 def plan_reshard(
-    spec: ModelSpec, parallel: ParallelConfig, *, format: WeightFormat, bucket_bytes: int, te_names: bool
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    *,
+    format: WeightFormat,
+    bucket_bytes: int,
+    te_names: bool,
+    wanted: Sequence[Wanted] = (),
 ) -> ReshardPlan:
-    """The plan of every publish of a run; `te_names` as the model was built (`model.layer_names`)."""
+    """The plan of every publish of a run.
+
+    Args:
+        spec: the model.
+        parallel: how the trainer holds it.
+        format: of the engines.
+        bucket_bytes: most bytes of a bucket, but for a piece that is larger.
+        te_names: as the model was built (`model.layer_names`).
+        wanted: by rank of an engine; empty where every rank gets everything.
+    """
     tensors = wire_tensors(spec, format)
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
     shared: set[str] = set()
@@ -113,10 +142,12 @@ def plan_reshard(
             )
             layouts = [(p, format.layout if _quantizes(format, p, spec.num_layers) else None) for p in held]
             shared.update(p.hf_name for p, layout in layouts if layout and layout.cuts(p.hf_start))
-            items = [item for p, layout in layouts if p.owned for item in _items(p, layout, tensors, index)]
+            items = [item for p, layout in layouts if p.owned for item in _items(p, layout, tensors, index, wanted)]
             items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
-            filled += [(slot.rank, bucket) for bucket in _fill(items, bucket_bytes)]
-    filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0]))
+            for ranks in sorted({item.engine_ranks for item in items}):
+                own = [item for item in items if item.engine_ranks == ranks]
+                filled += [(slot.rank, bucket) for bucket in _fill(own, bucket_bytes)]
+    filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0], entry[1][0].engine_ranks))
     return ReshardPlan(
         format=format,
         tensors=tensors,
@@ -150,24 +181,39 @@ def _quantizes(format: WeightFormat, placement: Placement, num_layers: int) -> b
 
 
 def _items(
-    placement: Placement, layout: CodeLayout | None, tensors: tuple[TensorSpec, ...], index: dict[str, int]
+    placement: Placement,
+    layout: CodeLayout | None,
+    tensors: tuple[TensorSpec, ...],
+    index: dict[str, int],
+    wanted: Sequence[Wanted],
 ) -> Iterator[_Item]:
-    number = index[placement.hf_name]
-    role = Role.VALUES if layout is None else Role.CODES
-    yield _item(number, tensors[number], placement.hf_start, placement.shape, placement, role)
+    box = Box(start=placement.hf_start, shape=placement.shape)
+    found = [(placement.hf_name, box, Role.VALUES if layout is None else Role.CODES)]
     if layout is not None:
-        scales = index[placement.hf_name + layout.scale_suffix]
-        blocks = layout.begun(placement.hf_start, placement.shape)
-        start, shape = tuple(box.start for box in blocks), tuple(box.stop - box.start for box in blocks)
-        if math.prod(shape):
-            yield _item(scales, tensors[scales], start, shape, placement, Role.SCALES)
+        rows, columns = layout.begun(placement.hf_start, placement.shape)
+        begun = Box(start=(rows.start, columns.start), shape=(rows.stop - rows.start, columns.stop - columns.start))
+        found.append((placement.hf_name + layout.scale_suffix, begun, Role.SCALES))
+    for name, whole, role in found:
+        width = DTYPE_BYTES[tensors[index[name]].dtype]
+        for part, ranks in _cut(whole, [one[name] for one in wanted]):
+            source = PieceSource(placement=placement, role=role)
+            yield _Item(index[name], part.start, part.shape, part.size * width, ranks, source)
 
 
-def _item(
-    number: int, tensor: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...], placement: Placement, role: Role
-) -> _Item:
-    num_bytes = math.prod(shape) * DTYPE_BYTES[tensor.dtype]
-    return _Item(number, start, shape, num_bytes, PieceSource(placement=placement, role=role))
+def _cut(box: Box, wanted: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Parts of a box, and the engine ranks that want each; what nobody wants goes to rank 0: a publish is whole."""
+    if not box.size:
+        return
+    borders = []
+    for dim, (first, size) in enumerate(zip(box.start, box.shape, strict=True)):
+        ends = {end for boxes in wanted for one in boxes for end in (one.start[dim], one.start[dim] + one.shape[dim])}
+        borders.append(sorted({first, first + size, *(end for end in ends if first < end < first + size)}))
+    for corner in itertools.product(*(pairwise(ends) for ends in borders)):
+        part = Box(start=tuple(a for a, _ in corner), shape=tuple(b - a for a, b in corner))
+        ranks = tuple(
+            rank for rank, boxes in enumerate(wanted) if any(part.common(one).size == part.size for one in boxes)
+        )
+        yield part, () if len(ranks) == len(wanted) else ranks or (0,)
 
 
 def _fill(items: list[_Item], bucket_bytes: int) -> Iterator[list[_Item]]:
@@ -191,7 +237,13 @@ def _bucket(number: int, rank: int, items: list[_Item]) -> Bucket:
     for item in items:
         pieces.append(Piece(tensor=item.tensor, start=item.start, shape=item.shape, offset=offset))
         offset += _aligned(item.num_bytes)
-    return Bucket(index=number, source_rank=rank, num_bytes=offset + TRAILER.size, pieces=tuple(pieces))
+    return Bucket(
+        index=number,
+        source_rank=rank,
+        num_bytes=offset + TRAILER.size,
+        pieces=tuple(pieces),
+        engine_ranks=items[0].engine_ranks,
+    )
 
 
 def _aligned(num_bytes: int) -> int:

@@ -64,6 +64,11 @@ class Sender(Protocol):
         """End the publish. Returns what the engines need to find it (a path), or an empty string."""
         ...
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the last publish as one engine takes them; fewer than its buckets have where deltas travel."""
+        ...
+
     def abandon(self) -> None:
         """Drop the publish in progress, or the finished one that no engine needs any more."""
         ...

@@ -2,17 +2,22 @@
 
 Each engine incarnation has a process group of its own: the source trainer ranks, then the engine's
 ranks. The groups are made of bare `ProcessGroupGloo` objects over a store of their own, so neither
-Megatron's nor vLLM's default group notices. A bucket goes to every rank of every attached engine,
-since vLLM's loaders cut their shard out of whole tensors.
+Megatron's nor vLLM's default group notices. A bucket goes to the ranks of every attached engine that
+want it (`Bucket.engine_ranks`).
 
 gloo cannot go on after a deadline has passed: the connection is closed. A channel on which somebody
 was late is dead, and a new one has to be made (`Engine.init_transport`, `GlooSender.attach`).
 
-Invariant: the tag of a message is its bucket's index, so a bucket is never taken for another.
+A bucket is a header and a body: all of it, or what has changed since the receiver's last one
+(`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a
+receiver that is new, or that missed something, gets whole ones.
+
+Invariant: the tag of a message follows from its bucket's index, so a bucket is never taken for another.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -21,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.transports.base import GlooChannel
+from rollout.transports.delta import HEADER, Kind, Message, apply, encode
 from rollout.types import WeightVersion
 from rollout.wire import Bucket, seal, verify
 
@@ -82,17 +88,42 @@ def _peer(channel: GlooChannel, group_rank: int) -> str:
     return f"engine rank {group_rank - sources}"
 
 
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A bucket on its way."""
+
+    index: int
+    works: list[tuple[int, int, dist.Work | None]] = field(default_factory=list)
+    """Engine, rank and what to wait for."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Kept until they have been sent."""
+
+
 class GlooSender:
     """A trainer rank's end for all engines it is attached to; satisfies `rollout.transports.base.Sender`."""
 
-    def __init__(self, *, rank: int, timeout_s: float) -> None:
-        """`rank` is the trainer rank; `timeout_s` bounds one publish, from `open` to the last `commit`."""
+    def __init__(self, *, rank: int, timeout_s: float, delta: bool = False, full_every: int = 0) -> None:
+        """A sender without engines.
+
+        Args:
+            rank: the trainer rank.
+            timeout_s: bounds one publish, from `open` to the last `commit`.
+            delta: keep what was sent, and send what has changed.
+            full_every: every so many publishes all travels whole; 0 for never again.
+        """
         self._rank = rank
         self._timeout_s = timeout_s
+        self._delta, self._full_every = delta, full_every
+        self._num_publishes = 0
+        self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], WeightVersion] = {}
+        """Weight version of the bucket that an engine keeps, by engine and bucket."""
+        self.sent_bytes = 0
         self._deadline = 0.0
         self._groups: dict[int, tuple[GlooChannel, Group]] = {}
         self._buckets: dict[int, Bucket] = {}
-        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._payloads = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._flights: list[_Flight] = []
         self._version = WeightVersion(-1)
 
     def attach(self, engine_id: int, channel: GlooChannel) -> None:
@@ -103,52 +134,102 @@ class GlooSender:
     def detach(self, engine_id: int) -> None:
         """Leave an engine's channel."""
         self._groups.pop(engine_id, None)
+        self._kept = {key: version for key, version in self._kept.items() if key[0] != engine_id}
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
-        """Begin a publish; one buffer of the largest bucket's size is used for all."""
+        """Begin a publish; two buffers of the largest bucket's size are used in turns."""
         self._version = weight_version
         self._deadline = time.monotonic() + self._timeout_s
         self._buckets = {bucket.index: bucket for bucket in buckets}
+        if self._full_every and self._num_publishes % self._full_every == 0:
+            self._baselines = {}
+        self._num_publishes += 1
+        self.sent_bytes = 0
+        self._flights = []
         size = max((bucket.num_bytes for bucket in buckets), default=0)
-        if self._payload.numel() < size:
-            self._payload = torch.empty(size, dtype=torch.uint8)
+        if self._payloads[0].numel() < size:
+            self._payloads = [torch.empty(size, dtype=torch.uint8) for _ in self._payloads]
 
     def buffer(self, index: int) -> memoryview:
-        """Writable bytes of bucket `index`; the same memory for every bucket."""
-        return self._payload.numpy().data[: self._buckets[index].num_bytes]
+        """Writable bytes of bucket `index`; the memory of the bucket before the last one."""
+        return self._payload(index).numpy().data
+
+    def _payload(self, index: int) -> torch.Tensor:
+        turn = list(self._buckets).index(index) % len(self._payloads)
+        return self._payloads[turn][: self._buckets[index].num_bytes]
 
     def commit(self, index: int) -> None:
-        """Seal a bucket and send it to every rank of every engine.
+        """Seal a bucket and begin to send it to the ranks of every engine that want it; the last one has arrived then.
 
         Raises:
-            RuntimeError: naming the engine ranks that did not take it: late, or gone. Their channel is left; the
-                other engines have the bucket, and sending may go on for them.
+            RuntimeError: naming the engine ranks that did not take the last one: late, or gone. Their channel is left;
+                the other engines have it, and sending may go on for them.
         """
         seal(self.buffer(index), self._version)
-        payload = self._payload[: self._buckets[index].num_bytes]
-        works = [
-            (engine_id, rank, _start(group.send, payload, len(channel.source_ranks) + rank, index))
-            for engine_id, (channel, group) in self._groups.items()
-            for rank in range(channel.num_engine_ranks)
-        ]
-        late = [(engine_id, rank) for engine_id, rank, work in works if not _done(work, self._deadline)]
+        payload = self._payload(index)
+        base_version, change = self._change(index, payload)
+        whole = Message(kind=Kind.WHOLE, body=payload, num_changed=payload.numel())
+        flight = _Flight(index=index)
+        for engine_id, (channel, group) in self._groups.items():
+            lined_up = change is not None and self._kept.get((engine_id, index)) == base_version
+            message = change if change is not None and lined_up else whole
+            header = message.header(base_version if lined_up else -1, keep=self._delta)
+            parts = torch.frombuffer(bytearray(header), dtype=torch.uint8), message.body
+            flight.tensors += parts
+            for rank in range(channel.num_engine_ranks):
+                if self._buckets[index].wanted_by(rank):
+                    peer = len(channel.source_ranks) + rank
+                    for part, tag in zip(parts, _tags(index), strict=True):
+                        if part.numel():
+                            flight.works.append((engine_id, rank, _start(group.send, part, peer, tag)))
+        self.sent_bytes += HEADER.size + (change or whole).body.numel()
+        if self._delta:
+            self._baselines[index] = self._version, payload.clone()
+        self._flights.append(flight)
+        if len(self._flights) == len(self._payloads):
+            self._land()
+
+    def _land(self) -> None:
+        """Wait until the oldest bucket under way has arrived."""
+        flight = self._flights.pop(0)
+        late = sorted({(engine_id, rank) for engine_id, rank, work in flight.works if not _done(work, self._deadline)})
         for engine_id, _ in late:
             self.detach(engine_id)
+        if self._delta:
+            self._kept |= {(engine_id, flight.index): self._version for engine_id in self._groups}
         if late:
             named = ", ".join(f"engine {engine_id} rank {rank}" for engine_id, rank in late)
             raise RuntimeError(
                 f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for {named} to take "
-                f"bucket {index} of weight version {self._version}"
+                f"bucket {flight.index} of weight version {self._version}"
             )
 
+    def _change(self, index: int, payload: torch.Tensor) -> tuple[WeightVersion, Message | None]:
+        """What has changed in a bucket, and since which version; nothing where its last bytes are not known."""
+        if index not in self._baselines or self._baselines[index][1].numel() != payload.numel():
+            return WeightVersion(-1), None
+        version, baseline = self._baselines[index]
+        return version, encode(baseline, payload)
+
     def finish(self) -> str:
-        """End the publish; there is nothing to find."""
+        """Wait for the last bucket to arrive; there is nothing to find.
+
+        Raises:
+            RuntimeError: as `commit` does.
+        """
+        while self._flights:
+            self._land()
         self._buckets = {}
         return ""
 
     def abandon(self) -> None:
         """End the publish."""
-        self._buckets = {}
+        self._buckets, self._flights = {}, []
+
+
+def _tags(index: int) -> tuple[int, int]:
+    """Of a bucket's header and body."""
+    return 2 * index, 2 * index + 1
 
 
 Transfer = Callable[[list[torch.Tensor], int, int], dist.Work]
@@ -179,6 +260,7 @@ class GlooInbox:
         self._group = _join(channel, len(channel.source_ranks) + engine_rank)
         self._version = WeightVersion(-1)
         self._timeout_s = self._deadline = 0.0
+        self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
 
     def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
         """Begin a publish, all of which has to come within `timeout_s`."""
@@ -187,13 +269,42 @@ class GlooInbox:
 
     def take(self, bucket: Bucket) -> memoryview:
         """Receive one bucket into memory of its own and verify it."""
-        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        header_tag, body_tag = _tags(bucket.index)
+        header = self._receive(bucket, HEADER.size, header_tag)
+        kind, keep, base_version, num_bytes, num_changed = HEADER.unpack(header.numpy().tobytes())
+        if kind not in tuple(Kind) or not 0 <= num_changed <= num_bytes <= bucket.num_bytes:
+            raise RuntimeError(
+                f"bucket {bucket.index}: the header is corrupt, or not that of a bucket of {bucket.num_bytes}"
+            )
+        message = Message(kind=Kind(kind), body=self._receive(bucket, num_bytes, body_tag), num_changed=num_changed)
+        payload = self._whole(bucket, message, base_version)
+        view = payload.numpy().data
+        verify(view, self._version, index=bucket.index)
+        if keep:
+            self._baselines[bucket.index] = self._version, payload
+        return view
+
+    def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
+        found = torch.empty(num_bytes, dtype=torch.uint8)
         source = self._channel.source_ranks.index(bucket.source_rank)
-        if not _done(_start(self._group.recv, payload, source, bucket.index), self._deadline):
+        if num_bytes and not _done(_start(self._group.recv, found, source, tag), self._deadline):
             raise RuntimeError(
                 f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer "
                 f"rank {bucket.source_rank} to send bucket {bucket.index} of weight version {self._version}"
             )
-        view = payload.numpy().data
-        verify(view, self._version, index=bucket.index)
-        return view
+        return found
+
+    def _whole(self, bucket: Bucket, message: Message, base_version: int) -> torch.Tensor:
+        if message.kind is Kind.WHOLE:
+            if message.body.numel() != bucket.num_bytes:
+                raise RuntimeError(
+                    f"bucket {bucket.index}: {message.body.numel()} bytes came, the manifest says {bucket.num_bytes}"
+                )
+            return message.body
+        version, baseline = self._baselines.get(bucket.index, (None, None))
+        if baseline is None or version != base_version:
+            raise RuntimeError(
+                f"bucket {bucket.index}: what has changed since weight version {base_version} came, but "
+                f"{'none' if version is None else version} is kept here"
+            )
+        return apply(message, baseline)

@@ -84,6 +84,11 @@ class ShmSender:
         self._map = None
         return str(self._path)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.num_bytes for bucket in self._buckets.values())
+
     def abandon(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
         for path in (self._part, self._path):

@@ -45,7 +45,19 @@ def history(log):
 
 def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None):
     groups = [scored_group(0), scored_group(1)]
-    report = PublishReport(weight_version=0, wire_bytes=1, stage_s=0.0, deliver_s=0.0, probe_s=0.0, probe_gaps=(0.0,))
+    report = PublishReport(
+        weight_version=0,
+        wire_bytes=1,
+        scales_s=0.0,
+        pack_s=0.0,
+        send_s=0.0,
+        pause_s=0.0,
+        apply_s=0.0,
+        deliver_s=0.0,
+        probe_s=0.0,
+        probe_gaps=(0.0,),
+        codes={},
+    )
     phases = Stand(
         begin_step=lambda: None,
         seconds=lambda: {"rollout": 1.0, "step": 2.0},

@@ -5,10 +5,14 @@ import pytest
 
 from megatron_rl.model_config import ModelSpec
 from megatron_rl.results import ProbeResult, StagedWeights
+from megatron_rl.weights.code_sums import CodeSums
+from megatron_rl.weights.links import Delivery
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
+from rollout.engine_state import UpdateTimes
 from tests.megatron_rl.test_reshard import INT8, SPEC, ParallelConfig
 
+CODES = CodeSums(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
@@ -57,7 +61,9 @@ class Link:
     def deliver(self, manifest):
         manifest.check()
         self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
-        return [StagedWeights(rank=0, path="", num_bytes=5, reshard_s=0.25)]
+        staged = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, codes={0: CODES})
+        times = [UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds) for seconds in (0.5, 0.75)]
+        return Delivery(staged=(staged,), updates=tuple(times))
 
 
 def publisher(log, probes, spec: ModelSpec = SPEC) -> Publisher:

@@ -11,7 +11,7 @@ from megatron_rl.model_config import ModelSpec
 from megatron_rl.weights.reshard import Role, plan_reshard, wire_tensors
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
-from rollout.wire import DTYPE_BYTES, TRAILER
+from rollout.wire import DTYPE_BYTES, TRAILER, Box
 
 INT8 = WeightFormat(name="int8")
 SPEC = ModelSpec(
@@ -110,3 +110,65 @@ def test_an_unknown_format_is_refused_by_name():
     with pytest.raises(ValueError, match="no format 'int4'"):
         WeightFormat(name="int4")
     assert set(DTYPE_BYTES) >= {t.dtype for t in wire_tensors(SPEC, INT8)}
+
+
+def shards(spec, format, num_ranks: int) -> list[dict[str, tuple[Box, ...]]]:
+    """What ranks of a tensor-parallel engine would take: rows or columns by the names, the rest whole."""
+    found: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(num_ranks)]
+    for tensor in wire_tensors(spec, format):
+        dim = 1 if "o_proj" in tensor.name or "down_proj" in tensor.name else 0
+        cut = len(tensor.shape) == 2 and tensor.shape[dim] % num_ranks == 0
+        size = tensor.shape[dim] // num_ranks if cut else 0
+        for rank, boxes in enumerate(found):
+            start, shape = [0] * len(tensor.shape), list(tensor.shape)
+            if cut:
+                start[dim], shape[dim] = rank * size, size
+            boxes[tensor.name] = (Box(start=tuple(start), shape=tuple(shape)),)
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    spec=specs,
+    parallel=partitions,
+    name=st.sampled_from(["bf16", "int8", "fp8_block"]),
+    num_ranks=st.sampled_from([1, 2, 4]),
+    bucket_bytes=st.integers(200, 40_000),
+)
+def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, name, num_ranks, bucket_bytes):
+    format = WeightFormat(name=name)
+    wanted = shards(spec, format, num_ranks)
+    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
+    manifest = plan.manifest("r", WeightVersion(0))
+    manifest.check()
+    for rank, boxes in enumerate(wanted):
+        manifest.check_wanted(rank, boxes)
+        sent = sum(piece.box.size for bucket in plan.buckets if bucket.wanted_by(rank) for piece in bucket.pieces)
+        assert sent == sum(box.size for own in boxes.values() for box in own)
+
+
+def test_what_no_engine_takes_is_sent_all_the_same_so_that_a_publish_is_whole():
+    wanted = [{tensor.name: () for tensor in wire_tensors(SPEC, INT8)}]
+    plan = plan_reshard(SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted)
+    plan.manifest("r", WeightVersion(0)).check()
+    assert {bucket.engine_ranks for bucket in plan.buckets} == {(0,)}
+
+
+def test_a_large_model_on_many_ranks_is_sent_whole():
+    spec = dataclasses.replace(
+        SPEC, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=29568
+    )
+    wanted = shards(spec, INT8, 8)
+    width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in wire_tensors(spec, INT8)}
+    plan = plan_reshard(
+        spec,
+        ParallelConfig(tensor=8, pipeline=8, data=8),
+        format=INT8,
+        bucket_bytes=256 << 20,
+        te_names=True,
+        wanted=wanted,
+    )
+    assert len(plan.source_ranks) == 64
+    sent = [sum(bucket.num_bytes for bucket in plan.buckets if bucket.wanted_by(rank)) for rank in range(8)]
+    own = [sum(box.size * width[name] for name, (box,) in boxes.items()) for boxes in wanted]
+    assert all(got <= 1.02 * needed for got, needed in zip(sent, own, strict=True))

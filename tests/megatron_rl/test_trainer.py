@@ -73,6 +73,10 @@ class MemorySender:
     def finish(self):
         return "memory"
 
+    @property
+    def sent_bytes(self):
+        return sum(len(data) for data in self.buckets.values())
+
     def abandon(self):
         self.buckets = {}
 

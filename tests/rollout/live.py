@@ -38,7 +38,8 @@ class Live:
     def publish(self, weights: str, version: int | None = None, **changes: object) -> Publish:
         if version is None:
             version = self.engine.state().weight_version + 1
-        return pack(self.tensors(weights), version, self.format, num_ranks=2, **changes)
+        keys = {"num_ranks": 2, "wanted": self.engine.wanted} | changes
+        return pack(self.tensors(weights), version, self.format, **keys)
 
     def stage(self, publish: Publish) -> dict[int, str]:
         return {rank: publish.send(sender, rank) for rank, sender in enumerate(self.senders)}

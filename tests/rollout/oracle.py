@@ -54,8 +54,12 @@ def push(llm, directory: str, version: int, format: str) -> None:
     from rollout.transports.shm import ShmSender
     from tests.rollout.packing import RUN_ID, pack
 
-    publish = pack(load_file(Path(directory) / "model.safetensors"), version, format, num_ranks=2)
+    tensors = load_file(Path(directory) / "model.safetensors")
+    wanted = recorded(llm, tensors)
+    publish = pack(tensors, version, format, num_ranks=2, wanted=wanted)
     publish.manifest.check()
+    for rank, boxes in enumerate(wanted):
+        publish.manifest.check_wanted(rank, boxes)
     senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
     segments = {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
     order = UpdateOrder(manifest=publish.manifest, segments=segments, timeout_s=60)
@@ -64,8 +68,22 @@ def push(llm, directory: str, version: int, format: str) -> None:
     llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
     llm.finish_weight_update()
     llm.reset_prefix_cache()
+    assert recorded(llm, tensors) == wanted  # and what is answered next is answered by the model that was left behind
     for sender in senders:
         sender.abandon()
+
+
+def recorded(llm, tensors) -> list[dict]:
+    """What each rank's loaders take of these tensors: all of them, on one rank."""
+    from rollout.wire import Box, TensorSpec
+
+    specs = tuple(
+        TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
+        for name, one in tensors.items()
+    )
+    found = [pickle.loads(rank) for rank in llm.collective_rpc("wanted", args=(pickle.dumps(specs),))]
+    assert found == [{spec.name: (Box(start=(0,) * len(spec.shape), shape=spec.shape),) for spec in specs}]
+    return found
 
 
 def run(job: Job) -> None:

@@ -1,12 +1,14 @@
 """A publisher in a few lines: cuts tensors as trainer ranks would own them and packs them into buckets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.wire import PIECE_ALIGNMENT, TRAILER, Bucket, Piece, TensorSpec, WeightManifest
+from rollout.wire import PIECE_ALIGNMENT, TRAILER, Box, Bucket, Piece, TensorSpec, Wanted, WeightManifest
 
 RUN_ID = "testrun"
 
@@ -38,39 +40,50 @@ def pack(
     num_ranks: int = 1,
     bucket_bytes: int = 64 << 10,
     run_id: str = RUN_ID,
+    wanted: Sequence[Wanted] = (),
 ) -> Publish:
-    """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, else rows) and fill buckets in order."""
+    """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, else rows) and fill buckets in order.
+
+    A tensor of which engine ranks take parts that tile it is cut into those instead, and each is sent to its takers.
+    """
     specs = [
         TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         for name, t in tensors.items()
     ]
-    filling: dict[int, tuple[list[Piece], list[tuple[int, bytes]], int]] = {}
+    filling: dict[tuple[int, tuple[int, ...]], tuple[list[Piece], list[tuple[int, bytes]], int]] = {}
     buckets: list[Bucket] = []
     payloads: dict[int, list[tuple[int, bytes]]] = {}
 
-    def flush(rank: int) -> None:
-        pieces, parts, end = filling.pop(rank, ([], [], 0))
+    def flush(key: tuple[int, tuple[int, ...]]) -> None:
+        pieces, parts, end = filling.pop(key, ([], [], 0))
         if pieces:
-            index = len(buckets)
-            buckets.append(Bucket(index=index, source_rank=rank, num_bytes=end + TRAILER.size, pieces=tuple(pieces)))
+            index, (rank, takers) = len(buckets), key
+            size = end + TRAILER.size
+            bucket = Bucket(index=index, source_rank=rank, num_bytes=size, pieces=tuple(pieces), engine_ranks=takers)
+            buckets.append(bucket)
             payloads[index] = parts
 
     for number, (name, tensor) in enumerate(tensors.items()):
         dim = 1 if ("o_proj" in name or "down_proj" in name) and tensor.ndim == 2 and tensor.shape[1] > 1 else 0
         count = num_ranks if tensor.shape[dim] % num_ranks == 0 and "norm" not in name else 1
-        start = [0] * tensor.ndim
-        for rank, box in enumerate(tensor.chunk(count, dim)):
-            data = box.contiguous().view(torch.uint8).numpy().tobytes()
-            if rank in filling and filling[rank][2] + len(data) > bucket_bytes:
-                flush(rank)
-            pieces, parts, end = filling.get(rank, ([], [], 0))
-            pieces.append(Piece(tensor=number, start=tuple(start), shape=tuple(box.shape), offset=end))
+        cuts = _parts(tensor, [one[name] for one in wanted])
+        if not cuts:
+            start = [0] * tensor.ndim
+            for part in tensor.chunk(count, dim):
+                cuts.append((Box(start=tuple(start), shape=tuple(part.shape)), ()))
+                start[dim] += part.shape[dim]
+        for turn, (box, takers) in enumerate(cuts):
+            key = (turn % num_ranks, takers)
+            data = tensor[box.slices((0,) * tensor.ndim)].contiguous().view(torch.uint8).numpy().tobytes()
+            if key in filling and filling[key][2] + len(data) > bucket_bytes:
+                flush(key)
+            pieces, parts, end = filling.get(key, ([], [], 0))
+            pieces.append(Piece(tensor=number, start=box.start, shape=box.shape, offset=end))
             parts.append((end, data))
             end += -(-len(data) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-            filling[rank] = (pieces, parts, end)
-            start[dim] += box.shape[dim]
-    for rank in sorted(filling):
-        flush(rank)
+            filling[key] = (pieces, parts, end)
+    for key in sorted(filling):
+        flush(key)
     manifest = WeightManifest(
         run_id=run_id,
         weight_version=WeightVersion(version),
@@ -79,3 +92,14 @@ def pack(
         buckets=tuple(buckets),
     )
     return Publish(manifest, payloads)
+
+
+def _parts(tensor: torch.Tensor, wanted: Sequence[tuple[Box, ...]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """The boxes that ranks take and their takers; nothing if it is one for all, or if they do not tile the tensor."""
+    takers: dict[Box, tuple[int, ...]] = {}
+    for rank, boxes in enumerate(wanted):
+        for box in boxes:
+            takers[box] = (*takers.get(box, ()), rank)
+    whole = sum(box.size for box in takers) == tensor.numel()
+    apart = not any(a.common(b).size for a, b in combinations(takers, 2))
+    return sorted(takers.items(), key=lambda entry: entry[0].start) if whole and apart and len(takers) > 1 else []

@@ -11,6 +11,7 @@ from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.engine_config import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStatus
+from rollout.wire import Box
 from tests.rollout.conftest import engine_environment
 from tests.rollout.live import Live
 from tests.rollout.packing import RUN_ID
@@ -102,6 +103,27 @@ def assert_serves(live, loop, expected) -> None:
 
 def test_an_engine_that_loads_a_directory_serves_it_as_version_0(loaded):
     assert loaded.state.status is EngineStatus.SERVING and loaded.state.weight_version == 0
+
+
+def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(parallel):
+    """Rank 1 of two; the tiny Qwen3 has four query and two key/value heads of 32, hidden 128, ffn 256."""
+    layer = "model.layers.1."
+    expected = {
+        "model.embed_tokens.weight": ((128, 0), (128, 128)),
+        "lm_head.weight": ((128, 0), (128, 128)),
+        layer + "self_attn.q_proj.weight": ((64, 0), (64, 128)),
+        layer + "self_attn.q_proj.weight_scale": ((64, 0), (64, 1)),
+        layer + "self_attn.v_proj.weight": ((32, 0), (32, 128)),
+        layer + "self_attn.o_proj.weight": ((0, 64), (128, 64)),
+        layer + "self_attn.o_proj.weight_scale": ((0, 0), (128, 1)),
+        layer + "mlp.up_proj.weight": ((128, 0), (128, 128)),
+        layer + "mlp.down_proj.weight": ((0, 128), (128, 128)),
+        layer + "input_layernorm.weight": ((0,), (128,)),
+        layer + "self_attn.q_norm.weight": ((0,), (32,)),
+    }
+    (_, wanted) = parallel.engine.wanted
+    for name, (start, shape) in expected.items():
+        assert wanted[name] == (Box(start=start, shape=shape),), name
 
 
 def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):

@@ -1,5 +1,6 @@
 """Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.receiver import assemble
+from rollout.arrivals import Arrivals
 from rollout.transports import shm
-from rollout.transports.base import GlooChannel
+from rollout.transports.base import GlooChannel, Inbox
 from rollout.transports.gloo import GlooInbox, GlooSender, open_store
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox, ShmSender, verify_segments
-from rollout.wire import Bucket
+from rollout.wire import Box, Bucket, WeightManifest
 from tests.rollout.packing import Publish, pack
 
 
@@ -33,6 +34,13 @@ def tensors() -> dict[str, torch.Tensor]:
         "layers.0.o_proj.weight": torch.randint(-127, 128, (16, 64), dtype=torch.int8),
         "layers.0.norm.weight": torch.randn(16).bfloat16(),
     }
+
+
+def assemble(manifest: WeightManifest, inbox: Inbox) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of a publish, whole."""
+    arrivals = Arrivals(manifest, inbox, engine_rank=0)
+    boxes = [(spec.name, Box(start=(0,) * len(spec.shape), shape=spec.shape)) for spec in manifest.tensors]
+    return [(name, arrivals.part(name, box)) for name, box in boxes]
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -66,7 +74,7 @@ def test_a_tensor_in_one_piece_is_not_copied(stage):
     publish = pack(tensors(), 7, "int8")
     inbox = ShmInbox(publish.manifest, stage(publish) | {})
     start = torch.frombuffer(inbox.take(publish.manifest.buckets[0]), dtype=torch.uint8).data_ptr()
-    _, first = next(assemble(publish.manifest, inbox))
+    _, first = assemble(publish.manifest, inbox)[0]
     assert first.data_ptr() == start
 
 
@@ -156,12 +164,14 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
         return [future.result(60) for future in [pool.submit(job) for job in jobs]]
 
 
-def connect(num_engine_ranks: int, timeout_s: float) -> tuple[list[GlooSender], list[GlooInbox], object]:
+def connect(
+    num_engine_ranks: int, timeout_s: float, **more: object
+) -> tuple[list[GlooSender], list[GlooInbox], object]:
     store = open_store(host="127.0.0.1", timeout_s=20)
     channel = GlooChannel(
         host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
     )
-    senders = [GlooSender(rank=rank, timeout_s=timeout_s) for rank in (4, 6)]
+    senders = [GlooSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
     found = in_threads(
         *(lambda s=sender: s.attach(0, channel) for sender in senders),
         *(lambda r=rank: GlooInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
@@ -170,8 +180,6 @@ def connect(num_engine_ranks: int, timeout_s: float) -> tuple[list[GlooSender], 
 
 
 def publish_of_ranks_4_and_6(version: int, bucket_bytes: int = 1000) -> Publish:
-    import dataclasses
-
     publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
     buckets = tuple(dataclasses.replace(b, source_rank=(4, 6)[b.source_rank]) for b in publish.manifest.buckets)
     return Publish(dataclasses.replace(publish.manifest, buckets=buckets), publish.payloads)
@@ -192,6 +200,36 @@ def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
             *(lambda i=inbox, p=publish: receive(i, p) for inbox in inboxes),
         )
         assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
+
+
+def raw(inbox: GlooInbox, publish: Publish) -> dict[int, list[tuple[int, bytes]]]:
+    """Offset and bytes of every piece by bucket, as they were verified; what lies between pieces is anything."""
+    inbox.expect(publish.manifest.weight_version, timeout_s=20)
+    taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
+    return {
+        index: [(offset, bytes(view[offset : offset + len(data)])) for offset, data in publish.payloads[index]]
+        for index, view in taken.items()
+    }
+
+
+def test_what_changed_makes_the_new_bucket_of_the_last_one_and_all_travels_now_and_then():
+    senders, (inbox,), _store = connect(1, 20, delta=True, full_every=4)
+    sent = []
+    for version in range(5):
+        publish = publish_of_ranks_4_and_6(version)
+        for parts in publish.payloads.values():  # one byte of each bucket
+            offset, data = parts[0]
+            parts[0] = offset, bytes([version]) + data[1:]
+        found = in_threads(
+            lambda p=publish: p.send(senders[0], 4),
+            lambda p=publish: p.send(senders[1], 6),
+            lambda p=publish: raw(inbox, p),
+        )
+        assert found[2] == publish.payloads
+        sent.append(sum(sender.sent_bytes for sender in senders))
+    whole = sum(bucket.num_bytes for bucket in publish.manifest.buckets)
+    assert sent[0] == sent[4] > whole > 10 * sent[1]
+    assert sent[1] == sent[2] == sent[3]
 
 
 def test_gloo_does_not_touch_the_default_group():
@@ -216,6 +254,43 @@ def test_an_engine_that_takes_nothing_is_named_and_left():
     with pytest.raises(RuntimeError, match=r"trainer rank 4 waited in vain .* engine 0 rank 0 to take bucket 0"):
         publish.send(senders[0], 4)
     publish.send(senders[0], 4)  # nobody is attached any more
+
+
+def test_an_engine_that_comes_again_gets_everything():
+    """Its process is new and keeps nothing; the other engine goes on with changes."""
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    again = open_store(host="127.0.0.1", timeout_s=20)
+    other = open_store(host="127.0.0.1", timeout_s=20)
+    sender = GlooSender(rank=4, timeout_s=20, delta=True)
+
+    def join(engine_id: int, port: int) -> GlooInbox:
+        channel = GlooChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
+        return in_threads(lambda: sender.attach(engine_id, channel), lambda: GlooInbox(channel, engine_rank=0))[1]
+
+    inboxes = [join(0, store.port), join(1, other.port)]
+    for version in range(3):
+        if version == 2:
+            inboxes[0] = join(0, again.port)
+        publish = pack(tensors(), version, "int8")
+        renumbered = dataclasses.replace(
+            publish.manifest,
+            buckets=tuple(dataclasses.replace(bucket, source_rank=4) for bucket in publish.manifest.buckets),
+        )
+        publish = Publish(renumbered, publish.payloads)
+        found = in_threads(lambda p=publish: p.send(sender, 4), *(lambda i=i, p=publish: raw(i, p) for i in inboxes))
+        assert found[1] == found[2] == publish.payloads
+
+
+def test_a_change_of_something_else_is_refused():
+    senders, (inbox,), _store = connect(1, 20, delta=True)
+    first, second = publish_of_ranks_4_and_6(0), publish_of_ranks_4_and_6(1)
+    in_threads(lambda: first.send(senders[0], 4), lambda: first.send(senders[1], 6), lambda: raw(inbox, first))
+    inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
+    sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
+    sending.start()
+    with pytest.raises(RuntimeError, match="changed since weight version 0 came, but 7 is kept here"):
+        raw(inbox, second)
+    sending.join()
 
 
 def test_a_bucket_of_another_version_is_refused():

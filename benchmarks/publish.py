@@ -1,0 +1,282 @@
+"""A publish of half a billion parameters: bytes, seconds by stage and memory, against a plain copy and against BF16.
+
+`python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--quick]`: a
+model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096, vocabulary 32k), a
+trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory and sockets.
+
+Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
+bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well. `peer`: BF16
+is gathered whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do
+it; its seconds are the sum of parts measured here: gathering (`gather_s`), the transfer of all of BF16 to every engine
+rank (`send_s`), quantising on one core (`quantise_s`), and what an engine takes to load that format once it is there
+(`apply_s`, ours through shared memory).
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.publish_parts import gather_s, peak_extra, quantise_s, transfer_s, write_model
+from benchmarks.record import Goal, Row, arguments, write
+from launcher.config import ClusterConfig
+from launcher.processes import START_TIMEOUT_S, Processes, processes
+from megatron_rl.config import AlgorithmConfig, ParallelConfig, PublishConfig, TrainerConfig
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.slots import trainer_slots
+from megatron_rl.trainer_group import TrainerGroup
+from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.weights.links import GlooLink, Link, ShmLink
+from megatron_rl.weights.publisher import Publisher
+from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
+from rollout.config import EngineConfig, Format
+from rollout.engine_group import EngineGroup
+from rollout.engine_spec import EngineSpec
+from rollout.types import EngineSlot
+from rollout.weight_format import WeightFormat
+from rollout.wire import DTYPE_BYTES, Wanted
+
+RUN_ID = "benchmark"
+TIMEOUT_S = 600.0
+NUM_PUBLISHES = 4
+"""Of each kind; the first touches memory that nobody has touched and is left out."""
+BUCKET_BYTES = 16 << 20
+
+TRAINERS = {"TP2": ParallelConfig(tensor=2), "PP2": ParallelConfig(pipeline=2)}
+ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
+"""Number of engines, ranks of each."""
+TRANSPORTS = ("shm", "gloo")
+TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
+NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One trainer and its engines."""
+
+    trainer: str
+    engines: str
+    format: Format
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Without exceptions, which would only dilute what is measured."""
+        return WeightFormat(name=self.format)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every case, then the peer."""
+    parser = arguments("What a publish costs.")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/publish"))
+    parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
+    parser.add_argument("--trainers", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    options = parser.parse_args(argv)
+    cases = [
+        Case(trainer=trainer, engines=engines, format=format)
+        for trainer in options.trainers
+        for engines in options.engines
+        for format in options.formats
+    ]
+    if options.quick:
+        cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
+    model = write_model(options.work / "model", quick=options.quick)
+    rows: list[Row] = []
+    for case in cases:
+        rows += measure(case, model, options.work)
+        write(options.json, rows=rows, not_measured=NOT_MEASURED)
+    if not options.quick:
+        rows += peer(model, rows)
+        write(options.json, rows=rows, goals=goals(rows), not_measured=NOT_MEASURED)
+    return 0
+
+
+def measure(case: Case, model: Path, work: Path) -> Iterator[Row]:
+    """Rows of one trainer and its engines."""
+    num_engines, num_ranks = ENGINES[case.engines]
+    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=work / "logs") as running:
+        trainer, engines = _start(case, model, running)
+        wanted = engines.wanted(timeout_s=TIMEOUT_S)
+        trainer.plan_publishes(wanted)
+        plan = _plan(case, model, wanted, te_names=trainer.te_names())
+        measured = {}
+        version = 0
+        for transport in TRANSPORTS:
+            publisher = _publisher(trainer, engines, plan, model, transport)
+            found = []
+            for _ in range(NUM_PUBLISHES):
+                with peak_extra(TITLES) as peaks:
+                    report = publisher.publish(version)
+                version += 1
+                found.append(report.metrics() | peaks)
+            measured[transport] = found[1:]
+    for transport, found in measured.items():
+        times = {
+            name: statistics.median(
+                transfer_s(plan, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=plain)
+                for _ in range(NUM_PUBLISHES - 1)
+            )
+            for name, plain in (("transfer_s", False), ("plain_s", True))
+        }
+        yield {
+            "kind": "publish",
+            "trainer": case.trainer,
+            "engines": case.engines,
+            "format": case.format,
+            "transport": transport,
+            **times,
+            **_bytes(plan, wanted),
+            **{name: statistics.median(one[name] for one in found) for name in found[0]},
+        }
+
+
+def _start(case: Case, model: Path, running: Processes) -> tuple[TrainerGroup, EngineGroup]:
+    num_engines, num_ranks = ENGINES[case.engines]
+    config = EngineConfig(
+        num_engines=num_engines,
+        tensor_parallel=num_ranks,
+        format=case.format,
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        max_num_seqs=8,
+        kv_cache_bytes=64 << 20,
+        update_timeout_s=TIMEOUT_S,
+    )
+    specs = [
+        EngineSpec(engine_id=number, run_id=RUN_ID, config=config, directory=str(model), max_model_len=256)
+        for number in range(num_engines)
+    ]
+    slots = [
+        EngineSlot(engine_id=number, num_ranks=num_ranks, cpu_cores=1, num_gpus=0) for number in range(num_engines)
+    ]
+    engines, starting = running.begin_engines(specs, slots)
+    parallel = TRAINERS[case.trainer]
+    spec = TrainerSpec(
+        model=str(model),
+        run_id=RUN_ID,
+        config=TrainerConfig(dtype="bf16", parallel=parallel),
+        algorithm=AlgorithmConfig(),
+        publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S),
+        format=case.weight_format,
+        temperature=1.0,
+        total_updates=1,
+        seed=0,
+    )
+    trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
+    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+    return trainer, engines
+
+
+def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, te_names: bool) -> ReshardPlan:
+    return plan_reshard(
+        read_model_spec(model),
+        TRAINERS[case.trainer],
+        format=case.weight_format,
+        bucket_bytes=BUCKET_BYTES,
+        te_names=te_names,
+        wanted=wanted,
+    )
+
+
+def _publisher(
+    trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan, model: Path, transport: str
+) -> Publisher:
+    link: Link = ShmLink(trainer, engines, timeout_s=TIMEOUT_S)
+    if transport == "gloo":
+        link = GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+    link.connect()
+    return Publisher(
+        trainer,
+        engines,
+        link,
+        plan=plan,
+        run_id=RUN_ID,
+        vocab_size=read_model_spec(model).vocab_size,
+        probe_length=32,
+        max_probe_gap=1.0,
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def _bytes(plan: ReshardPlan, wanted: Sequence[Wanted]) -> dict[str, float]:
+    """What travels and what is needed, of the rank that is worst off; and 8 bits against 16 of what they replace."""
+    width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
+    shares = []
+    for rank, boxes in enumerate(wanted):
+        sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.wanted_by(rank))
+        own = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
+        shares.append((sent / own, sent, own))
+    share, sent, own = max(shares)
+    layout = plan.format.layout
+    codes = [tensor for tensor in plan.tensors if layout is not None and tensor.dtype == layout.dtype]
+    names = {tensor.name for tensor in codes} | {tensor.name + layout.scale_suffix for tensor in codes if layout}
+    in_8_bits = sum(tensor.num_bytes for tensor in plan.tensors if tensor.name in names)
+    in_bf16 = sum(2 * tensor.num_bytes for tensor in codes)
+    return {
+        "rank_bytes": sent,
+        "own_shard_bytes": own,
+        "rank_bytes_over_own_shard": share,
+        "bytes_over_bf16": in_8_bits / in_bf16 if in_bf16 else 1.0,
+    }
+
+
+def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
+    """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
+    gathering = {"TP2": statistics.median(gather_s(model) for _ in range(NUM_PUBLISHES - 1)), "PP2": 0.0}
+    quantising = {format: quantise_s(model, format) for format in {str(row["format"]) for row in rows}}
+    sending: dict[tuple[str, str], float] = {}
+    whole = plan_reshard(
+        read_model_spec(model),
+        ParallelConfig(),
+        format=WeightFormat(name="bf16"),
+        bucket_bytes=BUCKET_BYTES,
+        te_names=False,
+    )
+    applying = {_key(row)[:3]: float(row["timing_s/publish_apply"]) for row in rows if row["transport"] == "shm"}
+    for row in rows:
+        key = str(row["engines"]), str(row["transport"])
+        if key not in sending:
+            num_engines, num_ranks = ENGINES[key[0]]
+            sending[key] = statistics.median(
+                transfer_s(whole, num_engines=num_engines, num_ranks=num_ranks, transport=key[1], plain=False)
+                for _ in range(NUM_PUBLISHES - 1)
+            )
+        parts = {
+            "gather_s": gathering[str(row["trainer"])],
+            "send_s": sending[key],
+            "quantise_s": quantising[str(row["format"])],
+            "apply_s": applying[_key(row)[:3]],
+        }
+        same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}
+        yield {"kind": "peer", **same, **parts, "deliver_s": sum(parts.values())}
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Those of every 8-bit row, by the row that is worst."""
+    ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
+    if not ours:
+        return []
+    peers = {_key(row): float(row["deliver_s"]) for row in rows if row["kind"] == "peer"}
+    over_peer = max(float(row["timing_s/publish_deliver"]) / peers[_key(row)] for row in ours)
+    rate = min(float(row["plain_s"]) / float(row["transfer_s"]) for row in ours)
+    return [
+        _worst(ours, "rank_bytes_over_own_shard", "bytes to a rank over its own 8-bit shard", 1.02),
+        _worst(ours, "bytes_over_bf16", "wire bytes over BF16 of what is quantised", 0.52),
+        Goal(name="seconds over the peer's", value=over_peer, bound=0.6, direction="at most", unit="x"),
+        Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
+    ]
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in ("trainer", "engines", "format", "transport"))
+
+
+def _worst(rows: Sequence[Row], column: str, name: str, bound: float) -> Goal:
+    value = max(float(row[column]) for row in rows)
+    return Goal(name=name, value=value, bound=bound, direction="at most", unit="x")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

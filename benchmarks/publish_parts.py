@@ -1,0 +1,257 @@
+"""Parts of a publish measured by themselves: a model for it, peaks of memory, bytes over a transport, BF16's way."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.weights.quantize import CODE_FORMATS
+from megatron_rl.weights.reshard import ReshardPlan, wire_tensors
+from rollout.transports import gloo, shm
+from rollout.transports.base import GlooChannel, Inbox, Sender
+from rollout.types import WeightVersion
+from rollout.weight_format import WeightFormat
+from rollout.wire import WeightManifest
+
+RUN_ID = "publishbenchmark"
+TIMEOUT_S = 300.0
+NUM_LAYERS, QUICK_LAYERS = 32, 2
+VERSION = WeightVersion(0)
+
+
+def write_model(directory: Path, *, quick: bool) -> Path:
+    """A Hugging Face directory of half a billion random BF16 weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": QUICK_LAYERS if quick else NUM_LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "vocab_size": 32768,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        tensor.name: (torch.randn(tensor.shape, generator=random) * 0.02).to(torch.bfloat16)
+        for tensor in wire_tensors(read_model_spec(directory), WeightFormat(name="bf16"))
+    }
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@contextmanager
+def peak_extra(titles: Mapping[str, str]) -> Iterator[dict[str, float]]:
+    """Fills in, by role, the most bytes that one process of it had resident beyond what it began with.
+
+    `titles` maps a role to how the titles of its processes begin. Shared memory counts where it is mapped.
+    """
+    watched = [
+        (role, process.pid, process.memory_info().rss)
+        for process in psutil.Process().children(recursive=True)
+        for role, title in titles.items()
+        if (process.cmdline() or [""])[0].startswith(title)
+    ]
+    for _, pid, _ in watched:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the kernel's mark of the peak begins anew
+    found: dict[str, float] = {}
+    yield found
+    for role, pid, before in watched:
+        peak = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]
+        key = f"peak_extra_bytes/{role}"
+        found[key] = max(found.get(key, 0.0), float(int(peak) * 1024 - before))
+
+
+# -- bytes over a transport ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Who sends a plan's buckets to whom, and how."""
+
+    manifest: WeightManifest
+    source_ranks: tuple[int, ...]
+    num_engines: int
+    num_ranks: int
+    """Of an engine."""
+    transport: str
+    """`shm` or `gloo`."""
+    plain: bool
+    """Without checksums."""
+    folder: str
+    """In shared memory: where senders leave the paths of their segments."""
+    ports: tuple[int, ...]
+    """Of a store for each engine."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes: senders, then engine ranks."""
+        return len(self.source_ranks) + self.num_engines * self.num_ranks
+
+    def channel(self, engine: int) -> GlooChannel:
+        """Between all senders and one engine."""
+        return GlooChannel(
+            host="127.0.0.1",
+            port=self.ports[engine],
+            source_ranks=self.source_ranks,
+            num_engine_ranks=self.num_ranks,
+            timeout_s=TIMEOUT_S,
+        )
+
+
+def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport: str, plain: bool) -> float:
+    """Seconds to bring all buckets of a plan from its source ranks to every engine rank that wants them.
+
+    By the product's own transport, from the sender's memory to the last checksum (`plain`: without any, a copy of the
+    bytes), into memory that nobody has touched. Nothing is quantised and nothing loaded. Every rank is a process.
+    """
+    stores = [gloo.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
+    with TemporaryDirectory(dir=shm.SHM) as folder:
+        route = Route(
+            manifest=plan.manifest(RUN_ID, VERSION),
+            source_ranks=plan.source_ranks,
+            num_engines=num_engines,
+            num_ranks=num_ranks,
+            transport=transport,
+            plain=plain,
+            folder=folder,
+            ports=tuple(store.port for store in stores),
+        )
+        context = multiprocessing.get_context("spawn")
+        meet = context.Barrier(route.world_size + 1, timeout=TIMEOUT_S)
+        jobs = [context.Process(target=_rank, args=(route, rank, meet)) for rank in range(route.world_size)]
+        for job in jobs:
+            job.start()
+        meet.wait()  # all are there
+        began = time.perf_counter()
+        meet.wait()  # what is staged is laid down
+        meet.wait()  # all has arrived
+        seconds = time.perf_counter() - began
+        for job in jobs:
+            job.join()
+    return seconds
+
+
+def _rank(route: Route, number: int, meet: Barrier) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if route.plain:
+        for module in (gloo, shm):
+            module.seal = module.verify = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    if number < len(route.source_ranks):
+        _send(route, route.source_ranks[number], meet)
+    else:
+        _take(route, *divmod(number - len(route.source_ranks), route.num_ranks), meet)
+
+
+def _send(route: Route, rank: int, meet: Barrier) -> None:
+    own = [bucket for bucket in route.manifest.buckets if bucket.source_rank == rank]
+    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in own),), dtype=torch.uint8).numpy().data
+    sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
+    if route.transport == "gloo":
+        sender = streaming = gloo.GlooSender(rank=rank, timeout_s=TIMEOUT_S)
+        for engine in range(route.num_engines):
+            streaming.attach(engine, route.channel(engine))
+    meet.wait()
+    if route.transport == "gloo":
+        meet.wait()
+    sender.open(VERSION, own)
+    for bucket in own:
+        sender.buffer(bucket.index)[:] = payload[: bucket.num_bytes]
+        sender.commit(bucket.index)
+    path = sender.finish()
+    if route.transport == "shm":
+        Path(route.folder, str(rank)).write_text(path, encoding="utf-8")
+        meet.wait()
+    meet.wait()
+    sender.abandon()
+
+
+def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
+    own = [bucket for bucket in route.manifest.buckets if bucket.wanted_by(rank)]
+    streaming = gloo.GlooInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
+    meet.wait()
+    meet.wait()
+    if streaming is not None:
+        streaming.expect(VERSION, timeout_s=TIMEOUT_S)
+        inbox: Inbox = streaming
+    else:
+        paths = {source: Path(route.folder, str(source)) for source in route.source_ranks}
+        segments = {source: path.read_text(encoding="utf-8") for source, path in paths.items()}
+        inbox = shm.ShmInbox(route.manifest, segments)
+    for bucket in own:
+        bytearray(inbox.take(bucket))  # a copy, as the loader makes one
+    meet.wait()
+
+
+# -- the peer's way ------------------------------------------------------------------------------------
+
+
+def gather_s(model: Path) -> float:
+    """Seconds in which one of two ranks gets the other half of every matrix in BF16, tensor after tensor."""
+    store = gloo.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, found)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    seconds = float(found.get(timeout=TIMEOUT_S))
+    for job in jobs:
+        job.join()
+    del store
+    return seconds
+
+
+def _gather(model: str, port: int, rank: int, found: "multiprocessing.Queue[float]") -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, None, is_master=False), rank=rank, world_size=2)
+    halves = [one.chunk(2)[rank].contiguous() for one in load_file(Path(model) / "model.safetensors").values()]
+    dist.barrier()
+    began = time.perf_counter()
+    for half in halves:
+        if half.dim() == 2:
+            dist.gather(half, [torch.empty_like(half) for _ in range(2)] if rank == 0 else None)
+    dist.barrier()
+    if rank == 0:
+        found.put(time.perf_counter() - began)
+    dist.destroy_process_group()
+
+
+def quantise_s(model: Path, format: str) -> float:
+    """Seconds to quantise all matrices of the decoder layers on one core, as each engine of a peer does."""
+    torch.set_num_threads(1)
+    if format not in CODE_FORMATS:
+        return 0.0
+    rule = CODE_FORMATS[format]
+    seconds = 0.0
+    for name, weight in load_file(model / "model.safetensors").items():
+        if ".layers." in name and weight.dim() == 2:
+            began = time.perf_counter()
+            amax = rule.amax(weight, (0, 0))
+            rule.scales(amax)
+            rule.codes(weight, amax, (0, 0))
+            seconds += time.perf_counter() - began
+    return seconds

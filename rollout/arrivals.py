@@ -1,0 +1,81 @@
+"""What one engine rank has been sent in a publish, as parts of tensors.
+
+Buckets are taken from the transport when the first of their pieces is needed and let go after the last, so that memory
+follows the model's order: little more than the buckets of one layer is held at a time.
+
+Invariant: a part is given only if pieces that arrived make up all of it.
+"""
+
+import math
+
+import torch
+
+from rollout.transports.base import Inbox
+from rollout.wire import DTYPE_BYTES, Box, Bucket, Piece, WeightManifest
+
+
+class Arrivals:
+    """The parts of one publish on one rank."""
+
+    def __init__(self, manifest: WeightManifest, inbox: Inbox, *, engine_rank: int) -> None:
+        self._inbox = inbox
+        self._dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+        self._pieces: dict[str, list[tuple[Bucket, Piece]]] = {spec.name: [] for spec in manifest.tensors}
+        self._left: dict[int, int] = {}
+        """Elements of each bucket that nobody has been given."""
+        for bucket in manifest.buckets:
+            if bucket.wanted_by(engine_rank):
+                self._left[bucket.index] = sum(piece.box.size for piece in bucket.pieces)
+                for piece in bucket.pieces:
+                    self._pieces[manifest.tensors[piece.tensor].name].append((bucket, piece))
+        self._held: dict[int, memoryview] = {}
+        self._vectors: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """A part of a tensor, of the box's shape; a view of a bucket where one piece is all of it.
+
+        A vector may be asked for again (vLLM loads biases twice), a matrix once.
+
+        Raises:
+            RuntimeError: not all of it was sent to this rank, or it was given before.
+        """
+        if (name, box) in self._vectors:
+            return self._vectors[name, box]
+        if not box.size:
+            return torch.empty(box.shape, dtype=getattr(torch, self._dtypes[name]))
+        found = [(bucket, piece, box.common(piece.box)) for bucket, piece in self._pieces[name]]
+        found = [(bucket, piece, common) for bucket, piece, common in found if common.size]
+        if (size := sum(common.size for _, _, common in found)) != box.size:
+            raise RuntimeError(f"{name}: {size} of the {box.size} elements that are loaded were sent to this rank")
+        dtype = self._dtypes[name]
+        boxes = [
+            (common, self._take(bucket, piece, dtype)[common.slices(piece.start)]) for bucket, piece, common in found
+        ]
+        for bucket, _, common in found:
+            self._let_go(bucket, common.size)
+        whole = boxes[0][1] if len(boxes) == 1 else _joined(box, boxes)
+        if whole.dim() < 2:  # a copy: a few bytes must not hold a bucket
+            whole = self._vectors[name, box] = whole.clone()
+        return whole
+
+    def _take(self, bucket: Bucket, piece: Piece, dtype: str) -> torch.Tensor:
+        index = bucket.index
+        if self._left[index] <= 0:
+            raise RuntimeError(f"bucket {index} was let go of, all of it having been loaded; no matrix is loaded twice")
+        if index not in self._held:
+            self._held[index] = self._inbox.take(bucket)
+        count = math.prod(piece.shape)
+        raw = self._held[index][piece.offset : piece.offset + count * DTYPE_BYTES[dtype]]
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype), count=count).reshape(piece.shape)
+
+    def _let_go(self, bucket: Bucket, num_elements: int) -> None:
+        self._left[bucket.index] -= num_elements
+        if self._left[bucket.index] <= 0:
+            self._held.pop(bucket.index, None)
+
+
+def _joined(box: Box, boxes: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    whole = torch.empty(box.shape, dtype=boxes[0][1].dtype)
+    for common, part in boxes:
+        whole[common.slices(box.start)] = part
+    return whole

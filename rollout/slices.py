@@ -1,0 +1,130 @@
+"""Which parts of which tensors vLLM's own loaders take on one rank: recorded without a byte, then fed with just those.
+
+vLLM's loaders take whole, unfused tensors under their Hugging Face names and cut their rank's part out of them
+themselves. What they cut is found out by giving them *stand-ins*: tensors of the right names and shapes without
+storage, of which every `copy_` tells a part by its offset, shape and strides. The same loaders then load a publish:
+they are given the stand-ins again, and whatever they copy out of one into a real parameter is replaced by the part
+that came. So no table of ours says how vLLM fuses, shards or pads, and no rank needs more than its own parts.
+
+Invariant: every tensor is seen to be copied when loaders are recorded. One that a loader takes in another way (a cast,
+a sum) is refused then, and not found out by wrong weights later.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rollout.wire import Box, TensorSpec
+
+Source = Callable[[str, Box], torch.Tensor]
+"""Returns a part of a tensor, of the box's shape."""
+
+_Copy = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""What to do for a copy of (name, destination, view of a stand-in)."""
+
+
+class StandIns:
+    """Tensors without storage, in the place of a publish's."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._tensors = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
+        }
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """For a model's `load_weights`, in the order of the specs."""
+        yield from self._tensors.items()
+
+    @torch.no_grad()
+    def record(self, model: torch.nn.Module) -> dict[str, tuple[Box, ...]]:
+        """What the loaders of a model copy on this rank, a `Wanted`; the model is left as it was.
+
+        Raises:
+            RuntimeError: a tensor is not copied at all.
+        """
+        found: dict[str, dict[Box, None]] = {name: {} for name in self._tensors}
+
+        def note(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+            found[name][self._box(name, view)] = None
+            return destination
+
+        with _in_checkpoint_layout(model), _Copies(self._tensors, note):
+            model.load_weights(self.items())  # type: ignore[operator]
+        if missing := [name for name, boxes in found.items() if not boxes]:
+            raise RuntimeError(f"vLLM's loaders do not copy {', '.join(missing[:5])}: no part of it can be sent alone")
+        return {name: tuple(boxes) for name, boxes in found.items()}
+
+    def feed(self, source: Source) -> TorchDispatchMode:
+        """While it is entered, what loaders copy out of stand-ins into real parameters comes from `source`."""
+
+        def replace(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+            if destination.is_meta:  # vLLM counts what a layer has been given before it gets memory
+                return destination
+            box = self._box(name, view)
+            part = source(name, box)
+            if tuple(view.shape) != box.shape:  # a view that is no box was given the whole tensor
+                part = part.as_strided(view.shape, view.stride(), view.storage_offset())
+            return destination.copy_(part)
+
+        return _Copies(self._tensors, replace)
+
+    def _box(self, name: str, view: torch.Tensor) -> Box:
+        """The part that a view shows; the whole tensor for a view that is no box of it."""
+        whole = self._tensors[name]
+        everything = Box(start=(0,) * whole.dim(), shape=tuple(whole.shape))
+        strides = zip(view.shape, view.stride(), whole.stride(), strict=False)
+        if view.dim() != whole.dim() or any(size > 1 and ours != theirs for size, ours, theirs in strides):
+            return everything
+        left, start = view.storage_offset(), []
+        for stride in whole.stride():
+            start.append(left // stride)
+            left %= stride
+        return Box(start=tuple(start), shape=tuple(view.shape))
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Catches `copy_` out of stand-ins, whose storages are known by their identity."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], on_copy: _Copy) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+        self._on_copy = on_copy
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.aten.copy_.default:
+            destination, view = args[:2]
+            assert isinstance(destination, torch.Tensor) and isinstance(view, torch.Tensor)
+            name = self._names.get(view.untyped_storage()._cdata)
+            if name is not None:
+                return self._on_copy(name, destination, view)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _in_checkpoint_layout(model: torch.nn.Module) -> Iterator[None]:
+    """A model's parameters on the meta device, with vLLM's bare loaders; afterwards the parameters it had."""
+    absent = [(layer, name) for layer in model.modules() for name, one in layer._parameters.items() if one is None]
+    layerwise.initialize_layerwise_reload(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if hasattr(tensor, "weight_loader"):
+            tensor.weight_loader = layerwise._get_original_loader(tensor)
+    try:
+        yield
+    finally:
+        model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+        for layer, name in absent:  # what a kernel has packed away
+            layer.register_parameter(name, None)

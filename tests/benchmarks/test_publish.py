@@ -1,0 +1,78 @@
+"""The record of publishing: what is held against what, and a transfer that really runs."""
+
+import pytest
+
+from benchmarks.publish import _bytes, goals
+from benchmarks.publish_parts import quantise_s, transfer_s, write_model
+from benchmarks.record import Row
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.weights.reshard import plan_reshard
+from rollout.weight_format import WeightFormat
+from tests.megatron_rl.test_reshard import INT8, SPEC, shards
+
+
+def rows(*, deliver_s: float = 1.0, transfer: float = 0.5, share: float = 1.0) -> list[Row]:
+    case = {"trainer": "TP2", "engines": "1 x TP2", "transport": "shm"}
+    ours = {"kind": "publish", "timing_s/publish_deliver": deliver_s, "transfer_s": transfer, "plain_s": 0.4}
+    ours |= {"rank_bytes_over_own_shard": share, "bytes_over_bf16": 0.501}
+    return [
+        {**case, **ours, "format": "int8"},
+        {**case, **ours, "format": "bf16", "rank_bytes_over_own_shard": 9.0},
+        {**case, "kind": "peer", "format": "int8", "deliver_s": 2.0},
+    ]
+
+
+def met(found: list[Row]) -> dict[str, tuple[float, bool]]:
+    return {goal.name: (goal.value, goal.met) for goal in goals(found)}
+
+
+def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> None:
+    assert met(rows()) == {
+        "bytes to a rank over its own 8-bit shard": (1.0, True),
+        "wire bytes over BF16 of what is quantised": (0.501, True),
+        "seconds over the peer's": (0.5, True),
+        "rate over a plain copy's": (0.8, True),
+    }
+    found = met(rows(deliver_s=1.5, transfer=1.0, share=1.5))
+    assert [ok for _, ok in found.values()] == [False, True, False, False]
+
+
+def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> None:
+    wanted = shards(SPEC, INT8, 2)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted
+    )
+    found = _bytes(plan, wanted)
+    assert found["own_shard_bytes"] < found["rank_bytes"] < 1.5 * found["own_shard_bytes"]
+    # rows of 32 to 64 inputs with a scale of four bytes each
+    assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32
+
+
+def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
+    model = write_model(tmp_path / "model", quick=True)
+    plan = plan_reshard(
+        read_model_spec(model), ParallelConfig(), format=WeightFormat(name="int8"), bucket_bytes=8 << 20, te_names=False
+    )
+    for transport, plain in (("gloo", False), ("shm", True)):
+        assert transfer_s(plan, num_engines=1, num_ranks=1, transport=transport, plain=plain) > 0
+    assert quantise_s(model, "int8") > 0 == quantise_s(model, "bf16")
+
+
+def test_nothing_is_held_against_anything_without_8_bits() -> None:
+    assert goals([row for row in rows() if row["format"] == "bf16"]) == []
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_block"])
+def test_the_model_can_be_published_in(tmp_path, name) -> None:
+    spec = read_model_spec(write_model(tmp_path, quick=True))
+    wanted = shards(spec, WeightFormat(name=name), 2)
+    plan = plan_reshard(
+        spec,
+        ParallelConfig(pipeline=2),
+        format=WeightFormat(name=name),
+        bucket_bytes=16 << 20,
+        te_names=False,
+        wanted=wanted,
+    )
+    assert _bytes(plan, wanted)["rank_bytes_over_own_shard"] < 1.02
