@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not 2 <= options.seeds <= len(STUDENT_95) + 1:
         parser.error(f"--seeds {options.seeds}: a difference needs from 2 to {len(STUDENT_95) + 1} of them")
-    warm = options.warm or _warm_start(options.work / "warm", quick=options.quick)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
     rows: list[Row] = []
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for drafts in (True, False) if seed % 2 else (False, True):
@@ -144,7 +144,8 @@ def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
     return found
 
 
-def _warm_start(work: Path, *, quick: bool) -> Path:
+def warm_start(work: Path, *, quick: bool) -> Path:
+    """Data and warm start of the example in a folder of their own, which is returned."""
     shutil.rmtree(work, ignore_errors=True)
     for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():
         if name in ("data", "model", "warm start"):

@@ -26,6 +26,7 @@ from rollout.evaluation import EvaluationRow
 K3_BOUND = 5e-3
 """Above this the gap between sampler and trainer is not healthy (docs/decisions.md)."""
 PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
+PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
 Metrics = Sequence[Mapping[str, float]]
 
@@ -72,6 +73,7 @@ def write_report(run_dir: Path) -> Path:
             _evaluation(record),
             _charts(record.metrics),
             _drafts(record.metrics),
+            _publishing(record.metrics),
             _samples(record),
             _settings(record),
         )
@@ -216,6 +218,32 @@ def _drafts(metrics: Metrics) -> str:
         ),
     ]
     return section("Drafts from history", _grid(charts))
+
+
+def _publishing(metrics: Metrics) -> str:
+    """What it took to bring the weights to the engines, and what 8 bits cost them."""
+    steps = [row["step"] + 1 for row in metrics]
+    stages = {stage: [row.get(f"timing_s/publish_{stage}", 0.0) for row in metrics] for stage in PUBLISH_STAGES}
+    known = {stage: seconds for stage, seconds in stages.items() if any(seconds)}
+    seconds = stacked("publish", steps, known, unit="seconds") if known else ""
+    charts = [
+        ("Seconds by stage, the slowest rank's each", seconds),
+        ("Bytes sent", _chart(metrics, "wire", {"publish/wire_bytes": "bytes"}, unit="bytes")),
+        ("Weights over what 8 bits lose of them, by layer, after the last step", _losses(metrics)),
+        (
+            "Share of codes that a step changed",
+            _chart(metrics, "changed", {"publish/changed_share": "share"}, unit="share of codes"),
+        ),
+    ]
+    return section("Publishing", _grid(charts)) if any(chart for _, chart in charts) else ""
+
+
+def _losses(metrics: Metrics) -> str:
+    prefix = "publish/sqnr_db/layer_"
+    last = {int(key.removeprefix(prefix)): value for key, value in metrics[-1].items() if key.startswith(prefix)}
+    layers = sorted(last)
+    series = Series(label="SQNR", steps=layers, values=[last[layer] for layer in layers])
+    return lines("sqnr", [series], unit="dB", over="layer") if last else ""
 
 
 def _sources(metrics: Metrics) -> str:

@@ -39,8 +39,16 @@ class Series:
     values: Sequence[float]
 
 
-def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = False, limit: float | None = None) -> str:
-    """Lines over steps; `limit` draws a dashed bound. `name` must be unique in the page."""
+def lines(
+    name: str,
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    log: bool = False,
+    limit: float | None = None,
+    over: str = "step",
+) -> str:
+    """Lines over steps (or `over` something else); `limit` draws a dashed bound. `name` must be unique in the page."""
 
     def draw(axes: Axes) -> None:
         for colour, one in zip(COLOURS, series, strict=False):
@@ -52,7 +60,7 @@ def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = Fa
             _decades(axes)
         axes.set_ylabel(unit)
 
-    return _render(name, draw, legend=len(series) > 1)
+    return _render(name, draw, legend=len(series) > 1, over=over)
 
 
 def _decades(axes: Axes) -> None:
@@ -76,7 +84,7 @@ def stacked(name: str, steps: Sequence[float], parts: Mapping[str, Sequence[floa
     return _render(name, draw, legend=True)
 
 
-def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
+def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, over: str = "step") -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -85,7 +93,7 @@ def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_xlabel("step")
+        axes.set_xlabel(over)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if legend:
             axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

@@ -31,6 +31,7 @@ from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.imitation_rows import ImitationRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
+from rollout.weight_sums import Sums
 from rollout.wire import Wanted
 
 FP8_ROW_ALIGNMENT = 16
@@ -144,6 +145,10 @@ class Trainer:
             send_s=self._packer.send_s,
             codes=self._packer.watch.sums(),
         )
+
+    def sent_sums(self) -> Sums:
+        """Sums of what this rank published with the last `stage`; see `rollout.fingerprint`."""
+        return self._packer.sent_sums()
 
     def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
         """Log-probabilities of the probe prompt under the weights that the last `stage` published."""

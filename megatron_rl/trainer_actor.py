@@ -17,6 +17,7 @@ from rollout.imitation_rows import ImitationRows
 from rollout.process_log import redirect_output
 from rollout.transports.base import GlooChannel
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
+from rollout.weight_sums import Sums
 from rollout.wire import Wanted
 
 if TYPE_CHECKING:
@@ -142,6 +143,10 @@ class TrainerActor:
         """Let go of the staged publish."""
         if self._sender is not None:
             self._sender.abandon()
+
+    def sent_sums(self) -> Sums:
+        """See `Trainer.sent_sums`."""
+        return self._joined.sent_sums()
 
     def probe(self, token_ids: list[int]) -> ProbeResult | None:
         """See `Trainer.probe`."""

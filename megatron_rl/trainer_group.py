@@ -12,6 +12,7 @@ from megatron_rl.slots import TrainerSlot
 from megatron_rl.spmd import SpmdGroup
 from megatron_rl.trainer_actor import TrainerActor
 from megatron_rl.trainer_spec import TrainerSpec
+from rollout.weight_sums import Sums
 from rollout.wire import Wanted
 
 Result = TypeVar("Result")
@@ -56,6 +57,10 @@ class TrainerGroup:
     def unstage(self) -> None:
         """Let go of the staged publish."""
         self.ranks.call("unstage")
+
+    def sent_sums(self, *, timeout_s: float) -> list[Sums]:
+        """Sums of what each rank published last."""
+        return list(_results(self.ranks.call("sent_sums", timeout_s=timeout_s), dict))
 
     def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
         """Log-probabilities of the probe prompt under the weights as staged."""

@@ -17,6 +17,8 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -49,7 +51,8 @@ from rollout.types import (
     WeightVersion,
 )
 from rollout.weight_format import WeightFormat
-from rollout.wire import TensorSpec, Wanted, WeightManifest
+from rollout.weight_sums import add_up
+from rollout.wire import Box, TensorSpec, Wanted, WeightManifest
 
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
@@ -354,6 +357,26 @@ class Engine:
                 await self._settle()
             assert isinstance(first, list)
             return [float(x) for x in first]
+
+    async def loaded_sums(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Sums of all weights in place, through the kernels that sample; see `rollout.fingerprint`.
+
+        Raises:
+            RuntimeError: the engine samples or is fenced: only an update that was just applied is looked at.
+        """
+        async with self._updating:
+            if self._status is not EngineStatus.APPLYING:
+                raise RuntimeError(f"{self.spec.name} is {self._status.value}; weights are summed when just applied")
+            found = await self._ranks("loaded_sums", pickle.dumps(self._counted()))
+            return add_up(pickle.loads(one) for one in found if isinstance(one, bytes))
+
+    def _counted(self) -> list[set[tuple[str, Box]]]:
+        """What each rank answers for: a part that several hold is the first one's."""
+        counted: list[set[tuple[str, Box]]] = []
+        for wanted in self.wanted:
+            own = {(name, box) for name, boxes in wanted.items() for box in boxes}
+            counted.append(own.difference(*counted))
+        return counted
 
     # -- what it is doing --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from rollout.history_outbox import HistoryOutbox
 from rollout.process_log import redirect_output
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
+from rollout.weight_sums import Sums
 from rollout.wire import Wanted, WeightManifest
 
 MAX_CONCURRENCY = 1 << 16
@@ -75,6 +76,10 @@ class EngineActor:
     async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> UpdateTimes:
         """See `Engine.update`."""
         return await self._engine.update(manifest, segments)
+
+    async def loaded_sums(self) -> Sums:
+        """See `Engine.loaded_sums`."""
+        return await self._engine.loaded_sums()
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """See `Engine.probe`."""

@@ -14,7 +14,7 @@ Invariant: no byte reaches a loader that was not verified against its bucket's t
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -29,12 +29,14 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout import vllm_quirks
 from rollout.arrivals import Arrivals
-from rollout.slices import StandIns
+from rollout.loaded_weights import loaded_sums
+from rollout.slices import Landing, StandIns, wanted_of
 from rollout.transports.base import Channel, GlooChannel
 from rollout.transports.gloo import GlooInbox
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox
-from rollout.wire import TensorSpec, Wanted, WeightManifest
+from rollout.weight_sums import Sums
+from rollout.wire import Box, TensorSpec, Wanted, WeightManifest
 
 BACKEND = "megatron_rl"
 """Name under which the receiver is registered with vLLM."""
@@ -76,6 +78,8 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _channel: Channel | None = None
     _stream: GlooInbox | None = None
     _order: UpdateOrder | None = None
+    _specs: tuple[TensorSpec, ...] = ()
+    _landings: tuple[Landing, ...] = ()
     _inbox: ShmInbox | Prefetch | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """In force while loaders copy out of stand-ins."""
@@ -109,7 +113,12 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
 
     def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
         """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
-        return StandIns(specs).record(self.model)
+        self._specs, self._landings = tuple(specs), StandIns(specs).record(self.model)
+        return wanted_of(self._landings)
+
+    def loaded_sums(self, counted: Collection[tuple[str, Box]]) -> Sums:
+        """Sums of the weights that the model holds now; see `rollout.loaded_weights`. `wanted` comes first."""
+        return loaded_sums(self.model, self._landings, self._specs, counted, self.model_config.dtype)
 
     def arrived(self) -> bool:
         """Whether there is something verified to apply.

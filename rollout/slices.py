@@ -12,12 +12,27 @@ a sum) is refused then, and not found out by wrong weights later.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout.wire import Box, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where a part of a tensor ends up on one rank."""
+
+    name: str
+    """Of the tensor."""
+    box: Box
+    module: str
+    parameter: str
+    start: int
+    """First row in the parameter."""
+
 
 Source = Callable[[str, Box], torch.Tensor]
 """Returns a part of a tensor, of the box's shape."""
@@ -39,23 +54,41 @@ class StandIns:
         yield from self._tensors.items()
 
     @torch.no_grad()
-    def record(self, model: torch.nn.Module) -> dict[str, tuple[Box, ...]]:
-        """What the loaders of a model copy on this rank, a `Wanted`; the model is left as it was.
+    def record(self, model: torch.nn.Module) -> tuple[Landing, ...]:
+        """What the loaders of a model copy on this rank, each part once; the model is left as it was.
 
         Raises:
-            RuntimeError: a tensor is not copied at all.
+            RuntimeError: a tensor is not copied at all, or not into a parameter.
         """
-        found: dict[str, dict[Box, None]] = {name: {} for name in self._tensors}
+        found: dict[Landing, None] = {}
+        with _in_checkpoint_layout(model):
+            homes = {
+                parameter.untyped_storage()._cdata: (module, name)
+                for module, layer in model.named_modules()
+                for name, parameter in layer.named_parameters(recurse=False)
+            }
 
-        def note(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-            found[name][self._box(name, view)] = None
-            return destination
+            def note(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+                module, parameter = homes.get(destination.untyped_storage()._cdata, ("", ""))
+                width = destination.stride(0) if destination.dim() else 1
+                landing = Landing(
+                    name=name,
+                    box=self._box(name, view),
+                    module=module,
+                    parameter=parameter,
+                    start=destination.storage_offset() // max(width, 1),
+                )
+                found[landing] = None
+                return destination
 
-        with _in_checkpoint_layout(model), _Copies(self._tensors, note):
-            model.load_weights(self.items())  # type: ignore[operator]
-        if missing := [name for name, boxes in found.items() if not boxes]:
-            raise RuntimeError(f"vLLM's loaders do not copy {', '.join(missing[:5])}: no part of it can be sent alone")
-        return {name: tuple(boxes) for name, boxes in found.items()}
+            with _Copies(self._tensors, note):
+                model.load_weights(self.items())  # type: ignore[operator]
+        if lost := [landing.name for landing in found if not landing.parameter]:
+            raise RuntimeError(f"vLLM's loaders copy {', '.join(lost[:5])} into no parameter of the model")
+        if missing := self._tensors.keys() - {landing.name for landing in found}:
+            names = ", ".join(sorted(missing)[:5])
+            raise RuntimeError(f"vLLM's loaders do not copy {names}: no part of it can be sent alone")
+        return tuple(found)
 
     def feed(self, source: Source) -> TorchDispatchMode:
         """While it is entered, what loaders copy out of stand-ins into real parameters comes from `source`."""
@@ -83,6 +116,14 @@ class StandIns:
             start.append(left // stride)
             left %= stride
         return Box(start=tuple(start), shape=tuple(view.shape))
+
+
+def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
+    """What a rank takes of each tensor, a `Wanted`."""
+    found: dict[str, dict[Box, None]] = {}
+    for landing in landings:
+        found.setdefault(landing.name, {})[landing.box] = None
+    return {name: tuple(boxes) for name, boxes in found.items()}
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]

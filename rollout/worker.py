@@ -166,6 +166,15 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """What this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`): a pickled `Wanted`."""
         return pickle.dumps(self._receiver().wanted(pickle.loads(specs)))
 
+    def loaded_sums(self, counted: bytes) -> bytes:
+        """Pickled `rollout.fingerprint.Sums` of the weights in place.
+
+        `counted` is a pickled list: for each rank the tensors and boxes that it answers for.
+        """
+        own = pickle.loads(counted)[self.rank]
+        with set_current_vllm_config(self.vllm_config):
+            return pickle.dumps(self._receiver().loaded_sums(own))
+
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))

@@ -116,6 +116,10 @@ def test_history_of_another_tokenizer_is_refused_on_one_screen_before_any_engine
 @pytest.mark.slow
 def test_a_run_that_begins_with_the_traces_of_another_finds_history_in_its_first_step(example, killed):
     run_dir = example / "warm"
-    finish(start(drafting(example), run_dir, "num_steps=1", f"history.warm_start={killed / 'traces'}"))
+    overrides = ["num_steps=1", "sampling.temperature=0.6", f"history.warm_start={killed / 'traces'}"]
+    finish(start(drafting(example), run_dir, *overrides))
     (row,) = rows(run_dir / "metrics.jsonl")
     assert row["history/hit_rate"] == 1.0
+    # a BF16 engine with drafts against an FP32 trainer at a low temperature
+    assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+    assert row["rollout_corr/k3_kl"] <= 1e-3

@@ -17,6 +17,7 @@ VLLM_ADAPTERS = {
     "rollout/engine_config.py",
     "rollout/engine_responses.py",
     "rollout/proposer.py",
+    "rollout/loaded_weights.py",
     "rollout/receiver.py",
     "rollout/slices.py",
     "rollout/fp8_emulation.py",
@@ -43,6 +44,8 @@ RAY_USERS = {
 PURE = {
     "rollout/config.py",
     "rollout/types.py",
+    "rollout/weight_format.py",
+    "rollout/weight_sums.py",
     "rollout/wire.py",
     "rollout/planner.py",
     "rollout/seeds.py",

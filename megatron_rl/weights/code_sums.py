@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
+_EXACT_DB = 300.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSums:
@@ -30,8 +32,8 @@ class CodeSums:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal over quantisation noise in decibels; infinite where all weights are represented exactly."""
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+        """Signal over quantisation noise in decibels; 300 where codes stand for all weights exactly."""
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else _EXACT_DB
 
 
 def together(ranks: Iterable[Mapping[int, CodeSums]]) -> dict[int, CodeSums]:

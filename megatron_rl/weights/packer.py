@@ -11,6 +11,8 @@ column-cut matrices, blocks across a border) all trainer ranks of a tensor-paral
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -18,8 +20,10 @@ from megatron_rl.weights.names import Placement
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
 from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
+from rollout.fingerprint import of_box
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
+from rollout.weight_sums import Sums
 from rollout.wire import Box, Bucket, Piece
 
 
@@ -108,7 +112,10 @@ class WeightPacker:
         end = 0
         for piece, source in zip(bucket.pieces, sources, strict=True):
             buffer[end : piece.offset] = bytes(piece.offset - end)  # equal weights make equal buckets
-            end = piece.offset + _write(buffer, piece, self._encoded(source, piece.box))
+            encoded = self._encoded(source, piece.box)
+            if source.role is Role.CODES:
+                self._look_at(encoded, source.placement, piece.box)
+            end = piece.offset + _write(buffer, piece, encoded)
         buffer[end : bucket.payload_bytes] = bytes(bucket.payload_bytes - end)
 
     def _encoded(self, source: PieceSource, box: Box) -> torch.Tensor:
@@ -116,9 +123,7 @@ class WeightPacker:
             case Role.VALUES:
                 return self._values(source.placement, box).to(torch.bfloat16)
             case Role.CODES:
-                codes = self._codes(source.placement, box)
-                self._look_at(codes, source.placement, box)
-                return codes
+                return self._codes(source.placement, box)
             case Role.SCALES:
                 return self._scales[source.placement.hf_name][box.slices((0, 0))]
 
@@ -137,6 +142,20 @@ class WeightPacker:
             if placement.megatron_name == megatron_name:
                 published[placement.megatron_slices] = self._round_trip(placement).to(published.dtype)
         return published
+
+    @torch.no_grad()
+    def sent_sums(self) -> Sums:
+        """Sums (`rollout.fingerprint`) of what this rank owns, as published. Needs fresh scales.
+
+        From whole boxes as the model holds them, not from pieces as they were sent.
+        """
+        found: dict[str, npt.NDArray[np.float64]] = {}
+        for placement in self._held if self._own else ():
+            if placement.owned:
+                sums = of_box(self._round_trip(placement), _whole(placement), placement.hf_full_shape)
+                name = placement.hf_name
+                found[name] = found[name] + sums if name in found else sums
+        return found
 
     def _round_trip(self, placement: Placement) -> torch.Tensor:
         if self._format is None or self._layout is None or not self._plan.quantizes(placement):

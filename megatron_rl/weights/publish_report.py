@@ -26,6 +26,8 @@ class PublishReport:
     deliver_s: float
     """From the first rank's start to the last engine's new weights; includes all of the above."""
     probe_s: float
+    weight_gaps: tuple[float, ...]
+    """[engines] largest difference of a sum of weights (`rollout.fingerprint`), engine against trainer."""
     probe_gaps: tuple[float, ...]
     """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
 
@@ -44,6 +46,7 @@ class PublishReport:
             "timing_s/publish_apply": self.apply_s,
             "timing_s/publish_deliver": self.deliver_s,
             "timing_s/publish_probe": self.probe_s,
+            "publish/weight_gap_max": max(self.weight_gaps),
             "publish/probe_gap_max": max(self.probe_gaps),
             **code_metrics(self.codes),
         }

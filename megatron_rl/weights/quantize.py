@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import torch
 
+from megatron_rl.weights import te_block
 from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
 
 INT8_MAX: Final = 127.0
@@ -124,7 +125,9 @@ class Fp8Block:
         return 1.0 / _multiplier(amax_PQ, power_of_two=True)
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
-        """e4m3"""
+        """e4m3, by Transformer Engine where it can"""
+        if te_block.takes(weight_NK, start):
+            return te_block.block_codes(weight_NK)
         return fp8_block_codes(weight_NK, _multiplier(amax_PQ, power_of_two=True), start)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:

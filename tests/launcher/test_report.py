@@ -10,6 +10,7 @@ from launcher.durable import replace_rows
 from launcher.loading import resolved_yaml
 from launcher.report import main, write_report
 from launcher.run_directory import RunDirectory
+from megatron_rl.weights.code_sums import CodeSums, code_metrics
 from rollout.evaluation import EvaluationRow
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -121,6 +122,19 @@ def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
     assert "rank correlation" in text
     for source in SOURCES:
         assert f">{source}<" in text
+
+
+def test_publishing_has_its_own_charts(tmp_path: Path) -> None:
+    layers = {layer: CodeSums(signal=10.0**layer, noise=0.01, num_codes=9, num_compared=9) for layer in range(4)}
+    with RunDirectory(tmp_path) as run:
+        for step in range(2):
+            times = {"timing_s/publish_pack": 0.5, "timing_s/publish_apply": 1.0, "publish/wire_bytes": 1e6}
+            run.append_metrics(step, {**times, **code_metrics(layers)})
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert text.count("<svg") == 4
+    assert "Publishing" in text
+    for said in ("pack", "apply", "layer", "dB"):
+        assert f">{said}<" in text
 
 
 def test_a_run_without_drafts_has_no_charts_of_them(tmp_path: Path) -> None:

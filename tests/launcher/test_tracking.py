@@ -1,5 +1,6 @@
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,11 @@ def test_an_offline_run_resumed_keeps_its_id_and_logs_no_step_twice(tmp_path: Pa
     assert resumed.run_id == first.run_id
     assert [resumed.log_step(step, {"reward/mean": 1.0}) for step in range(1, 5)] == [False, False, True, True]
     resumed.finish()
-    assert logged_steps(tmp_path) == [(first.run_id, step) for step in range(5)]
+    expected = [(first.run_id, step) for step in range(5)]
+    deadline = time.monotonic() + 20  # wandb's own process may still be writing
+    while logged_steps(tmp_path) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert logged_steps(tmp_path) == expected
     tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json"))
     assert len(tables) == 3
     assert json.loads(tables[0].read_text())["columns"][:4] == ["step", "prompt", "response", "reward"]

@@ -55,6 +55,7 @@ def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_eve
         apply_s=0.0,
         deliver_s=0.0,
         probe_s=0.0,
+        weight_gaps=(0.0,),
         probe_gaps=(0.0,),
         codes={},
     )

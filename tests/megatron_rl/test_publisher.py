@@ -10,17 +10,19 @@ from megatron_rl.weights.links import Delivery
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.engine_state import UpdateTimes
+from rollout.weight_sums import NUM_GROUPS
 from tests.megatron_rl.test_reshard import INT8, SPEC, ParallelConfig
 
 CODES = CodeSums(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
+SUMS = np.ones((2, 1, NUM_GROUPS))
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
 class Engines:
     """Stands in for an `EngineGroup`: notes every call, answers probes."""
 
-    def __init__(self, log, probes):
-        self.log, self.probes = log, probes
+    def __init__(self, log, probes, sums):
+        self.log, self.probes, self.sums = log, probes, sums
         self.actors = [Actor(log, number) for number in range(len(probes))]
 
     def begin(self, method, *args):
@@ -29,7 +31,7 @@ class Engines:
 
     def wait(self, refs, method, *, timeout_s):
         self.log.append(f"{method} ends")
-        return self.probes
+        return self.sums if method == "loaded_sums" else self.probes
 
     def call(self, method, *args, timeout_s):
         self.log.append(method)
@@ -49,6 +51,10 @@ class Trainer:
     def __init__(self, log):
         self.log = log
 
+    def sent_sums(self, *, timeout_s):
+        self.log.append("trainer sums up")
+        return [{"w": SUMS / 4}, {"w": SUMS * 3 / 4}]
+
     def probe(self, token_ids, *, timeout_s):
         self.log.append(f"trainer probes {len(token_ids)} tokens")
         return ProbeResult(logprobs=REFERENCE)
@@ -66,10 +72,10 @@ class Link:
         return Delivery(staged=(staged,), updates=tuple(times))
 
 
-def publisher(log, probes, spec: ModelSpec = SPEC) -> Publisher:
+def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None) -> Publisher:
     return Publisher(
         Trainer(log),
-        Engines(log, probes),
+        Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
         Link(log),
         plan=plan_reshard(spec, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False),
         run_id="run",
@@ -86,6 +92,9 @@ def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe()
     assert log == [
         "check",
         "deliver 3 of run",
+        "loaded_sums begins",
+        "trainer sums up",
+        "loaded_sums ends",
         "probe begins",
         "trainer probes 8 tokens",
         "probe ends",
@@ -102,3 +111,19 @@ def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
         publisher(log, [REFERENCE, wrong]).publish(3)
     assert [entry.split(":")[0] for entry in log if ": weight version 3" in entry] == ["fence 1"]
     assert "resume" not in log
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        ({"w": SUMS + np.eye(NUM_GROUPS)[5] / 2}, "w, 6. of 64 groups of rows differs"),
+        ({"w": SUMS * np.nan}, "w, 1. of 64"),
+        ({}, "w is known to one side only"),
+    ],
+    ids=["a group", "nan", "missing"],
+)
+def test_an_engine_whose_weights_sum_up_to_something_else_is_fenced_by_tensor_and_before_the_probe(sums, said):
+    log = []
+    with pytest.raises(RuntimeError, match=rf"engine\(s\) \[1\] are fenced: weight version 3: {said}"):
+        publisher(log, [REFERENCE, REFERENCE], sums=[{"w": SUMS * 1.001}, sums]).publish(3)
+    assert not {"probe begins", "resume"} & set(log)

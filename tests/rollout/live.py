@@ -15,7 +15,7 @@ from rollout.transports.base import GlooChannel, ShmChannel
 from rollout.transports.gloo import GlooSender, open_store
 from rollout.transports.shm import ShmSender
 from rollout.types import GroupColumns, GroupId, GroupSummary, Prompt, PromptGroup, PromptId, SamplingSpec
-from tests.rollout.conftest import Checkpoints
+from tests.rollout.engine_answers import Checkpoints
 from tests.rollout.packing import RUN_ID, Publish, pack
 
 

@@ -1,22 +1,27 @@
-"""An engine of two ranks, INT8: whole tensors in, vLLM's loaders cut them. And an engine that loads a directory."""
+"""An engine of two ranks, INT8, that is sent its ranks' parts, rightly and wrongly. And one that loads a directory."""
 
 import asyncio
 import os
+import re
 import signal
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
+from megatron_rl.weights.publisher import MAX_WEIGHT_GAP
 from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.engine_config import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStatus
+from rollout.weight_sums import difference
 from rollout.wire import Box
 from tests.rollout.conftest import engine_environment
 from tests.rollout.live import Live
-from tests.rollout.packing import RUN_ID
+from tests.rollout.packing import RUN_ID, pack
 from tests.rollout.test_engine_updates import Corrupting, start_senders
 from tests.rollout.test_publish import gap
+from tests.rollout.weight_faults import FAULTS, LAYER, Tensors, meant, stale
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +137,42 @@ def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
     assert loop.run(parallel.greedy())["tokens"] != loaded.answers["tokens"]
     loop.run(parallel.push("B"))
     assert_serves(parallel, loop, loaded.answers)
+
+
+def sums_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
+    """Of the engine when it has applied these tensors and serves nothing yet."""
+    version = live.engine.state().weight_version + 1
+    publish = pack(tensors, version, "int8", num_ranks=2, wanted=live.engine.wanted)
+    loop.run(live.engine.update(publish.manifest, live.stage(publish)))
+    return loop.run(live.engine.loaded_sums())
+
+
+def test_sums_over_the_weights_of_both_ranks_are_those_of_the_checkpoint_but_for_rounding(parallel, loop):
+    loop.run(parallel.use_shm())
+    for weights in "AB":
+        tensors = parallel.tensors(weights)
+        gap, where = difference(sums_after(parallel, loop, tensors), meant(tensors))
+        assert gap < MAX_WEIGHT_GAP / 3, where
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_weights_that_are_not_what_was_meant_have_other_sums(parallel, loop, name):
+    tensor, fault = FAULTS[name]
+    loop.run(parallel.use_shm())
+    tensors = parallel.tensors("A")
+    gap, where = difference(sums_after(parallel, loop, fault(tensors)), meant(tensors))
+    assert gap > 2 * MAX_WEIGHT_GAP
+    assert re.search(tensor, where), where
+
+
+def test_a_layer_of_the_last_version_has_other_sums(parallel, loop):
+    loop.run(parallel.use_shm())
+    tensors = parallel.tensors("A")
+    gap, where = difference(sums_after(parallel, loop, stale(tensors, parallel.tensors("B"))), meant(tensors))
+    assert gap > 2 * MAX_WEIGHT_GAP and LAYER in where
+    loop.run(parallel.push("A"))
+    with pytest.raises(RuntimeError, match="engine 6 is serving"):
+        loop.run(parallel.engine.loaded_sums())
 
 
 def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loaded):

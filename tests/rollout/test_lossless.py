@@ -4,12 +4,8 @@ Engines run in a process of their own (`tests.rollout.drafting_jobs`); what they
 transformers in float32, from the same weights.
 """
 
-import json
 import math
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.process_env import ProcessEnv
 from tests.rollout import drafting_jobs as jobs
-from tests.rollout.conftest import ROOT
-from tests.rollout.tiny_models import in_format, make_weights, save_checkpoint
 
 UNLIKELY = 5.0
 """Standard deviations that no statistic of correct sampling exceeds (one in two million)."""
-
-
-def peaked_weights() -> dict[str, torch.Tensor]:
-    """A model whose next token is a matter of a few, and often its vocabulary's last."""
-    weights = make_weights("qwen3", 1)
-    weights["lm_head.weight"] *= 4
-    weights["model.embed_tokens.weight"][:, 0] = 1
-    weights["lm_head.weight"][:, 0] = 0
-    weights["lm_head.weight"][-1] = 0
-    weights["lm_head.weight"][-1, 0] = 12
-    return weights
 
 
 @dataclass(frozen=True)
@@ -48,18 +30,10 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
-def answers(tmp_path_factory) -> Answers:
+def answers(scripts) -> Answers:
     """Of engines on the machine's own platform; the parameter only says which machines it is for."""
-    root = tmp_path_factory.mktemp("lossless")
-    for format in ("bf16", "int8"):
-        save_checkpoint(root / format, "qwen3", in_format(peaked_weights(), format), format)
-        config = json.loads((root / format / "config.json").read_text())
-        (root / format / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.rollout.drafting_jobs", str(root), str(root / "answers")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Answers(root, pickle.loads((root / "answers").read_bytes()))
+    root, emitted = scripts.wait("lossless")
+    return Answers(Path(root), pickle.loads(Path(emitted).read_bytes()))
 
 
 def reference(root: Path, format: str):

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 
-from tests.rollout.conftest import ROOT
+from tests.scripts import ROOT
 
 OWNER = """
 import subprocess, sys, time

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from rollout.config import EngineConfig
+
 
 def gap(found: list, expected: list) -> float:
     return max(float(np.abs(np.subtract(a, b)).max()) for a, b in zip(found, expected, strict=True))
@@ -61,3 +63,8 @@ def test_fp8_on_a_cpu_says_that_it_is_emulated(oracle, job, kernel):
 def test_bf16_linears_are_not_quantised(oracle):
     kernels = dict(oracle.answers["push-qwen3-ABA-bf16"][0]["kernels"])
     assert not any("Int8" in kernel for kernel in kernels.values())
+
+
+def test_an_engine_that_turns_positions_otherwise_fails_the_probe_with_the_right_weights(oracle):
+    found, expected = oracle.answers["push-into-another-rope"][1]["probe"], oracle.fresh("qwen3", "A", "bf16")["probe"]
+    assert np.abs(np.subtract(found, expected)).mean() > EngineConfig().probe_max_logprob_gap["bf16"]

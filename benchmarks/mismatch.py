@@ -1,0 +1,145 @@
+"""What each weight format costs in learning, with truncated importance sampling and without, over seeds.
+
+`python -m benchmarks.mismatch --json OUT [--warm DIR] [--seeds 3] [--formats bf16 int8 ..] [--resume] [--quick]`: the
+example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first), once for each
+seed, format and correction, and once on INT8 codes of 4 bits (`benchmarks.coarse_codes`), the positive control: it must
+be seen to hurt without correction. A run takes about four minutes. Beside OUT, `OUT.svg` shows k3 over steps.
+
+Rows: one per run: k3 and effective sample size between sampler and trainer, held-out accuracy in BF16 before and after.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.history_example import warm_start
+from benchmarks.process_tree import watch
+from benchmarks.record import Goal, Row, arguments, write
+from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
+from launcher.environment import source_commit
+from launcher.report_plots import Series, lines
+
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("engine.format=bf16",),
+    "int8": ("engine.format=int8",),
+    "fp8_channel": ("engine.format=fp8_channel",),
+    "fp8_block": ("engine.format=fp8_block",),
+    "4 bits": ("engine.format=int8", "algorithm.loss=benchmarks.coarse_codes.clipped_surrogate"),
+}
+CORRECTIONS = ("tis_token", "none")
+QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_OUT}.limit=32")
+CONTROL = "4 bits"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it; raises SystemExit if a command fails."""
+    parser = arguments("k3, effective sample size and held-out accuracy by weight format and correction.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/mismatch"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
+    options = parser.parse_args(argv)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    have = {(row["seed"], row["format"], row["correction"]) for row in rows}
+    for seed in range(1, 1 + (1 if options.quick else options.seeds)):
+        for name in options.formats[:1] if options.quick else options.formats:
+            for correction in CORRECTIONS:
+                if (seed, name, correction) not in have:
+                    rows.append(run(warm, options.work, seed, name, correction, quick=options.quick))
+                    write(options.json, rows=rows, not_measured=["any GPU"])
+    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=["any GPU"])
+    options.json.with_suffix(".svg").write_text(picture(options.work, rows), encoding="utf-8")
+    return 0
+
+
+def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick: bool = False) -> Row:
+    """The row of one run."""
+    run_dir = _run_dir(work, seed, name, correction)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
+        *(f"run_dir={run_dir}", f"data.train.0.path={warm / 'data' / 'train.jsonl'}", f"seed={seed}"),
+        *(f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", "wandb.mode=disabled"),
+        *(*FORMATS[name], f"algorithm.correction.mode={correction}", *(QUICK if quick else ())),
+    ]
+    log = run_dir.with_suffix(".log")
+    code, seconds, _ = watch(command, log=log)
+    if code:
+        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    metrics = _metrics(run_dir)
+    before, after = held_out_accuracy(run_dir)
+    return {
+        "seed": seed,
+        "format": name,
+        "correction": correction,
+        "commit": source_commit(),
+        "k3_median": statistics.median(row["rollout_corr/k3_kl"] for row in metrics),
+        "k3_max": max(row["rollout_corr/k3_kl"] for row in metrics),
+        "ess_min": min(row["rollout_corr/rollout_is_eff_sample_size"] for row in metrics),
+        "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),
+        "reward_last": metrics[-1]["reward/mean"],
+        "held_out_before": before,
+        "held_out_after": after,
+        "seconds": round(seconds, 1),
+    }
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """8 bits learn what BF16 learns; the control is hurt without correction and helped by it."""
+    after = {
+        (name, correction): statistics.fmean(
+            100 * float(row["held_out_after"])
+            for row in rows
+            if (row["format"], row["correction"]) == (name, correction)
+        )
+        for name, correction in {(str(row["format"]), str(row["correction"])) for row in rows}
+    }
+    found = [
+        Goal(
+            name=f"{name} with TIS below bf16, held-out",
+            value=after["bf16", "tis_token"] - after[name, "tis_token"],
+            bound=3.0,
+            direction="at most",
+            unit="points",
+        )
+        for name in ("int8", "fp8_channel", "fp8_block")
+        if (name, "tis_token") in after and ("bf16", "tis_token") in after
+    ]
+    if (CONTROL, "none") in after and ("bf16", "tis_token") in after:
+        hurt = after["bf16", "tis_token"] - after[CONTROL, "none"]
+        helped = after[CONTROL, "tis_token"] - after[CONTROL, "none"]
+        for name, value in (("hurts without TIS", hurt), ("is helped by TIS", helped)):
+            goal = Goal(name=f"{CONTROL} {name}, held-out", value=value, bound=3.0, direction="at least", unit="points")
+            found.append(goal)
+    return found
+
+
+def picture(work: Path, rows: Sequence[Row]) -> str:
+    """k3 over steps of the last seed's runs with TIS, as SVG."""
+    last = max(int(row["seed"]) for row in rows)
+    series = []
+    for row in rows:
+        if row["seed"] == last and row["correction"] == "tis_token":
+            metrics = _metrics(_run_dir(work, last, str(row["format"]), "tis_token"))
+            k3 = [max(one["rollout_corr/k3_kl"], 1e-8) for one in metrics]
+            steps = [one["step"] + 1 for one in metrics]
+            series.append(Series(label=str(row["format"]), steps=steps, values=k3))
+    return lines("mismatch", series, unit="k3", log=True)
+
+
+def _run_dir(work: Path, seed: int, name: str, correction: str) -> Path:
+    return work / f"seed-{seed}-{name.replace(' ', '-')}-{correction}"
+
+
+def _metrics(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

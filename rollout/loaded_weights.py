@@ -1,0 +1,66 @@
+"""Sums of the weights that a worker's model holds, taken through the kernels that it samples with.
+
+See `rollout.fingerprint`. The model must not be running a forward meanwhile.
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from rollout.fingerprint import column_signs, fold, multiply
+from rollout.slices import Landing
+from rollout.wire import Box, TensorSpec
+
+
+@torch.no_grad()
+def loaded_sums(
+    model: torch.nn.Module,
+    landings: Sequence[Landing],
+    specs: Sequence[TensorSpec],
+    counted: Collection[tuple[str, Box]],
+    dtype: torch.dtype,
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Sums of each tensor's parts on this rank; scales have none, being part of every product.
+
+    Args:
+        model: the worker's.
+        landings: what its loaders copied where.
+        specs: of the tensors.
+        counted: tensor and box of the parts that this rank answers for.
+        dtype: of activations.
+    """
+    shapes = {spec.name: spec.shape for spec in specs}
+    products: dict[tuple[str, Box], torch.Tensor] = {}
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for landing in landings:
+        name, box, shape = landing.name, landing.box, shapes[landing.name]
+        if landing.parameter not in ("weight", "bias") or (name, box) not in counted:
+            continue
+        layer = model.get_submodule(landing.module)
+        if len(shape) == 1:
+            rows: torch.Tensor = getattr(layer, landing.parameter).unsqueeze(0)
+        else:
+            columns = Box(start=box.start[1:], shape=box.shape[1:])
+            key = landing.module, columns
+            if key not in products:
+                products[key] = _product(layer, column_signs(box, shape), dtype)
+            rows = products[key]
+        sums = fold(rows[:, landing.start : landing.start + box.shape[0]], box, shape)
+        found[name] = found[name] + sums if name in found else sums
+    return found
+
+
+def _product(layer: torch.nn.Module, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's outputs for a few tokens, without bias, [tokens, outputs of this rank]."""
+    weight = layer.weight
+    if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+        assert isinstance(weight, torch.Tensor)
+        return multiply(weight, inputs)
+    method: LinearMethodBase = layer.quant_method
+    device = next(layer.parameters()).device
+    outputs: torch.Tensor = method.apply(layer, inputs.to(device, dtype), None)
+    return outputs

@@ -1,0 +1,41 @@
+"""What formats are held against, and that the control is coarse."""
+
+import torch
+
+from benchmarks.mismatch import FORMATS, goals
+from benchmarks.record import Row
+
+
+def rows(**after: float) -> list[Row]:
+    return [
+        {"seed": seed, "format": name, "correction": mode, "held_out_after": after.get(f"{name} {mode}", 0.9)}
+        for seed in (1, 2)
+        for name in FORMATS
+        for mode in ("tis_token", "none")
+    ]
+
+
+def test_formats_are_held_against_bf16_and_the_control_must_hurt_and_be_helped() -> None:
+    found = {goal.name: goal.met for goal in goals(rows(**{"4 bits none": 0.6, "fp8_block tis_token": 0.8}))}
+    assert found == {
+        "int8 with TIS below bf16, held-out": True,
+        "fp8_channel with TIS below bf16, held-out": True,
+        "fp8_block with TIS below bf16, held-out": False,
+        "4 bits hurts without TIS, held-out": True,
+        "4 bits is helped by TIS, held-out": True,
+    }
+    assert not any(goal.met for goal in goals(rows()) if "4 bits" in goal.name)
+    assert goals([row for row in rows() if row["format"] == "int8"]) == []
+
+
+def test_the_controls_codes_are_multiples_of_sixteen(monkeypatch) -> None:
+    from megatron_rl.weights import quantize
+
+    monkeypatch.setattr(quantize, "CODE_FORMATS", dict(quantize.CODE_FORMATS))
+    from benchmarks.coarse_codes import Coarse
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    amax = Coarse().amax(weight, (0, 0))
+    codes = Coarse().codes(weight, amax, (0, 0))
+    assert set(codes.unique().tolist()) <= set(range(-112, 113, 16))
+    assert len(codes.unique()) > 10
