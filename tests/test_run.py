@@ -195,8 +195,10 @@ def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer
     for row in rows(run_dir / "metrics.jsonl"):
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
         assert 0 < row["rollout_corr/k3_kl"] <= 5e-3
-        assert row["publish/sqnr_db_min"] > 30 and row["publish/wire_bytes"] > 0
-        assert 0 < row["publish/changed_share"] < 1
+        assert row["publish/sqnr_db_min"] > 30 and row["publish/weight_gap_max"] < 0.01
+        # an untrained model may earn nothing and so learn nothing
+        assert 0 <= row["publish/changed_share"] < 1
+        assert 0 < row["publish/wire_bytes"] < 50_000 + 4e6 * row["publish/changed_share"]
     found = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
     assert found == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
 
