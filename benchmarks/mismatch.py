@@ -5,7 +5,8 @@ example's RL from one warm start (DIR is a quickstart's work directory; without 
 seed, format and correction, and once on INT8 codes of 4 bits (`benchmarks.coarse_codes`), the positive control: it must
 be seen to hurt without correction. A run takes about four minutes. Beside OUT, `OUT.svg` shows k3 over steps.
 
-Rows: one per run: k3 and effective sample size between sampler and trainer, held-out accuracy in BF16 before and after.
+Rows: one per run: k3 and effective sample size between sampler and trainer (1 where nothing is weighted), held-out
+accuracy in BF16 before and after.
 """
 
 import json
@@ -81,7 +82,7 @@ def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick:
         "commit": source_commit(),
         "k3_median": statistics.median(row["rollout_corr/k3_kl"] for row in metrics),
         "k3_max": max(row["rollout_corr/k3_kl"] for row in metrics),
-        "ess_min": min(row["rollout_corr/rollout_is_eff_sample_size"] for row in metrics),
+        "ess_min": min(row.get("rollout_corr/rollout_is_eff_sample_size", 1.0) for row in metrics),
         "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),
         "reward_last": metrics[-1]["reward/mean"],
         "held_out_before": before,

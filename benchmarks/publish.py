@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = write_model(options.work / "model", quick=options.quick)
     rows: list[Row] = []
     for case in cases:
-        rows += measure(case, model, options.work)
+        rows += measure(case, model, options.work, num_transfers=1 if options.quick else NUM_PUBLISHES - 1)
         write(options.json, rows=rows, not_measured=NOT_MEASURED)
     if not options.quick:
         rows += peer(model, rows)
@@ -93,10 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(case: Case, model: Path, work: Path) -> Iterator[Row]:
+def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Iterator[Row]:
     """Rows of one trainer and its engines."""
     num_engines, num_ranks = ENGINES[case.engines]
-    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=work / "logs") as running:
+    logs = (work / "logs").resolve()
+    logs.mkdir(exist_ok=True)
+    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
         trainer, engines = _start(case, model, running)
         wanted = engines.wanted(timeout_s=TIMEOUT_S)
         trainer.plan_publishes(wanted)
@@ -116,7 +118,7 @@ def measure(case: Case, model: Path, work: Path) -> Iterator[Row]:
         times = {
             name: statistics.median(
                 transfer_s(plan, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=plain)
-                for _ in range(NUM_PUBLISHES - 1)
+                for _ in range(num_transfers)
             )
             for name, plain in (("transfer_s", False), ("plain_s", True))
         }
