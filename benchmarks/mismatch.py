@@ -10,14 +10,13 @@ accuracy in BF16 before and after.
 """
 
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.example_run import read_metrics, run_example
 from benchmarks.history_example import warm_start
-from benchmarks.process_tree import watch
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
 from launcher.environment import source_commit
@@ -61,19 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick: bool = False) -> Row:
     """The row of one run."""
     run_dir = _run_dir(work, seed, name, correction)
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
-        *(f"run_dir={run_dir}", f"data.train.0.path={warm / 'data' / 'train.jsonl'}", f"seed={seed}"),
-        *(f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", "wandb.mode=disabled"),
+    keys = [
+        *(f"seed={seed}", f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", "wandb.mode=disabled"),
         *(*FORMATS[name], f"algorithm.correction.mode={correction}", *(QUICK if quick else ())),
     ]
-    log = run_dir.with_suffix(".log")
-    code, seconds, _ = watch(command, log=log)
-    if code:
-        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
-    metrics = _metrics(run_dir)
+    metrics, seconds = run_example(warm, run_dir, keys)
     before, after = held_out_accuracy(run_dir)
     return {
         "seed": seed,
@@ -127,7 +118,7 @@ def picture(work: Path, rows: Sequence[Row]) -> str:
     series = []
     for row in rows:
         if row["seed"] == last and row["correction"] == "tis_token":
-            metrics = _metrics(_run_dir(work, last, str(row["format"]), "tis_token"))
+            metrics = read_metrics(_run_dir(work, last, str(row["format"]), "tis_token"))
             k3 = [max(one["rollout_corr/k3_kl"], 1e-8) for one in metrics]
             steps = [one["step"] + 1 for one in metrics]
             series.append(Series(label=str(row["format"]), steps=steps, values=k3))
@@ -136,10 +127,6 @@ def picture(work: Path, rows: Sequence[Row]) -> str:
 
 def _run_dir(work: Path, seed: int, name: str, correction: str) -> Path:
     return work / f"seed-{seed}-{name.replace(' ', '-')}-{correction}"
-
-
-def _metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

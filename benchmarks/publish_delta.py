@@ -8,15 +8,13 @@ Rows: one per format and learning rate: of the steps from the 21st on, the media
 bytes that travelled over those of a whole publish. A run takes about two minutes.
 """
 
-import json
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.example_run import run_example
 from benchmarks.history_example import warm_start
-from benchmarks.process_tree import watch
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.environment import source_commit
 from megatron_rl.memory import weight_bytes
@@ -51,20 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(warm: Path, work: Path, format: Format, learning_rate: float, *, quick: bool = False) -> Row:
     """The row of one run."""
     run_dir = work / f"{format}-{learning_rate:g}"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
-        *(f"run_dir={run_dir}", f"data.train.0.path={warm / 'data' / 'train.jsonl'}", "wandb.mode=disabled"),
-        *("evaluation.sets={}", "algorithm.prompts_per_step=8", f"num_steps={QUICK_STEPS if quick else NUM_STEPS}"),
-        *(f"engine.format={format}", "publish.delta=true", "publish.delta_full_every=0"),
-        *(f"trainer.optimizer.learning_rate={learning_rate}", "trainer.optimizer.warmup_steps=0"),
+    keys = [
+        "wandb.mode=disabled",
+        "evaluation.sets={}",
+        "algorithm.prompts_per_step=8",
+        f"num_steps={QUICK_STEPS if quick else NUM_STEPS}",
+        f"engine.format={format}",
+        "publish.delta=true",
+        "publish.delta_full_every=0",
+        f"trainer.optimizer.learning_rate={learning_rate}",
+        "trainer.optimizer.warmup_steps=0",
     ]
-    log = run_dir.with_suffix(".log")
-    code, seconds, _ = watch(command, log=log)
-    if code:
-        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    metrics, seconds = run_example(warm, run_dir, keys)
     last = metrics[0 if quick else SETTLED :]
     whole = weight_bytes(read_model_spec(warm / "warm"), WeightFormat(name=format))
     return {

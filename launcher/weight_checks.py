@@ -82,7 +82,7 @@ def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers:
 
 
 def _blocks(shapes: dict[str, tuple[int, ...]], tensor_parallel: int) -> Iterator[str]:
-    """VLLM's own rule: no block may lie on two ranks, or in two of the matrices that it holds as one."""
+    """The rule of vLLM itself: no block may lie on two ranks, or in two of the matrices that it holds as one."""
     may_end_anywhere = {group[-1] for group in FUSED} if tensor_parallel == 1 else set()
     fused = {leaf for group in FUSED for leaf in group}
     judged = set()

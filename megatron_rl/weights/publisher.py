@@ -26,7 +26,7 @@ from rollout.types import WeightVersion
 from rollout.weight_sums import add_up, difference
 
 MAX_WEIGHT_GAP = 0.02
-"""Of sums of weights (`rollout.fingerprint`): rounding stays below a third of it, one wrong row of 500 does not."""
+"""Of sums of weights (`rollout.fingerprint`): rounding stays below a third of it, few wrong rows of large groups do."""
 
 
 class Publisher:

@@ -1,0 +1,38 @@
+"""Runs the example's RL with keys of one's own, from a quickstart's data and warm start."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.process_tree import watch
+
+
+def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
+    """Metrics of all steps, and the seconds that the run took; its output lies beside `run_dir`.
+
+    Args:
+        warm: work directory of a quickstart.
+        run_dir: of the run; what lies there is removed.
+        keys: `key=value`; they come last, so they win.
+
+    Raises:
+        SystemExit: the run failed; with the end of its output.
+    """
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
+        *(f"run_dir={run_dir}", f"data.train.0.path={warm / 'data' / 'train.jsonl'}", *keys),
+    ]
+    log = run_dir.with_suffix(".log")
+    code, seconds, _ = watch(command, log=log)
+    if code:
+        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    return read_metrics(run_dir), seconds
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Of all steps of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
