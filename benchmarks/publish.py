@@ -28,7 +28,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
-from megatron_rl.weights.links import GlooLink, Link, ShmLink
+from megatron_rl.weights.links import GroupLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.config import EngineConfig, Format
@@ -187,7 +187,7 @@ def _publisher(
 ) -> Publisher:
     link: Link = ShmLink(trainer, engines, timeout_s=TIMEOUT_S)
     if transport == "gloo":
-        link = GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+        link = GroupLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
     link.connect()
     return Publisher(
         trainer,

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import ReshardPlan, wire_tensors
-from rollout.transports import gloo, shm
-from rollout.transports.base import GlooChannel, Inbox, Sender
+from rollout.transports import groups, process_group, segments, shm
+from rollout.transports.base import GroupChannel, Inbox, Sender
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import WeightManifest
@@ -110,9 +110,9 @@ class Route:
         """Processes: senders, then engine ranks."""
         return len(self.source_ranks) + self.num_engines * self.num_ranks
 
-    def channel(self, engine: int) -> GlooChannel:
+    def channel(self, engine: int) -> GroupChannel:
         """Between all senders and one engine."""
-        return GlooChannel(
+        return GroupChannel(
             host="127.0.0.1",
             port=self.ports[engine],
             source_ranks=self.source_ranks,
@@ -127,8 +127,8 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
     By the product's own transport, from the sender's memory to the last checksum (`plain`: without any, a copy of the
     bytes), into memory that nobody has touched. Nothing is quantised and nothing loaded. Every rank is a process.
     """
-    stores = [gloo.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
-    with TemporaryDirectory(dir=shm.SHM) as folder:
+    stores = [groups.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
+    with TemporaryDirectory(dir=segments.SHM) as folder:
         route = Route(
             manifest=plan.manifest(RUN_ID, VERSION),
             source_ranks=plan.source_ranks,
@@ -158,7 +158,7 @@ def _rank(route: Route, number: int, meet: Barrier) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if route.plain:
-        for module in (gloo, shm):
+        for module in (process_group, shm):
             module.seal = module.verify = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     if number < len(route.source_ranks):
         _send(route, route.source_ranks[number], meet)
@@ -168,10 +168,10 @@ def _rank(route: Route, number: int, meet: Barrier) -> None:
 
 def _send(route: Route, rank: int, meet: Barrier) -> None:
     own = [bucket for bucket in route.manifest.buckets if bucket.source_rank == rank]
-    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in own),), dtype=torch.uint8).numpy().data
+    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in own),), dtype=torch.uint8)
     sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
     if route.transport == "gloo":
-        sender = streaming = gloo.GlooSender(rank=rank, timeout_s=TIMEOUT_S)
+        sender = streaming = process_group.GroupSender(rank=rank, timeout_s=TIMEOUT_S)
         for engine in range(route.num_engines):
             streaming.attach(engine, route.channel(engine))
     meet.wait()
@@ -179,7 +179,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
         meet.wait()
     sender.open(VERSION, own)
     for bucket in own:
-        sender.buffer(bucket.index)[:] = payload[: bucket.num_bytes]
+        sender.buffer(bucket.index).copy_(payload[: bucket.num_bytes])
         sender.commit(bucket.index)
     path = sender.finish()
     if route.transport == "shm":
@@ -191,7 +191,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
 
 def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
     own = [bucket for bucket in route.manifest.buckets if bucket.wanted_by(rank)]
-    streaming = gloo.GlooInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
+    streaming = process_group.GroupInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
     meet.wait()
     meet.wait()
     if streaming is not None:
@@ -202,7 +202,7 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
         segments = {source: path.read_text(encoding="utf-8") for source, path in paths.items()}
         inbox = shm.ShmInbox(route.manifest, segments)
     for bucket in own:
-        bytearray(inbox.take(bucket))  # a copy, as the loader makes one
+        inbox.take(bucket).clone()  # a copy, as the loader makes one
     meet.wait()
 
 
@@ -211,7 +211,7 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
 
 def gather_s(model: Path) -> float:
     """Seconds in which one of two ranks gets the other half of every matrix in BF16, tensor after tensor."""
-    store = gloo.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    store = groups.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, found)) for rank in range(2)]

@@ -119,10 +119,10 @@ def _history(config: RunConfig) -> list[str]:
 
 
 def _publish(config: RunConfig) -> list[str]:
-    if config.publish.delta and config.publish.transport == "shm":
+    if config.publish.delta and config.publish.transport in ("shm", "cuda_ipc"):
         return [
-            "`publish.delta` = true with `publish.transport` = shm: engines map what the trainer has written, so there "
-            "is nothing to save; set delta to false or transport to auto"
+            f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map what the "
+            "trainer has written, so there is nothing to save; set delta to false or transport to auto"
         ]
     return []
 

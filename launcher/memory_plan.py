@@ -80,7 +80,10 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
     world, ranks = config.trainer.parallel.world_size, config.engine.num_engines * config.engine.tensor_parallel
     if node.gpu_bytes:
         on_device = -(-ranks // len(node.gpu_bytes))
-        items = (*_times(trainer, 1, "trainer"), *_times(engine, on_device, "engine"))
+        trains, samples = tuple(_times(trainer, 1, "trainer")), tuple(_times(engine, on_device, "engine"))
+        items = (*trains, *samples)
+        if config.publish.transport == "nccl":  # on devices of their own
+            items = max(trains, samples, key=lambda side: sum(item.num_bytes for item in side))
         return MemoryPlan(items=items, available_bytes=min(node.gpu_bytes), where="the smallest GPU")
     engine_processes = ENGINE_PROCESS_BYTES * (config.engine.num_engines + ranks) // 2
     items = (

@@ -2,19 +2,25 @@
 
 One node, colocated: trainer and engines share cores (they work in turns) or devices. With GPUs, engine ranks are laid
 over the devices in order, and a trainer rank takes `trainer_gpu_fraction` of the device of its number; what an engine
-reserves on a device is the rest, shared with the other engines there.
+reserves on a device is the rest, shared with the other engines there. With `publish.transport` = nccl, engines have the
+devices after the trainer's to themselves: two processes on one device cannot share a communicator. In a Ray that
+we start, devices are named; in a cluster that is joined, Ray chooses.
 
 Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; on no device do the fractions sum to more than 1.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from launcher.config import RunConfig
 from launcher.environment import NodeResources
 from launcher.errors import ConfigError
 from megatron_rl.slots import TrainerSlot, trainer_slots
 from rollout.types import EngineSlot
+
+Transport = Literal["shm", "gloo", "nccl", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,8 @@ class Placement:
     """Processes that score rewards."""
     num_history_shards: int
     """Processes that own the history; beside them there is one reader on each node. 0 where no engine drafts."""
+    transport: Transport
+    """How weights reach the engines."""
     crowded: str
     """Says where processes outnumber cores, which works but is slow; empty otherwise."""
 
@@ -50,6 +58,7 @@ class Placement:
         return [
             *trainers,
             *engines,
+            f"weights: by {self.transport}",
             f"scorers: {self.num_scorers} process(es)",
             *([f"history: {self.num_history_shards} shard(s) and 1 reader"] if self.num_history_shards else []),
             *([self.crowded] if self.crowded else []),
@@ -59,26 +68,39 @@ class Placement:
 def plan(config: RunConfig, node: NodeResources) -> Placement:
     """The placement of `config` on `node`.
 
-    Raises `ConfigError` where the node has fewer cores or devices than a process needs at one time.
+    Raises `ConfigError` where the node has fewer cores or devices than a process needs at one time, or other ones than
+    the transport needs.
     """
     devices = len(node.gpu_bytes)
     engine = config.engine
+    named = bool(devices) and config.cluster.address == "local"
+    if config.publish.transport in ("nccl", "cuda_ipc") and not devices:
+        raise ConfigError(
+            f"`publish.transport` = {config.publish.transport} moves weights between GPUs, of which this node has "
+            "none; set it to auto"
+        )
     if devices:
         trainer_gpus, engine_gpus = _gpu_fractions(config, devices)
     else:
         trainer_gpus = engine_gpus = 0.0
         _check_threads("engine.cpu_cores", engine.cpu_cores, node.cpu_cores)
         _check_threads("trainer.cpu_threads", config.trainer.cpu_threads, node.cpu_cores)
+    engines = tuple(
+        EngineSlot(
+            engine_id=number,
+            num_ranks=engine.tensor_parallel,
+            cpu_cores=engine.cpu_cores,
+            num_gpus=engine_gpus,
+            devices=_engine_devices(config, devices, number) if named else (),
+        )
+        for number in range(engine.num_engines)
+    )
     return Placement(
-        trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus),
-        engines=tuple(
-            EngineSlot(
-                engine_id=number, num_ranks=engine.tensor_parallel, cpu_cores=engine.cpu_cores, num_gpus=engine_gpus
-            )
-            for number in range(engine.num_engines)
-        ),
+        trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
+        engines=engines,
         num_scorers=config.reward.num_workers,
         num_history_shards=config.history.num_shards if config.drafts else 0,
+        transport=_transport(config, engines),
         crowded="" if devices else _crowded(config, node.cpu_cores),
     )
 
@@ -108,6 +130,13 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
             f"trainer.parallel needs {world} devices (tensor {config.trainer.parallel.tensor} x pipeline "
             f"{config.trainer.parallel.pipeline} x data {config.trainer.parallel.data}), but the node has {devices}"
         )
+    if config.publish.transport == "nccl":
+        if world + ranks > devices:
+            raise ConfigError(
+                f"`publish.transport` = nccl needs devices for {world} trainer rank(s) and {ranks} engine rank(s) that "
+                f"share none, but the node has {devices}; set it to auto"
+            )
+        return 1.0, 1.0
     engines_on_a_device = -(-ranks // devices)
     if config.engine.tensor_parallel > devices:
         raise ConfigError(
@@ -115,3 +144,26 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
         )
     share = config.cluster.trainer_gpu_fraction
     return share, math.floor(1000 * (1 - share) / engines_on_a_device) / 1000
+
+
+def _engine_devices(config: RunConfig, devices: int, engine: int) -> tuple[int, ...]:
+    """Of each rank of an engine."""
+    num_ranks = config.engine.tensor_parallel
+    first = config.trainer.parallel.world_size if config.publish.transport == "nccl" else 0
+    return tuple((first + engine * num_ranks + rank) % devices for rank in range(num_ranks))
+
+
+def _transport(config: RunConfig, engines: Sequence[EngineSlot]) -> Transport:
+    """As configured, or the fastest that reaches every engine."""
+    asked = config.publish.transport
+    world = config.trainer.parallel.world_size
+    on_devices = [device for slot in engines for device in slot.devices]
+    alone = [device for device in on_devices if device >= world]
+    if asked == "cuda_ipc" and (alone or not on_devices):
+        why = f"no trainer rank is on device(s) {alone} to hand weights over" if alone else "Ray chooses the devices"
+        raise ConfigError(f"`publish.transport` = cuda_ipc: {why}; set it to auto")
+    if asked != "auto":
+        return asked
+    if config.cluster.address != "local" or config.publish.delta:
+        return "gloo"
+    return "cuda_ipc" if on_devices and not alone else "shm"

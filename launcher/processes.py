@@ -22,10 +22,10 @@ from rollout.config import RewardConfig
 from rollout.engine_actor import EngineActor
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
-from rollout.process_env import ProcessEnv
+from rollout.process_env import ProcessEnv, on_devices
 from rollout.scoring import ScorerActor
 from rollout.tokenizer import TokenizerFacts
-from rollout.transports.shm import sweep
+from rollout.transports.segments import sweep
 from rollout.types import EngineSlot
 
 START_TIMEOUT_S = 600.0
@@ -70,11 +70,11 @@ class Processes:
         actor_class: ray.actor.ActorClass = EngineActor
         engines = []
         for spec, slot in zip(specs, slots, strict=True):
-            variables = self._variables(self.environment.engine(threads=slot.cpu_cores), f"engine-{slot.engine_id}")
+            environment = self.environment.engine(threads=slot.cpu_cores) | on_devices(slot.devices)
+            variables = self._variables(environment, f"engine-{slot.engine_id}")
+            num_gpus = 0 if slot.devices else slot.num_gpus * slot.num_ranks
             engines.append(
-                actor_class.options(
-                    num_cpus=1, num_gpus=slot.num_gpus * slot.num_ranks, runtime_env={"env_vars": variables}
-                ).remote(spec)
+                actor_class.options(num_cpus=1, num_gpus=num_gpus, runtime_env={"env_vars": variables}).remote(spec)
             )
         self.started += engines
         group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
@@ -83,7 +83,10 @@ class Processes:
     def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
         """Start all trainer ranks and let them load the model."""
         environments = [
-            self._variables(self.environment.trainer_rank(threads=slot.cpu_threads), f"trainer-{slot.rank}")
+            self._variables(
+                self.environment.trainer_rank(threads=slot.cpu_threads) | on_devices(slot.devices),
+                f"trainer-{slot.rank}",
+            )
             for slot in slots
         ]
         trainer = start_trainer(spec, slots, environments=environments)

@@ -8,7 +8,6 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import ray
 
@@ -33,7 +32,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.phases import Phases
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
-from megatron_rl.weights.links import GlooLink, Link, ShmLink
+from megatron_rl.weights.links import GroupLink, HandOverLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.engine_group import EngineGroup
@@ -139,8 +138,7 @@ def _train(
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     link = _link(history, engines)
-    transport = choose_transport(config, one_node=running.environment.single_node)
-    publisher = _publisher(config, trainer, engines, run_id, transport)
+    publisher = _publisher(config, trainer, engines, run_id, slots)
     planner = Planner(
         order,
         training.by_id(),
@@ -239,15 +237,8 @@ def _sampling(config: RunConfig) -> SamplingSpec:
     )
 
 
-def choose_transport(config: RunConfig, *, one_node: bool) -> Literal["shm", "gloo"]:
-    """How weights travel: as configured, or the fastest way that reaches every engine."""
-    if config.publish.transport != "auto":
-        return config.publish.transport
-    return "shm" if one_node and not config.publish.delta else "gloo"
-
-
 def _publisher(
-    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str, transport: Literal["shm", "gloo"]
+    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str, slots: placement.Placement
 ) -> Publisher:
     """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
@@ -262,11 +253,15 @@ def _publisher(
         te_names=trainer.te_names(),
     )
     timeout_s = config.publish.timeout_s
-    link: Link = (
-        GlooLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=timeout_s)
-        if transport == "gloo"
-        else ShmLink(trainer, engines, timeout_s=timeout_s)
-    )
+    link: Link
+    match slots.transport:
+        case "shm":
+            link = ShmLink(trainer, engines, timeout_s=timeout_s)
+        case "cuda_ipc":
+            homes = [slot.devices for slot in slots.engines]
+            link = HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+        case backend:
+            link = GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
     link.connect()
     return Publisher(
         trainer,

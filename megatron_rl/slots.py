@@ -20,10 +20,17 @@ class TrainerSlot:
     """Threads of its matmuls; CPU only."""
     num_gpus: float
     """Fraction of a device; 0 on CPU."""
+    devices: tuple[int, ...] = ()
+    """The device, if any; () on CPU, and where Ray chooses."""
 
 
-def trainer_slots(parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0) -> tuple[TrainerSlot, ...]:
-    """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline."""
+def trainer_slots(
+    parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0, *, place: bool = False
+) -> tuple[TrainerSlot, ...]:
+    """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline.
+
+    With `place`, each is on the device of its own number.
+    """
     return tuple(
         TrainerSlot(
             rank=rank,
@@ -32,6 +39,7 @@ def trainer_slots(parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 
             pipeline_rank=rank // (parallel.tensor * parallel.data),
             cpu_threads=cpu_threads,
             num_gpus=num_gpus,
+            devices=(rank,) if place else (),
         )
         for rank in range(parallel.world_size)
     )

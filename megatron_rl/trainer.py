@@ -132,14 +132,11 @@ class Trainer:
         started = time.perf_counter()
         self._packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path, num_bytes = "", 0
-        if self.plan.buckets_of(self._position.rank):
-            path = self._packer.send(sender, weight_version)
-            num_bytes = sender.sent_bytes
+        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to pass on those of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
-            num_bytes=num_bytes,
+            num_bytes=sender.sent_bytes,
             scales_s=scales_s,
             pack_s=self._packer.pack_s,
             send_s=self._packer.send_s,

@@ -5,7 +5,7 @@ the CPU shim. Nothing is decided here.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import ray
 
@@ -15,7 +15,7 @@ from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows
 from rollout.process_log import redirect_output
-from rollout.transports.base import GlooChannel
+from rollout.transports.base import GroupChannel
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weight_sums import Sums
 from rollout.wire import Wanted
@@ -105,7 +105,7 @@ class TrainerActor:
 
     def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
         """On `first_rank`: one store per engine, where its process group will meet; (host, port) of each."""
-        from rollout.transports.gloo import open_store
+        from rollout.transports.groups import open_store
 
         if self._rank != first_rank:
             return []
@@ -113,13 +113,14 @@ class TrainerActor:
         self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
         return [(host, store.port) for store in self._stores]
 
-    def attach_gloo(self, channels: list[GlooChannel]) -> None:
-        """Publish through gloo from now on; `channels` in the order of the engines."""
-        from rollout.transports.gloo import GlooSender
+    def attach_group(self, channels: list[GroupChannel]) -> None:
+        """Publish through process groups from now on; `channels` in the order of the engines."""
+        from rollout.transports.process_group import GroupSender
 
         publish = self._spec.publish
-        sender = GlooSender(
+        sender = GroupSender(
             rank=self._rank,
+            backend=channels[0].backend,
             timeout_s=publish.timeout_s,
             delta=publish.delta,
             full_every=publish.delta_full_every,
@@ -128,6 +129,35 @@ class TrainerActor:
             if self._rank in channel.source_ranks:
                 sender.attach(engine_id, channel)
         self._sender = sender
+
+    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Literal["shm", "cuda"]) -> None:
+        """Publish by handing over on each device from now on; `plan_publishes` comes first.
+
+        Args:
+            hosted: by trainer rank, the engine ranks on its device.
+            memory: where what is handed over lies.
+        """
+        import torch.distributed as dist
+
+        from rollout.transports.hand_over import HandOverSender, Segment, ShmSegment
+
+        if memory == "shm":
+            segment: Segment = ShmSegment(run_id=self._spec.run_id, rank=self._rank)
+        else:
+            from rollout.transports.cuda_ipc import CudaSegment
+
+            segment = CudaSegment()
+        alone = len(hosted) == 1
+        backend: Literal["gloo", "nccl"] = "gloo" if memory == "shm" else "nccl"
+        self._sender = HandOverSender(
+            segment,
+            None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
+            rank=self._rank,
+            hosted=hosted,
+            buckets=self._joined.plan.buckets,
+            backend=backend,
+            timeout_s=self._spec.publish.timeout_s,
+        )
 
     def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
         """See `Trainer.plan_publishes`."""

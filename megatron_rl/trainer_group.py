@@ -92,7 +92,7 @@ def start_trainer(
     actors = [
         remote.options(
             num_cpus=1,
-            num_gpus=slot.num_gpus,
+            num_gpus=0 if slot.devices else slot.num_gpus,
             runtime_env={"env_vars": dict(environment)},
         ).remote(spec, slot.rank)
         for slot, environment in zip(slots, environments, strict=True)

@@ -28,7 +28,7 @@ class Arrivals:
                 self._left[bucket.index] = sum(piece.box.size for piece in bucket.pieces)
                 for piece in bucket.pieces:
                     self._pieces[manifest.tensors[piece.tensor].name].append((bucket, piece))
-        self._held: dict[int, memoryview] = {}
+        self._held: dict[int, torch.Tensor] = {}
         self._vectors: dict[tuple[str, Box], torch.Tensor] = {}
 
     def part(self, name: str, box: Box) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Arrivals:
             self._held[index] = self._inbox.take(bucket)
         count = math.prod(piece.shape)
         raw = self._held[index][piece.offset : piece.offset + count * DTYPE_BYTES[dtype]]
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype), count=count).reshape(piece.shape)
+        return raw.view(getattr(torch, dtype)).view(piece.shape)
 
     def _let_go(self, bucket: Bucket, num_elements: int) -> None:
         self._left[bucket.index] -= num_elements
@@ -75,7 +75,7 @@ class Arrivals:
 
 
 def _joined(box: Box, boxes: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
-    whole = torch.empty(box.shape, dtype=boxes[0][1].dtype)
+    whole = boxes[0][1].new_empty(box.shape)
     for common, part in boxes:
         whole[common.slices(box.start)] = part
     return whole

@@ -39,7 +39,7 @@ from rollout.engine_trace import Forwards, decode_forwards
 from rollout.model_tensors import check_manifest, expected_tensors, linears_in_bf16
 from rollout.receiver import UpdateOrder
 from rollout.roll_call import RollCall
-from rollout.transports.base import Channel, GlooChannel, ShmChannel
+from rollout.transports.base import Channel, GroupChannel, ShmChannel
 from rollout.transports.shm import verify_segments
 from rollout.types import (
     FinishReason,
@@ -250,7 +250,7 @@ class Engine:
 
         Args:
             manifest: what comes.
-            segments: trainer rank to path of its segment; for staged transports.
+            segments: for staged transports, as in `UpdateOrder`.
 
         Raises:
             WeightsRefusedError: nothing was touched, the engine goes on as before. A streaming channel is closed.
@@ -289,7 +289,7 @@ class Engine:
 
     async def _leave_stream(self) -> None:
         """Close a channel whose senders would wait for us in vain."""
-        if isinstance(self._channel, GlooChannel):
+        if isinstance(self._channel, GroupChannel):
             self._channel = None
             await self._ranks("close_channel")
 

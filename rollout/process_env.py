@@ -52,6 +52,20 @@ class ProcessEnv:
         return {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"} if self.single_node else {}
 
 
+def on_devices(devices: tuple[int, ...]) -> dict[str, str]:
+    """Variables of a process that is to see these devices and number them in this order; none for ().
+
+    Ray would hide devices that it has not given out itself.
+    """
+    if not devices:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

@@ -31,9 +31,10 @@ from rollout import vllm_quirks
 from rollout.arrivals import Arrivals
 from rollout.loaded_weights import loaded_sums
 from rollout.slices import Landing, StandIns, wanted_of
-from rollout.transports.base import Channel, GlooChannel
-from rollout.transports.gloo import GlooInbox
+from rollout.transports.base import Channel, GroupChannel, HandOverChannel, Inbox
+from rollout.transports.hand_over import HandOverInbox, map_shm
 from rollout.transports.prefetch import Prefetch
+from rollout.transports.process_group import GroupInbox
 from rollout.transports.shm import ShmInbox
 from rollout.weight_sums import Sums
 from rollout.wire import Box, TensorSpec, Wanted, WeightManifest
@@ -48,7 +49,7 @@ class UpdateOrder:
 
     manifest: WeightManifest
     segments: Mapping[int, str]
-    """Trainer rank to path of its segment; empty for streaming transports."""
+    """Where what is staged lies: addresses by trainer rank, or by engine rank where it is handed over."""
     timeout_s: float
     """Deadline of the whole publish."""
 
@@ -76,11 +77,11 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     _channel: Channel | None = None
-    _stream: GlooInbox | None = None
+    _stream: GroupInbox | None = None
     _order: UpdateOrder | None = None
     _specs: tuple[TensorSpec, ...] = ()
     _landings: tuple[Landing, ...] = ()
-    _inbox: ShmInbox | Prefetch | None = None
+    _inbox: Inbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """In force while loaders copy out of stand-ins."""
 
@@ -93,23 +94,42 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         """Join a channel; an earlier one is left."""
         self.shutdown()
         channel: Channel = pickle.loads(init_info.channel)
-        if isinstance(channel, GlooChannel):
-            self._stream = GlooInbox(channel, engine_rank=self._rank)
+        if isinstance(channel, GroupChannel):
+            self._stream = GroupInbox(channel, engine_rank=self._rank)
         self._channel = channel
 
     def expect(self, order: UpdateOrder) -> None:
-        """Open the inbox of a publish without touching the model; a streaming one begins to receive."""
+        """Open the inbox of a publish without touching the model; a streaming one begins to receive.
+
+        Raises:
+            RuntimeError: what was handed over to this rank is missing or corrupt.
+        """
         if self._channel is None:
             raise RuntimeError(
                 "there is no channel: init_transport comes before the first publish and after a failed one"
             )
         self._order = order
-        if self._stream is None:
+        if isinstance(self._channel, HandOverChannel):
+            self._inbox = self._handed_over(self._channel, order)
+        elif self._stream is None:
             self._inbox = ShmInbox(order.manifest, order.segments)
         else:
             self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
             own = [bucket for bucket in order.manifest.buckets if bucket.wanted_by(self._rank)]
             self._inbox = Prefetch(self._stream, own)
+
+    def _handed_over(self, channel: HandOverChannel, order: UpdateOrder) -> HandOverInbox:
+        rank, shared_with = self._rank, channel.shared_with[self._rank]
+        address = order.segments.get(rank)
+        if address is None:
+            raise RuntimeError(f"no trainer rank has laid down anything for engine rank {rank}")
+        if channel.memory == "shm":
+            memory = map_shm(order.manifest, address, engine_rank=rank, shared_with=shared_with)
+        else:
+            from rollout.transports.cuda_ipc import map_cuda  # exists only where there are devices
+
+            memory = map_cuda(address)
+        return HandOverInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
 
     def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
         """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
@@ -166,6 +186,8 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         """Leave the channel; its senders notice at once."""
         if isinstance(self._inbox, Prefetch):
             self._inbox.close()
+        if self._stream is not None:
+            self._stream.close()
         self._channel = self._stream = self._order = self._inbox = None
 
     @staticmethod

@@ -184,6 +184,8 @@ class EngineSlot:
     """Cores its OpenMP pool may use per rank (CPU only)."""
     num_gpus: float
     """Fraction of a device for each rank; 0 on CPU."""
+    devices: tuple[int, ...] = ()
+    """Device of each rank; () on CPU, and where Ray chooses."""
 
 
 ColumnsRef = NewType("ColumnsRef", object)

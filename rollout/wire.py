@@ -18,8 +18,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import xxhash
-
 from rollout.types import WeightVersion
 
 PIECE_ALIGNMENT = 64
@@ -178,25 +176,3 @@ class WeightManifest:
                     raise RuntimeError(
                         f"{name}: engine rank {engine_rank} would get {found} of the {box.size} elements that it takes"
                     )
-
-
-def seal(bucket: memoryview, weight_version: WeightVersion) -> None:
-    """Write the trailer into the last `TRAILER.size` bytes of a filled bucket."""
-    payload = bucket[: -TRAILER.size]
-    TRAILER.pack_into(bucket, len(payload), MAGIC, weight_version, xxhash.xxh3_64_intdigest(payload))
-
-
-def verify(bucket: memoryview, weight_version: WeightVersion, *, index: int) -> None:
-    """Check a received bucket against its trailer.
-
-    Raises:
-        RuntimeError: the trailer is missing, of another publish, or the payload is corrupt.
-    """
-    payload = bucket[: -TRAILER.size]
-    magic, version, checksum = TRAILER.unpack_from(bucket, len(payload))
-    if magic != MAGIC:
-        raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
-    if version != weight_version:
-        raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
-    if (found := xxhash.xxh3_64_intdigest(payload)) != checksum:
-        raise RuntimeError(f"bucket {index}: checksum {found:#x} of the received bytes, {checksum:#x} when sent")

@@ -1,12 +1,16 @@
 """What the whole suite shares: one Ray, on it a trainer of two ranks and two engines, and what scripts answered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from launcher.config import ClusterConfig
 from launcher.processes import Processes, processes
-from tests.scripts import Script, Scripts
+from tests.background import Background, run_script
+from tests.drafting_runs import run_whose_history_is_killed
+from tests.whole_runs import make_example, run_fed_with_changes, run_to_its_end
 
 NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""
@@ -38,33 +42,61 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def scripts(request, tmp_path_factory) -> Iterator[Scripts]:
+def background(request, tmp_path_factory) -> Iterator[Background]:
     """Whatever takes minutes begins at once, if a test that was chosen will ask for it."""
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    chosen: dict[str, Script] = {}
-
-    def oracle_arguments() -> Sequence[str]:
+    jobs: dict[str, Callable[[], object]] = {}
+    if "oracle" in asked:
         from tests.rollout.engine_answers import oracle_files
 
-        return oracle_files(request.getfixturevalue("checkpoints"), tmp_path_factory.mktemp("oracle"))
-
-    def lossless_arguments() -> Sequence[str]:
+        files = oracle_files(request.getfixturevalue("checkpoints"), tmp_path_factory.mktemp("oracle"))
+        jobs["oracle"] = partial(run_script, "tests.rollout.oracle", files)
+    if "answers" in asked:
         from tests.rollout.peaked_model import save_peaked
 
-        return save_peaked(tmp_path_factory.mktemp("lossless"))
-
-    if "oracle" in asked:
-        chosen["oracle"] = Script("tests.rollout.oracle", oracle_arguments)
-    if "answers" in asked:
-        chosen["lossless"] = Script("tests.rollout.drafting_jobs", lossless_arguments)
-    running = Scripts(chosen)
+        peaked = save_peaked(tmp_path_factory.mktemp("lossless"))
+        jobs["lossless"] = partial(run_script, "tests.rollout.drafting_jobs", peaked)
+    runs = {
+        "killed": run_whose_history_is_killed,
+        "uninterrupted": run_to_its_end,
+        "fed_with_changes": run_fed_with_changes,
+    }
+    if asked & {"example", *runs}:
+        example = tmp_path_factory.mktemp("example")
+        jobs["example"] = partial(make_example, example)
+        jobs |= {name: partial(run, example) for name, run in runs.items() if name in asked}
+    running = Background(jobs)
     yield running
     running.end()
 
 
 @pytest.fixture(scope="session")
-def oracle(scripts):
+def oracle(background):
     """What vLLM computes by its own loader, and after pushes: `tests.rollout.oracle`."""
     from tests.rollout.engine_answers import read_oracle
 
-    return read_oracle(scripts.wait("oracle")[1])
+    return read_oracle(background.wait("oracle")[1])
+
+
+@pytest.fixture(scope="session")
+def example(background) -> Path:
+    """Data and an untrained model of the arithmetic example."""
+    return background.wait("example")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(background) -> Path:
+    """See `run_to_its_end`."""
+    return background.wait("uninterrupted")
+
+
+@pytest.fixture(scope="session")
+def killed(background) -> Path:
+    """See `run_whose_history_is_killed`."""
+    return background.wait("killed")
+
+
+@pytest.fixture(scope="session")
+def fed_with_changes(background) -> tuple[Path, str]:
+    """See `run_fed_with_changes`."""
+    return background.wait("fed_with_changes")

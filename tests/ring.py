@@ -13,7 +13,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
-from megatron_rl.weights.links import GlooLink, Link, ShmLink
+from megatron_rl.weights.links import GroupLink, HandOverLink, Link, ShmLink
 from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
@@ -98,8 +98,10 @@ class Ring:
         )
         if transport == "shm":
             link: Link = ShmLink(self.trainer, self.engines, timeout_s=TIMEOUT_S)
+        elif transport == "hand over":  # engine 0 beside trainer rank 1, engine 1 beside trainer rank 0
+            link = HandOverLink(self.trainer, self.engines, homes=[[1], [0]], memory="shm", timeout_s=TIMEOUT_S)
         else:
-            link = GlooLink(self.trainer, self.engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+            link = GroupLink(self.trainer, self.engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
         link.connect()
         return Publisher(
             self.trainer,

@@ -1,64 +1,14 @@
 """Whole runs that draft from history: it is remembered, saved, killed, mended, damaged and refused."""
 
 import json
-import os
 import shutil
-import signal
-from pathlib import Path
 
-import psutil
 import pytest
 
 from history.segments_dir import SHM
 from history.snapshot import MANIFEST, read_manifest
-from tests.test_run import DEADLINE_S, configuration, example, finish, rows, start, wait_for
-
-__all__ = ["example"]
-
-NUM_PROMPTS, PROMPTS_PER_STEP = 8, 4
-NUM_STEPS = 8
-KILLED_AFTER = 4
-"""Steps that are recorded when the history's processes are killed."""
-
-
-def drafting(example: Path, **changes) -> Path:
-    """A small run whose epoch is two steps; at a low temperature, so that responses repeat themselves."""
-    few = example / "few.jsonl"
-    few.write_text("".join((example / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
-    return configuration(
-        example,
-        deterministic=False,
-        num_steps=NUM_STEPS,
-        data={"train": [{"path": str(few)}], "max_prompt_tokens": 96},
-        sampling={"temperature": 0.3, "max_response_tokens": 48},
-        algorithm={"prompts_per_step": PROMPTS_PER_STEP, "group_size": 4, "drop_zero_variance": False},
-        trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
-        wandb={"mode": "disabled"},
-        **changes,
-    )
-
-
-def kill_history(run) -> int:
-    """Kill every process of the history that descends from `run`; returns how many there were."""
-    found = []
-    for process in psutil.Process(run.pid).children(recursive=True):
-        if process.cmdline()[:1] and process.cmdline()[0].startswith(("ray::Shard", "ray::Reader")):
-            found.append(process)
-    for process in found:
-        os.kill(process.pid, signal.SIGKILL)
-    return len(found)
-
-
-@pytest.fixture(scope="module")
-def killed(example) -> Path:
-    """The directory of a run whose history was killed (-9) when its second epoch was over."""
-    run_dir = example / "drafting"
-    run = start(drafting(example), run_dir)
-    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= KILLED_AFTER, run)
-    assert kill_history(run) == 2
-    output = finish(run)
-    assert "history shard 0 died and was started again" in output
-    return run_dir
+from tests.drafting_runs import KILLED_AFTER, NUM_PROMPTS, NUM_STEPS, drafting
+from tests.whole_runs import DEADLINE_S, finish, rows, start
 
 
 @pytest.mark.slow

@@ -5,112 +5,15 @@ to its end, and once more with two kills (-9) at points drawn at random, a save 
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
-from rollout.transports.shm import sweep
-
-NUM_STEPS = 4
-DEADLINE_S = 400
-NOT_REPEATABLE = ("timing_s/", "perf/", "time_s")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory) -> Path:
-    """Data and an untrained model of the arithmetic example."""
-    work = tmp_path_factory.mktemp("example")
-    for command in (
-        [
-            "-m",
-            "examples.arithmetic.make_data",
-            "--out",
-            str(work / "data"),
-            "--train",
-            "64",
-            "--held-out",
-            "16",
-            "--warm-start",
-            "512",
-        ],
-        ["-m", "examples.arithmetic.make_model", "--out", str(work / "model")],
-    ):
-        subprocess.run([sys.executable, *command], check=True)
-    return work
-
-
-def configuration(example: Path, **changes) -> Path:
-    """A file with a small deterministic run."""
-    config = {
-        "model": str(example / "model"),
-        "run_dir": "",
-        "num_steps": NUM_STEPS,
-        "deterministic": True,
-        "data": {"train": [{"path": str(example / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
-        "sampling": {"temperature": 1.0, "max_response_tokens": 48},
-        "engine": {"format": "bf16", "max_num_seqs": 64, "kv_cache_bytes": 64 << 20},
-        "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False, "num_mini_batches": 2},
-        "trainer": {
-            "dtype": "fp32",
-            "max_micro_batch_tokens": 512,
-            "parallel": {"tensor": 2},
-            "optimizer": {"learning_rate": 1e-3},
-        },
-        "checkpoint": {"every": 1},
-        "evaluation": {"bf16_before_after": False},
-        **changes,
-    }
-    path = example / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen:
-    return command("run", str(config), f"run_dir={run_dir}", *overrides)
-
-
-def command(*arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "launcher", *arguments]
-    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output[-4000:]
-    return output
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    kept = rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in kept]
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None, process.stdout.read()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(example) -> Path:
-    """The directory of a run that nothing happened to."""
-    run_dir = example / "whole"
-    finish(start(configuration(example), run_dir))
-    return run_dir
+from rollout.transports.segments import sweep
+from tests.whole_runs import DEADLINE_S, NUM_STEPS, command, configuration, finish, metrics, rows, start, wait_for
 
 
 @pytest.mark.slow
@@ -170,27 +73,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, uninterrupted)
 
 
 @pytest.mark.slow
-def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer_at_a_low_temperature(example):
-    run_dir = example / "int8"
-    config = configuration(
-        example,
-        num_steps=2,
-        deterministic=False,
-        sampling={"temperature": 0.6, "max_response_tokens": 48},
-        engine={
-            "format": "int8",
-            "bf16_first_layers": 0,
-            "bf16_last_layers": 1,
-            "max_num_seqs": 16,
-            "kv_cache_bytes": 64 << 20,
-        },
-        publish={"delta": True},
-        evaluation={
-            "sets": {"held_out": {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 32}}
-        },
-        wandb={"mode": "disabled"},
-    )
-    output = finish(start(config, run_dir))
+def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer_at_a_low_temperature(fed_with_changes):
+    run_dir, output = fed_with_changes
     assert "12 x CPUInt8" in output
     for row in rows(run_dir / "metrics.jsonl"):
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01

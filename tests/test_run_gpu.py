@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.test_run import configuration, example, finish, rows, start  # noqa: F401
+from tests.whole_runs import configuration, finish, rows, start
 
 torch = pytest.importorskip("torch")
 
@@ -14,16 +14,32 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("format", "bound"), [("bf16", 1e-3), ("int8", 5e-3)])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_a_run_on_one_device_keeps_sampler_and_trainer_close(example, format, bound, temperature):  # noqa: F811
+@pytest.mark.parametrize(
+    ("format", "bound", "temperature", "transport"),
+    [
+        ("bf16", 1e-3, 0.6, "cuda_ipc"),
+        ("bf16", 1e-3, 1.0, "shm"),
+        ("int8", 5e-3, 0.6, "shm"),
+        ("int8", 5e-3, 1.0, "cuda_ipc"),
+        ("fp8_channel", 5e-3, 1.0, "cuda_ipc"),
+        ("fp8_block", 5e-3, 1.0, "cuda_ipc"),
+    ],
+)
+def test_a_run_on_one_device_keeps_sampler_and_trainer_close(example, format, bound, temperature, transport):
     run_dir = example / f"gpu-{format}-{temperature}"
     config = configuration(
         example,
         num_steps=2,
         deterministic=False,
         sampling={"temperature": temperature, "max_response_tokens": 48},
-        engine={"format": format, "max_num_seqs": 64, "kv_cache_bytes": 1 << 30},
+        engine={
+            "format": format,
+            "bf16_first_layers": 0,
+            "bf16_last_layers": 1,
+            "max_num_seqs": 64,
+            "kv_cache_bytes": 1 << 30,
+        },
+        publish={"transport": transport},
         trainer={"dtype": "bf16", "max_micro_batch_tokens": 2048, "optimizer": {"learning_rate": 1e-4}},
         wandb={"mode": "disabled"},
     )

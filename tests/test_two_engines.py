@@ -105,9 +105,10 @@ def test_engines_that_fail_the_probe_are_fenced_and_the_next_publish_heals_them(
     assert summary.oldest_version == published.version
 
 
-def test_a_publish_over_sockets_reaches_both_engines(published):
+@pytest.mark.parametrize("transport", ["gloo", "hand over"])
+def test_a_publish_by_another_transport_reaches_both_engines(published, transport):
     before = probed(published)
-    published.publish(published.publisher("gloo"))
+    published.publish(published.publisher(transport))
     np.testing.assert_array_equal(probed(published), before)
     published.publish()
 

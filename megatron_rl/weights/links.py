@@ -1,20 +1,20 @@
 """How a publish gets from trainer ranks to engines, as the controller sees it: one object per transport.
 
-A *staged* link (shared memory) lets every rank lay down its whole share first; engines then look at all
-of it before they touch anything. A *streaming* link (gloo) has engines wait for buckets while trainer
-ranks quantise and send. Both are given a manifest that every engine has accepted, and both return when
-every engine has applied it (and is not serving yet).
+A *staged* link (shared memory, hand-over) lets every rank lay down its whole share first; engines then look at all of
+it before they touch anything. A *streaming* link (gloo, NCCL) has engines wait for buckets while trainer ranks quantise
+and send. All are given a manifest that every engine has accepted, and return when every engine has applied it (and is
+not serving yet).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from megatron_rl.results import StagedWeights
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
 from rollout.engine_state import UpdateTimes
-from rollout.transports.base import GlooChannel, ShmChannel
+from rollout.transports.base import GroupChannel, HandOverChannel, ShmChannel
 from rollout.wire import WeightManifest
 
 
@@ -64,23 +64,31 @@ class ShmLink:
         return _delivery(staged, found)
 
 
-class GlooLink:
-    """Sockets; every engine has a process group of its own with the trainer ranks that send."""
+class GroupLink:
+    """gloo or NCCL; every engine has a process group of its own with the trainer ranks that send."""
 
     def __init__(
-        self, trainer: TrainerGroup, engines: EngineGroup, *, source_ranks: tuple[int, ...], timeout_s: float
+        self,
+        trainer: TrainerGroup,
+        engines: EngineGroup,
+        *,
+        source_ranks: tuple[int, ...],
+        timeout_s: float,
+        backend: Literal["gloo", "nccl"] = "gloo",
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._source_ranks = source_ranks
         self._timeout_s = timeout_s
+        self._backend: Literal["gloo", "nccl"] = backend
 
     def connect(self) -> None:
         """Join one group per engine; returns when all of them are complete."""
         first, num_engines = self._source_ranks[0], len(self._engines.actors)
         addresses = self._trainer.open_stores(first, num_engines, timeout_s=self._timeout_s)
         channels = [
-            GlooChannel(
+            GroupChannel(
+                backend=self._backend,
                 host=host,
                 port=port,
                 source_ranks=self._source_ranks,
@@ -92,7 +100,7 @@ class GlooLink:
         joining = [
             actor.init_transport.remote(channel) for actor, channel in zip(self._engines.actors, channels, strict=True)
         ]
-        self._trainer.ranks.call("attach_gloo", channels)
+        self._trainer.ranks.call("attach_group", channels)
         self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:
@@ -100,6 +108,55 @@ class GlooLink:
         applying = self._engines.begin("update", manifest, {})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         return _delivery(sent, self._engines.wait(applying, "update", timeout_s=self._timeout_s))
+
+
+class HandOverLink:
+    """Colocated engines: each device's trainer rank lays down what the engine ranks on it take."""
+
+    def __init__(
+        self,
+        trainer: TrainerGroup,
+        engines: EngineGroup,
+        *,
+        homes: Sequence[Sequence[int]],
+        memory: Literal["shm", "cuda"],
+        timeout_s: float,
+    ) -> None:
+        """`homes`: by engine and rank, the trainer rank on the same device; `memory` as in `HandOverChannel`."""
+        self._trainer = trainer
+        self._engines = engines
+        self._memory: Literal["shm", "cuda"] = memory
+        self._timeout_s = timeout_s
+        self._homes = homes
+
+    def connect(self) -> None:
+        """Tell both ends who lies on whose device."""
+        hosted = [
+            sorted({rank for home in self._homes for rank, host in enumerate(home) if host == trainer_rank})
+            for trainer_rank in range(self._trainer.ranks.num_ranks)
+        ]
+        self._trainer.ranks.call("open_hand_over", hosted, self._memory)
+        joining = [
+            actor.init_transport.remote(
+                HandOverChannel(memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in home))
+            )
+            for actor, home in zip(self._engines.actors, self._homes, strict=True)
+        ]
+        self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
+
+    def deliver(self, manifest: WeightManifest) -> Delivery:
+        """Exchange and stage everything, apply it, let go of it."""
+        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        addresses = {part.rank: part.path for part in staged}
+        try:
+            applying = [
+                actor.update.remote(manifest, {rank: addresses[host] for rank, host in enumerate(home)})
+                for actor, home in zip(self._engines.actors, self._homes, strict=True)
+            ]
+            found = self._engines.wait(applying, "update", timeout_s=self._timeout_s)
+        finally:
+            self._trainer.unstage()
+        return _delivery(staged, found)
 
 
 def _delivery(staged: Sequence[StagedWeights], updates: Sequence[object]) -> Delivery:

@@ -24,7 +24,7 @@ from rollout.fingerprint import of_box
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weight_sums import Sums
-from rollout.wire import Box, Bucket, Piece
+from rollout.wire import Box, Bucket
 
 
 class WeightPacker:
@@ -108,15 +108,17 @@ class WeightPacker:
         self.send_s += time.perf_counter() - started
         return path
 
-    def _fill(self, buffer: memoryview, bucket: Bucket, sources: tuple[PieceSource, ...]) -> None:
+    def _fill(self, buffer: torch.Tensor, bucket: Bucket, sources: tuple[PieceSource, ...]) -> None:
         end = 0
         for piece, source in zip(bucket.pieces, sources, strict=True):
-            buffer[end : piece.offset] = bytes(piece.offset - end)  # equal weights make equal buckets
+            buffer[end : piece.offset] = 0  # equal weights make equal buckets
             encoded = self._encoded(source, piece.box)
             if source.role is Role.CODES:
                 self._look_at(encoded, source.placement, piece.box)
-            end = piece.offset + _write(buffer, piece, encoded)
-        buffer[end : bucket.payload_bytes] = bytes(bucket.payload_bytes - end)
+            content = encoded.contiguous().view(-1).view(torch.uint8)
+            end = piece.offset + content.numel()
+            buffer[piece.offset : end].copy_(content)
+        buffer[end : bucket.payload_bytes] = 0
 
     def _encoded(self, source: PieceSource, box: Box) -> torch.Tensor:
         match source.role:
@@ -179,11 +181,3 @@ class WeightPacker:
 
 def _whole(placement: Placement) -> Box:
     return Box(start=placement.hf_start, shape=placement.shape)
-
-
-def _write(buffer: memoryview, piece: Piece, tensor: torch.Tensor) -> int:
-    """Returns how many bytes it wrote."""
-    source = tensor.contiguous().view(-1).view(torch.uint8)
-    target = torch.frombuffer(buffer, dtype=torch.uint8, count=len(source), offset=piece.offset)
-    target.copy_(source)
-    return len(source)

@@ -1,20 +1,23 @@
 """The two ends of a transport: bytes of numbered buckets in, the same bytes out.
 
-A transport knows buckets (index, source rank, size, weight version), never tensors. Two kinds exist:
-*staged* ones (shared memory; later CUDA IPC) hold a whole publish where the engine can look at all of
-it before anything is applied; *streaming* ones (gloo; later NCCL) deliver bucket after bucket in index
-order. Everything above is written against these two protocols, so a new transport is one more file
-and one more member of `Channel`.
+A transport knows buckets (index, source rank, size, weight version), never tensors of a model; bytes are uint8 tensors
+on the device where they lie. Two kinds exist: *staged* ones (shared memory, CUDA IPC) hold a whole publish where the
+engine can look at all of it before anything is applied; *streaming* ones (gloo, NCCL) deliver bucket after bucket in
+index order. Everything above is written against these two protocols, so a new transport is one more file and one more
+member of `Channel`.
 
 Invariant: a bucket that `Inbox.take` returns has been verified against its trailer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.types import WeightVersion
 from rollout.wire import Bucket
+
+if TYPE_CHECKING:  # controllers hold channels, and have no torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +26,13 @@ class ShmChannel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlooChannel:
+class GroupChannel:
     """A process group of the source trainer ranks followed by the engine's ranks, one per engine incarnation."""
 
+    backend: Literal["gloo", "nccl"] = "gloo"
     host: str
     port: int
-    """Where the first source rank's store listens (see `rollout.transports.gloo.open_store`)."""
+    """Where the first source rank's store listens (see `rollout.transports.groups.open_store`)."""
     source_ranks: tuple[int, ...]
     """Trainer ranks that send, in the order of their ranks in the group."""
     num_engine_ranks: int
@@ -41,8 +45,18 @@ class GlooChannel:
         return len(self.source_ranks) + self.num_engine_ranks
 
 
-Channel = ShmChannel | GlooChannel
-"""How one engine is reached; NCCL and CUDA IPC will be members of their own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOverChannel:
+    """Each engine rank finds its share in a segment that the trainer rank on its device has laid down."""
+
+    memory: Literal["shm", "cuda"]
+    """Files in shared memory, or memory of the device itself."""
+    shared_with: tuple[tuple[int, ...], ...]
+    """By engine rank: the engine ranks, itself among them, whose buckets lie in its segment."""
+
+
+Channel = ShmChannel | GroupChannel | HandOverChannel
+"""How one engine is reached."""
 
 
 class Sender(Protocol):
@@ -52,8 +66,8 @@ class Sender(Protocol):
         """Begin a publish of this rank's own buckets, given in index order."""
         ...
 
-    def buffer(self, index: int) -> memoryview:
-        """Writable bytes of bucket `index`, trailer included; valid until `commit(index)`."""
+    def buffer(self, index: int) -> "torch.Tensor":
+        """Writable bytes of bucket `index`, trailer included, uint8 [num_bytes]; valid until `commit(index)`."""
         ...
 
     def commit(self, index: int) -> None:
@@ -61,7 +75,7 @@ class Sender(Protocol):
         ...
 
     def finish(self) -> str:
-        """End the publish. Returns what the engines need to find it (a path), or an empty string."""
+        """End the publish. Returns what the engines need to find it (an address), or an empty string."""
         ...
 
     @property
@@ -77,8 +91,8 @@ class Sender(Protocol):
 class Inbox(Protocol):
     """An engine rank's end during one publish."""
 
-    def take(self, bucket: Bucket) -> memoryview:
-        """Return the verified bytes of a bucket, waiting for them if need be.
+    def take(self, bucket: Bucket) -> "torch.Tensor":
+        """Return the verified bytes of a bucket, uint8 [num_bytes], waiting for them if need be.
 
         The bytes stay valid and unchanged as long as anything refers to them.
 

@@ -12,6 +12,8 @@ import queue
 import threading
 from collections.abc import Sequence
 
+import torch
+
 from rollout.transports.base import Inbox
 from rollout.wire import Bucket
 
@@ -23,8 +25,8 @@ class Prefetch:
 
     def __init__(self, inbox: Inbox, buckets: Sequence[Bucket], *, window: int = 2) -> None:
         self._inbox = inbox
-        self._ready: queue.Queue[tuple[int, memoryview] | RuntimeError] = queue.Queue(maxsize=window)
-        self._held: dict[int, memoryview] = {}
+        self._ready: queue.Queue[tuple[int, torch.Tensor] | RuntimeError] = queue.Queue(maxsize=window)
+        self._held: dict[int, torch.Tensor] = {}
         self._error: RuntimeError | None = None
         self._arrived = False
         self._closed = threading.Event()
@@ -43,7 +45,7 @@ class Prefetch:
             if not self._put((bucket.index, view)):
                 return
 
-    def _put(self, item: tuple[int, memoryview] | RuntimeError) -> bool:
+    def _put(self, item: tuple[int, torch.Tensor] | RuntimeError) -> bool:
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=_POLL_S)
@@ -62,7 +64,7 @@ class Prefetch:
             raise self._error
         return self._arrived
 
-    def take(self, bucket: Bucket) -> memoryview:
+    def take(self, bucket: Bucket) -> torch.Tensor:
         """Return a bucket, waiting for it; the reception has a deadline of its own."""
         while bucket.index not in self._held:
             item = self._ready.get()

@@ -77,3 +77,55 @@ def test_the_history_is_named_where_engines_draft_and_takes_no_logical_cpu(node:
     stock = plan(run_config(history={"drafts": False}), node)
     assert not any(line.startswith("history") for line in stock.lines())
     assert drafting.num_actors == stock.num_actors
+
+
+@pytest.mark.parametrize(
+    ("publish", "address", "devices", "trainers", "chosen"),
+    [
+        ({}, "local", 0, 1, "shm"),
+        ({}, "10.0.0.1:6379", 0, 1, "gloo"),
+        ({"delta": True}, "local", 0, 1, "gloo"),
+        ({"transport": "gloo"}, "local", 0, 1, "gloo"),
+        ({"transport": "shm"}, "10.0.0.1:6379", 0, 1, "shm"),
+        ({}, "local", 2, 2, "cuda_ipc"),
+        ({}, "local", 2, 1, "shm"),  # an engine is on a device where no trainer rank is
+        ({"delta": True}, "local", 2, 2, "gloo"),
+        ({}, "10.0.0.1:6379", 2, 2, "gloo"),
+        ({"transport": "nccl"}, "local", 4, 2, "nccl"),
+    ],
+)
+def test_weights_travel_the_fastest_way_that_reaches_every_engine(
+    node: NodeResources, publish: dict[str, object], address: str, devices: int, trainers: int, chosen: str
+) -> None:
+    config = run_config(
+        publish=publish,
+        cluster={"address": address},
+        engine={"num_engines": 2},
+        trainer={"parallel": {"data": trainers}},
+        algorithm={"prompts_per_step": 4, "group_size": 4},
+    )
+    assert plan(config, replace(node, gpu_bytes=(1 << 36,) * devices)).transport == chosen
+
+
+def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
+    four = replace(node, gpu_bytes=(1 << 36,) * 4)
+    parts = {"engine": {"num_engines": 1, "tensor_parallel": 2}, "trainer": {"parallel": {"tensor": 2}}}
+    shared = plan(run_config(**parts), four)
+    assert [slot.devices for slot in shared.trainers] == [(0,), (1,)]
+    assert [slot.devices for slot in shared.engines] == [(0, 1)]
+    apart = plan(run_config(**parts, publish={"transport": "nccl"}), four)
+    assert [slot.devices for slot in apart.trainers] == [(0,), (1,)]
+    assert [slot.devices for slot in apart.engines] == [(2, 3)]
+    assert {slot.num_gpus for slot in (*apart.engines, *apart.trainers)} == {1.0}
+
+
+def test_a_transport_that_the_devices_cannot_have_is_refused(node: NodeResources) -> None:
+    two = replace(node, gpu_bytes=(1 << 36,) * 2)
+    with pytest.raises(ConfigError, match=r"nccl needs devices for 1 trainer rank\(s\) and 2 engine rank\(s\)"):
+        plan(run_config(publish={"transport": "nccl"}, engine={"num_engines": 2}), two)
+    for transport in ("nccl", "cuda_ipc"):
+        with pytest.raises(ConfigError, match=f"{transport} moves weights between GPUs"):
+            plan(run_config(publish={"transport": transport}), node)
+    alone = run_config(publish={"transport": "cuda_ipc"}, engine={"num_engines": 2})
+    with pytest.raises(ConfigError, match=r"no trainer rank is on device\(s\) \[1\]"):
+        plan(alone, two)

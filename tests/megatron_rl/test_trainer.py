@@ -62,10 +62,10 @@ class MemorySender:
         self.buckets = {}
 
     def open(self, weight_version, buckets):
-        self.buckets = {bucket.index: bytearray(bucket.num_bytes) for bucket in buckets}
+        self.buckets = {bucket.index: torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets}
 
     def buffer(self, index):
-        return memoryview(self.buckets[index])
+        return self.buckets[index]
 
     def commit(self, index):
         pass
@@ -80,6 +80,10 @@ class MemorySender:
     def abandon(self):
         self.buckets = {}
 
+    @property
+    def contents(self):
+        return {index: data.numpy().tobytes() for index, data in self.buckets.items()}
+
 
 def train_and_publish(position, parallel, spec, batches):
     """Train on every batch, then return metrics, the filled buckets, the probe and the plan."""
@@ -90,7 +94,7 @@ def train_and_publish(position, parallel, spec, batches):
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
     probe = trainer.probe(list(range(1, 13)))
-    return results, sender.buckets, probe, trainer.plan
+    return results, sender.contents, probe, trainer.plan
 
 
 def assembled(outcomes) -> dict[str, np.ndarray]:
@@ -101,7 +105,7 @@ def assembled(outcomes) -> dict[str, np.ndarray]:
     whole = {spec.name: np.zeros(spec.shape, numpy_of[spec.dtype]) for spec in plan.tensors}
     for rank, outcome in enumerate(outcomes):
         for bucket in plan.buckets_of(rank):
-            data = bytes(outcome[1][bucket.index])
+            data = outcome[1][bucket.index]
             for piece in bucket.pieces:
                 spec = plan.tensors[piece.tensor]
                 size = int(np.prod(piece.shape)) * DTYPE_BYTES[spec.dtype]
@@ -328,7 +332,7 @@ def finish_with(trainer, batch):
     results = [trainer.train(batch, lambda refs: refs)]
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
-    return results, sender.buckets, None, trainer.plan
+    return results, sender.contents, None, trainer.plan
 
 
 def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(ranks, tmp_path):

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.engine import Engine
-from rollout.transports.base import GlooChannel, ShmChannel
-from rollout.transports.gloo import GlooSender, open_store
+from rollout.transports.base import GroupChannel, ShmChannel
+from rollout.transports.groups import open_store
+from rollout.transports.process_group import GroupSender
 from rollout.transports.shm import ShmSender
 from rollout.types import GroupColumns, GroupId, GroupSummary, Prompt, PromptGroup, PromptId, SamplingSpec
 from tests.rollout.engine_answers import Checkpoints
@@ -53,17 +54,17 @@ class Live:
         await self.engine.update(publish.manifest, self.stage(publish))
         await self.engine.resume()
 
-    async def use_gloo(self, timeout_s: float = 60) -> tuple[list[GlooSender], object]:
+    async def use_gloo(self, timeout_s: float = 60) -> tuple[list[GroupSender], object]:
         """Returns the senders of two trainer ranks, and the store to be kept."""
         store = open_store(host="127.0.0.1", timeout_s=timeout_s)
-        channel = GlooChannel(
+        channel = GroupChannel(
             host="127.0.0.1",
             port=store.port,
             source_ranks=(0, 1),
             num_engine_ranks=self.engine.spec.config.tensor_parallel,
             timeout_s=timeout_s,
         )
-        senders = [GlooSender(rank=rank, timeout_s=timeout_s) for rank in range(2)]
+        senders = [GroupSender(rank=rank, timeout_s=timeout_s) for rank in range(2)]
         joined = [asyncio.to_thread(sender.attach, 0, channel) for sender in senders]
         await asyncio.gather(self.engine.init_transport(channel), *joined)
         return senders, store
@@ -111,7 +112,7 @@ class Live:
             await asyncio.sleep(0.002)
 
 
-def send_in_thread(publish: Publish, sender: GlooSender, rank: int, *, only: int | None = None) -> threading.Thread:
+def send_in_thread(publish: Publish, sender: GroupSender, rank: int, *, only: int | None = None) -> threading.Thread:
     """Send without caring how it ends."""
 
     def send() -> None:

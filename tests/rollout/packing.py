@@ -26,7 +26,7 @@ class Publish:
         for bucket in own[:only]:
             view = sender.buffer(bucket.index)
             for offset, data in self.payloads[bucket.index]:
-                view[offset : offset + len(data)] = data
+                view[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             del view
             sender.commit(bucket.index)
         return sender.finish()

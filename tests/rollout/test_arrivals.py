@@ -17,9 +17,10 @@ class Buckets:
     def __init__(self, payloads: dict[int, bytes]) -> None:
         self.payloads, self.taken = payloads, []
 
-    def take(self, bucket: Bucket) -> memoryview:
+    def take(self, bucket: Bucket) -> torch.Tensor:
         self.taken.append(bucket.index)
-        return memoryview(bytearray(self.payloads[bucket.index]) + bytearray(TRAILER.size))
+        content = bytearray(self.payloads[bucket.index]) + bytearray(TRAILER.size)
+        return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def publish(cuts: list[tuple[Box, tuple[int, ...]]]) -> tuple[WeightManifest, Buckets]:

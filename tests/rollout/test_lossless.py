@@ -30,9 +30,9 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
-def answers(scripts) -> Answers:
+def answers(background) -> Answers:
     """Of engines on the machine's own platform; the parameter only says which machines it is for."""
-    root, emitted = scripts.wait("lossless")
+    root, emitted = background.wait("lossless")
     return Answers(Path(root), pickle.loads(Path(emitted).read_bytes()))
 
 

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 
-from tests.scripts import ROOT
+from tests.background import ROOT
 
 OWNER = """
 import subprocess, sys, time

@@ -16,8 +16,8 @@ from vllm.v1.sample import rejection_sampler
 
 from rollout import vllm_quirks
 from rollout.process_env import ProcessEnv
+from tests.background import ROOT
 from tests.rollout.test_publish import gap
-from tests.scripts import ROOT
 
 
 def test_onednn_int8_is_right_after_every_reload(oracle):

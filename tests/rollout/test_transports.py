@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from rollout.arrivals import Arrivals
-from rollout.transports import shm
-from rollout.transports.base import GlooChannel, Inbox
-from rollout.transports.gloo import GlooInbox, GlooSender, open_store
+from rollout.transports import segments as files
+from rollout.transports.base import GroupChannel, Inbox
+from rollout.transports.groups import join, open_store
+from rollout.transports.hand_over import HandOverInbox, HandOverSender, ShmSegment, map_shm
 from rollout.transports.prefetch import Prefetch
+from rollout.transports.process_group import GroupInbox, GroupSender
 from rollout.transports.shm import ShmInbox, ShmSender, verify_segments
 from rollout.wire import Box, Bucket, WeightManifest
 from tests.rollout.packing import Publish, pack
@@ -73,7 +75,7 @@ def test_shared_memory_brings_every_tensor_back_from_pieces_of_two_ranks(stage, 
 def test_a_tensor_in_one_piece_is_not_copied(stage):
     publish = pack(tensors(), 7, "int8")
     inbox = ShmInbox(publish.manifest, stage(publish) | {})
-    start = torch.frombuffer(inbox.take(publish.manifest.buckets[0]), dtype=torch.uint8).data_ptr()
+    start = inbox.take(publish.manifest.buckets[0]).data_ptr()
     _, first = assemble(publish.manifest, inbox)[0]
     assert first.data_ptr() == start
 
@@ -82,7 +84,7 @@ def test_a_segment_appears_whole_or_not_at_all():
     sender = ShmSender(run_id="transporttest", rank=0)
     publish = pack(tensors(), 7, "int8")
     sender.open(publish.manifest.weight_version, publish.manifest.buckets)
-    path = shm.segment_path(run_id="transporttest", pid=os.getpid(), weight_version=7, rank=0)
+    path = files.segment_path(run_id="transporttest", pid=os.getpid(), weight_version=7, rank=0)
     assert not path.exists()
     assert sender.finish() == str(path)
     assert path.exists()
@@ -101,7 +103,7 @@ def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
 def test_a_corrupt_bucket_of_a_segment_is_named(stage):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
     segments = stage(publish)
-    offsets, _ = shm.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
+    offsets, _ = files.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
     index = max(offsets)
     with Path(segments[1]).open("r+b") as file:
         file.seek(offsets[index])
@@ -130,26 +132,26 @@ def test_a_truncated_segment_is_refused(stage):
 
 
 def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
-    before = set(shm.SHM.iterdir())
+    before = set(files.SHM.iterdir())
     size = 1 << 50
     with pytest.raises((RuntimeError, OSError)) as error:
-        shm._reserve(shm.SHM / ".mrl-transporttest-1-w0-r0.part", size)
+        files._reserve(files.SHM / ".mrl-transporttest-1-w0-r0.part", size)
     assert "room" in str(error.value) or error.value.errno
-    assert not [path for path in set(shm.SHM.iterdir()) - before if "transporttest" in path.name]
+    assert not [path for path in set(files.SHM.iterdir()) - before if "transporttest" in path.name]
 
 
 def test_sweep_takes_segments_of_dead_processes_and_of_the_named_run_only():
-    dead = shm.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
+    dead = files.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
     part = dead.with_name(f".{dead.name}.part")
-    alive = shm.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
-    other = shm.SHM / "sweeptest-something-else"
+    alive = files.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
+    other = files.SHM / "sweeptest-something-else"
     for path in (dead, part, alive, other):
         path.write_bytes(b"x")
     try:
-        removed = shm.sweep()
+        removed = files.sweep()
         assert {dead, part} <= set(removed)
         assert alive.exists() and other.exists()
-        assert alive in shm.sweep("sweeptest-2")
+        assert alive in files.sweep("sweeptest-2")
         assert other.exists()
     finally:
         for path in (dead, part, alive, other):
@@ -166,15 +168,15 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
 
 def connect(
     num_engine_ranks: int, timeout_s: float, **more: object
-) -> tuple[list[GlooSender], list[GlooInbox], object]:
+) -> tuple[list[GroupSender], list[GroupInbox], object]:
     store = open_store(host="127.0.0.1", timeout_s=20)
-    channel = GlooChannel(
+    channel = GroupChannel(
         host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
     )
-    senders = [GlooSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+    senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
     found = in_threads(
         *(lambda s=sender: s.attach(0, channel) for sender in senders),
-        *(lambda r=rank: GlooInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
+        *(lambda r=rank: GroupInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
     )
     return senders, found[2:], store
 
@@ -185,7 +187,7 @@ def publish_of_ranks_4_and_6(version: int, bucket_bytes: int = 1000) -> Publish:
     return Publish(dataclasses.replace(publish.manifest, buckets=buckets), publish.payloads)
 
 
-def receive(inbox: GlooInbox, publish: Publish, timeout_s: float = 20) -> dict[str, torch.Tensor]:
+def receive(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[str, torch.Tensor]:
     inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
     return dict(assemble(publish.manifest, Prefetch(inbox, publish.manifest.buckets)))
 
@@ -202,12 +204,14 @@ def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
         assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
 
 
-def raw(inbox: GlooInbox, publish: Publish) -> dict[int, list[tuple[int, bytes]]]:
+def raw(inbox: GroupInbox, publish: Publish) -> dict[int, list[tuple[int, bytes]]]:
     """Offset and bytes of every piece by bucket, as they were verified; what lies between pieces is anything."""
     inbox.expect(publish.manifest.weight_version, timeout_s=20)
     taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
     return {
-        index: [(offset, bytes(view[offset : offset + len(data)])) for offset, data in publish.payloads[index]]
+        index: [
+            (offset, view[offset : offset + len(data)].numpy().tobytes()) for offset, data in publish.payloads[index]
+        ]
         for index, view in taken.items()
     }
 
@@ -261,11 +265,11 @@ def test_an_engine_that_comes_again_gets_everything():
     store = open_store(host="127.0.0.1", timeout_s=20)
     again = open_store(host="127.0.0.1", timeout_s=20)
     other = open_store(host="127.0.0.1", timeout_s=20)
-    sender = GlooSender(rank=4, timeout_s=20, delta=True)
+    sender = GroupSender(rank=4, timeout_s=20, delta=True)
 
-    def join(engine_id: int, port: int) -> GlooInbox:
-        channel = GlooChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
-        return in_threads(lambda: sender.attach(engine_id, channel), lambda: GlooInbox(channel, engine_rank=0))[1]
+    def join(engine_id: int, port: int) -> GroupInbox:
+        channel = GroupChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
+        return in_threads(lambda: sender.attach(engine_id, channel), lambda: GroupInbox(channel, engine_rank=0))[1]
 
     inboxes = [join(0, store.port), join(1, other.port)]
     for version in range(3):
@@ -305,9 +309,9 @@ def test_a_bucket_of_another_version_is_refused():
 
 def test_whoever_does_not_join_a_channel_is_named():
     store = open_store(host="127.0.0.1", timeout_s=20)
-    channel = GlooChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
+    channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
-        GlooSender(rank=3, timeout_s=1).attach(0, channel)
+        GroupSender(rank=3, timeout_s=1).attach(0, channel)
 
 
 def test_a_prefetch_takes_no_more_than_its_window_ahead():
@@ -316,7 +320,7 @@ def test_a_prefetch_takes_no_more_than_its_window_ahead():
     class Source:
         def take(self, bucket):
             taken.append(bucket.index)
-            return memoryview(bytearray(1))
+            return torch.zeros(1, dtype=torch.uint8)
 
     buckets = [Bucket(index=index, source_rank=0, num_bytes=100, pieces=()) for index in range(20)]
     ahead = Prefetch(Source(), buckets, window=2)
@@ -326,3 +330,111 @@ def test_a_prefetch_takes_no_more_than_its_window_ahead():
     assert taken == list(range(len(taken))) and len(taken) <= 5
     assert ahead.arrived()
     ahead.close()
+
+
+# -- hand-over -----------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Trainer ranks as threads, with a gloo group of bare objects between them."""
+
+    def __init__(self, publish: Publish, hosted: list[list[int]], *, timeout_s: float = 20) -> None:
+        self.store = open_store(host="127.0.0.1", timeout_s=20)
+        self.hosted = hosted
+        world = len(hosted)
+        # every rank joins as a source, so the group is one of trainer ranks only
+        channel = GroupChannel(
+            host="127.0.0.1",
+            port=self.store.port,
+            source_ranks=tuple(range(world)),
+            num_engine_ranks=0,
+            timeout_s=20,
+        )
+        groups = in_threads(*(lambda r=rank: join(channel, r) for rank in range(world)))
+        self.senders = [
+            HandOverSender(
+                ShmSegment(run_id="transporttest", rank=rank),
+                group,
+                rank=rank,
+                hosted=hosted,
+                buckets=publish.manifest.buckets,
+                backend="gloo",
+                timeout_s=timeout_s,
+            )
+            for rank, group in enumerate(groups)
+        ]
+
+    def send(self, publish: Publish) -> list[str]:
+        return in_threads(*(lambda s=s, r=r: publish.send(s, r) for r, s in enumerate(self.senders)))
+
+    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> HandOverInbox:
+        shared = {"engine_rank": engine_rank, "shared_with": self.hosted[host]}
+        return HandOverInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
+
+    def abandon(self) -> None:
+        for sender in self.senders:
+            sender.abandon()
+
+
+HALVES = [
+    {"layers.0.q_proj.weight": (Box(start=(0, 0), shape=(32, 16)),)},
+    {"layers.0.q_proj.weight": (Box(start=(32, 0), shape=(32, 16)),)},
+]
+HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
+
+
+@pytest.mark.parametrize(
+    "hosted",
+    [[[0], [1]], [[1], [0]], [[0, 1], []], [[], [0, 1], []], [[0], [1], [0]]],
+    ids=["in order", "crossed", "all on one", "ranks that host nothing", "a rank without buckets"],
+)
+@pytest.mark.parametrize("bucket_bytes", [64, 1000])
+def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bucket_bytes):
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+    exchange = Exchange(publish, hosted)
+    for version in (0, 1):
+        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+        addresses = exchange.send(publish)
+        for host, engine_ranks in enumerate(hosted):
+            assert bool(addresses[host]) == bool(engine_ranks)
+            shared = [b for b in publish.manifest.buckets if any(b.wanted_by(r) for r in engine_ranks)]
+            if engine_ranks:
+                assert Path(addresses[host]).stat().st_size == files.bucket_offsets(shared)[1]
+            for rank in engine_ranks:
+                inbox = exchange.inbox(publish, addresses, host=host, engine_rank=rank)
+                arrivals = Arrivals(publish.manifest, inbox, engine_rank=rank)
+                (box,) = HALVES[rank]["layers.0.q_proj.weight"]
+                expected = tensors()["layers.0.q_proj.weight"][box.slices((0, 0))]
+                assert torch.equal(arrivals.part("layers.0.q_proj.weight", box), expected)
+                norm = Box(start=(0,), shape=(16,))
+                assert torch.equal(arrivals.part("layers.0.norm.weight", norm), tensors()["layers.0.norm.weight"])
+        exchange.abandon()
+    assert not [path for path in files.SHM.iterdir() if "transporttest" in path.name]
+
+
+def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applied():
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    exchange = Exchange(publish, [[0, 1], []])
+    addresses = exchange.send(publish)
+    only_of_1 = next(b for b in publish.manifest.buckets if b.engine_ranks == (1,))
+    offsets, _ = files.bucket_offsets(publish.manifest.buckets)
+    with Path(addresses[0]).open("r+b") as file:
+        file.seek(offsets[only_of_1.index])
+        byte = file.read(1)
+        file.seek(offsets[only_of_1.index])
+        file.write(bytes([byte[0] ^ 1]))
+    exchange.inbox(publish, addresses, host=0, engine_rank=0)
+    with pytest.raises(RuntimeError, match=f"bucket {only_of_1.index}: checksum"):
+        exchange.inbox(publish, addresses, host=0, engine_rank=1)
+    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    with pytest.raises(RuntimeError, match="carries weight version 0, the manifest says 1"):
+        exchange.inbox(later, addresses, host=0, engine_rank=0)
+    exchange.abandon()
+
+
+def test_a_trainer_rank_that_hands_nothing_over_is_named():
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    exchange = Exchange(publish, [[0], [1]], timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
+        publish.send(exchange.senders[0], 0)
+    exchange.abandon()

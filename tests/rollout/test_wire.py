@@ -7,21 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.wire import TRAILER, WeightManifest, seal, verify
+from rollout.transports.trailer import _multipliers, multilinear, seal, verify
+from rollout.wire import TRAILER, WeightManifest
 from tests.rollout.packing import pack
 
 
 @given(payload=st.binary(min_size=0, max_size=300), version=st.integers(min_value=-1, max_value=1 << 40))
 def test_a_sealed_bucket_verifies(payload, version):
-    bucket = memoryview(bytearray(payload + bytes(TRAILER.size)))
+    bucket = torch.frombuffer(bytearray(payload + bytes(TRAILER.size)), dtype=torch.uint8)
     seal(bucket, version)
     verify(bucket, version, index=3)
-    assert bytes(bucket[: len(payload)]) == payload
+    assert bucket[: len(payload)].numpy().tobytes() == payload
 
 
 @given(payload=st.binary(min_size=1, max_size=300), data=st.data())
 def test_any_flipped_bit_is_found(payload, data):
-    bucket = memoryview(bytearray(payload + bytes(TRAILER.size)))
+    bucket = torch.frombuffer(bytearray(payload + bytes(TRAILER.size)), dtype=torch.uint8)
     seal(bucket, 5)
     position = data.draw(st.integers(min_value=0, max_value=len(bucket) * 8 - 1))
     bucket[position // 8] ^= 1 << position % 8
@@ -30,10 +31,54 @@ def test_any_flipped_bit_is_found(payload, data):
 
 
 def test_a_bucket_of_another_publish_is_refused_naming_both_versions():
-    bucket = memoryview(bytearray(100))
+    bucket = torch.zeros(100, dtype=torch.uint8)
     seal(bucket, 5)
     with pytest.raises(RuntimeError, match=r"version 5.*says 6"):
         verify(bucket, 6, index=0)
+
+
+def naive(payload: bytes) -> int:
+    """The device's checksum word by word, in Python's own integers."""
+    full = (1 << 64) - 1
+
+    def of_row(number: int) -> int:
+        mixed = (number + 1) * 0x9E3779B97F4A7C15 & full
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & full
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & full
+        return (mixed ^ mixed >> 31) | 1
+
+    columns = _multipliers(torch.device("cpu")).tolist()
+    whole = len(payload) // 4 * 4
+    words = [int.from_bytes(payload[at : at + 4], "little", signed=True) for at in range(0, whole, 4)]
+    rest = int.from_bytes(payload[whole:], "little")
+    total = rest * columns[0] + len(payload) * columns[1]
+    for place, word in enumerate(words):
+        total += word * columns[place % len(columns)] * of_row(place // len(columns))
+    return total & full
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 63, 4096 * 4, 4096 * 4 * 3 + 5])
+def test_a_devices_checksum_is_the_sum_that_it_says(length):
+    payload = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
+    assert multilinear(payload) == naive(payload.numpy().tobytes())
+
+
+def test_a_devices_checksum_finds_flips_swaps_and_shifts():
+    random = torch.Generator().manual_seed(0)
+    payload = torch.randint(0, 256, (4096 * 4 * 2 + 100,), dtype=torch.uint8, generator=random)
+    right = multilinear(payload)
+    for _ in range(300):
+        wrong = payload.clone()
+        places = torch.randint(payload.numel(), (2,), generator=random)
+        # two bits, the top ones of their words among them: a plain sum of 64-bit words would let those cancel
+        wrong[places] ^= 1 << int(torch.randint(8, (1,), generator=random))
+        if torch.equal(wrong, payload):
+            continue
+        assert multilinear(wrong) != right
+    rows = payload[: 4096 * 8].view(2, -1)
+    assert multilinear(torch.cat([rows[1], rows[0], payload[4096 * 8 :]])) != right
+    assert multilinear(payload.roll(4)) != right
+    assert multilinear(torch.cat([payload, torch.zeros(4, dtype=torch.uint8)])) != right
 
 
 def manifest() -> WeightManifest:

@@ -1,0 +1,152 @@
+"""Process groups of a transport's own: joining them, and waiting for transfers no longer than a deadline.
+
+The groups are made of bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over a store of their own, so neither
+Megatron's nor vLLM's default group notices. What the two backends do differently is here and nowhere else:
+
+* gloo closes a connection when a deadline has passed. NCCL has no deadline, and its own watchdog ends the process: it
+  is asked whether a transfer has ended, and the group is aborted (`leave`) before the watchdog would act.
+* NCCL makes a communicator at the first transfer between two ranks, for which both have to come; they come when they
+  join. It has no tags, so both ends start the transfers of a pair in the same order.
+"""
+
+import time
+from datetime import timedelta
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from rollout.transports.base import GroupChannel
+
+Backend = Literal["gloo", "nccl"]
+
+POLL_S = 0.0002
+MEET_TAG = 1 << 30
+"""No bucket has it."""
+
+
+class Group(Protocol):
+    """What is used of a process group."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        """Begin to send to a rank."""
+        ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        """Begin to receive from a rank."""
+        ...
+
+
+def open_store(*, host: str, timeout_s: float) -> TCPStore:
+    """Open the store of a new group on a free port of this host; the caller keeps it as long as the group lives.
+
+    Its `port` goes into the `GroupChannel`. Only the first source rank does this.
+    """
+    return TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def device_of(backend: Backend) -> torch.device:
+    """Where a backend's bytes lie in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def join(channel: GroupChannel, group_rank: int) -> Group:
+    """Join a channel's group; returns when all its processes have come.
+
+    Raises:
+        RuntimeError: not everybody came in time; they are named.
+    """
+    timeout = timedelta(seconds=channel.timeout_s)
+    present = f"present/{group_rank}"
+    try:
+        store = TCPStore(channel.host, channel.port, None, is_master=False, timeout=timeout)
+        store.set(present, "1")
+        store.wait([f"present/{rank}" for rank in range(channel.world_size)], timeout)
+        prefix = PrefixStore(channel.backend, store)
+        if channel.backend == "gloo":
+            return cast(Group, dist.ProcessGroupGloo(prefix, group_rank, channel.world_size, timeout))
+        group = _nccl_group(prefix, group_rank, channel)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"{_peer(channel, group_rank)} waited {channel.timeout_s:g} s at {channel.host}:{channel.port} for "
+            f"{_absent(channel) or 'the others'} to join the channel"
+        ) from error
+    _meet(group, group_rank, channel)
+    return group
+
+
+def _nccl_group(store: PrefixStore, group_rank: int, channel: GroupChannel) -> Group:
+    options = dist.ProcessGroupNCCL.Options()
+    # the deadline of a publish is kept by `done`; the watchdog's, which ends the process, comes after it
+    options._timeout = timedelta(seconds=2 * channel.timeout_s)
+    return cast(Group, dist.ProcessGroupNCCL(store, group_rank, channel.world_size, options))
+
+
+def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
+    """Send a byte over every pair that will send; sources and engine ranks go through each other in one order."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device_of(channel.backend))
+    sources = len(channel.source_ranks)
+    is_source = group_rank < sources
+    transfer, peers = (group.send, range(sources, channel.world_size)) if is_source else (group.recv, range(sources))
+    deadline = time.monotonic() + channel.timeout_s
+    for peer in peers:
+        if not done(transfer([byte], peer, MEET_TAG), deadline, channel.backend):
+            raise RuntimeError(
+                f"{_peer(channel, group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
+                f"{_peer(channel, peer)}"
+            )
+
+
+def _absent(channel: GroupChannel) -> str:
+    try:
+        store = TCPStore(channel.host, channel.port, None, is_master=False, timeout=timedelta(seconds=1))
+    except (RuntimeError, ValueError):
+        return "its store"
+    late = [rank for rank in range(channel.world_size) if not store.check([f"present/{rank}"])]
+    return ", ".join(_peer(channel, rank) for rank in late)
+
+
+def _peer(channel: GroupChannel, group_rank: int) -> str:
+    sources = len(channel.source_ranks)
+    if group_rank < sources:
+        return f"trainer rank {channel.source_ranks[group_rank]}"
+    return f"engine rank {group_rank - sources}"
+
+
+def leave(group: Group, backend: Backend) -> None:
+    """Leave a group, whatever is under way in it."""
+    if backend == "nccl":
+        cast(dist.ProcessGroupNCCL, group).abort()
+
+
+def start_send(group: Group, payload: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+    """Begin to send; None if the peer is known to be gone."""
+    try:
+        return group.send([payload], peer, tag)
+    except RuntimeError:  # the peer is gone
+        return None
+
+
+def start_recv(group: Group, payload: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+    """Begin to receive; None if the peer is known to be gone."""
+    try:
+        return group.recv([payload], peer, tag)
+    except RuntimeError:  # the peer is gone
+        return None
+
+
+def done(work: dist.Work | None, deadline: float, backend: Backend) -> bool:
+    """Wait for a transfer until `deadline` (`time.monotonic`); whether it has ended well."""
+    if work is None:
+        return False
+    try:
+        if backend == "gloo":
+            return bool(work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))))
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return bool(work.wait())  # raises what ended it; nothing is left to wait for
+    except RuntimeError:  # gloo's word for a deadline that has passed; both backends' for a peer that is gone
+        return False
