@@ -199,6 +199,7 @@ def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
             config=config.engine,
             directory=config.model,
             max_model_len=config.data.max_prompt_tokens + longest,
+            in_flight=config.publish.in_flight,
             drafts=draft_spec(config, number, run_id),
         )
         for number in range(config.engine.num_engines)
@@ -273,6 +274,7 @@ def _publisher(
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
         timeout_s=timeout_s,
+        drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )
 
 

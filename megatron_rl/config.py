@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from history.config import Config
+from rollout.config import InFlight
 
 
 class ParallelConfig(Config):
@@ -159,6 +160,13 @@ class PublishConfig(Config):
     """Length of the fixed prompt that every publish is proven with."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of one publish; whoever is late is named."""
+    in_flight: InFlight = "recompute"
+    """What becomes of responses that run when new weights come. `recompute`: their keys and values are computed anew.
+    `keep_kv`: they go on at once with keys and values of the old weights, which no later response shares; their
+    log-probabilities are what was sampled from, but the trainer cannot recompute them. `drain`: none begins, and those
+    that run are waited for."""
+    drain_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long `drain` waits for the longest response."""
     delta: bool = False
     """Send only what has changed since the last publish. Costs a copy of the 8-bit weights at the trainer and one at
     every engine; not for `shm`, which moves nothing."""

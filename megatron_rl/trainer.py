@@ -102,6 +102,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
+            answers=self._position.data == 0,
         )
 
     @property

@@ -9,6 +9,9 @@ from history.config import Config
 Format = Literal["bf16", "int8", "fp8_channel", "fp8_block"]
 """Weight formats an engine can hold today."""
 
+InFlight = Literal["recompute", "keep_kv", "drain"]
+"""What becomes of responses that are in flight when an engine gets new weights."""
+
 
 class DatasetConfig(Config):
     """One file of prompts."""

@@ -2,8 +2,8 @@
 
 States (decision 3): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
 new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
-keeps its requests: they wait inside vLLM, and those that were running go on after their keys and
-values have been recomputed under the new weights.
+keeps its requests: they wait inside vLLM. At an update those that are running go on after their keys and values have
+been recomputed under the new weights, or with the old ones, or are waited for (`EngineSpec.in_flight`).
 
 Versions are stamped here (decision 5): at each update, after the last output of the old weights has
 been counted, every response notes how many tokens it had.
@@ -25,7 +25,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from history.draft_stats import DraftStats
 from rollout import vllm_compat
 from rollout.engine_config import end_of_sequence_ids, engine_arguments
-from rollout.engine_responses import Finished, Response, ResponseLedger, check_length, columns, sampling_params
+from rollout.engine_responses import (
+    Finished,
+    Response,
+    ResponseLedger,
+    check_length,
+    columns,
+    sampling_params,
+    token_prompt,
+)
 from rollout.engine_spec import EngineSpec
 from rollout.engine_state import (
     EngineFencedError,
@@ -167,12 +175,17 @@ class Engine:
         self._num_requests += 1
         queue = await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
-            {"type": "token", "prompt_token_ids": [int(token) for token in group.prompt.token_ids]},
+            token_prompt(group.prompt.token_ids, salt=self._salt),
             sampling_params(group.sampling, seed, self._stop_ids, group.prompt.prompt_id, group.step),
         )
         response = Response(group_id=group.group_id, queue=queue)
         self._ledger.add(response)
         return response
+
+    @property
+    def _salt(self) -> str:
+        """What cached prefixes of new requests are kept apart by; those of old weights stay where caches are kept."""
+        return f"weights {self._version}" if self.spec.in_flight == "keep_kv" else ""
 
     async def _collect(self, group: PromptGroup, sample: int, response: Response) -> Finished:
         output = response.queue.get_nowait() or await response.queue.get()
@@ -264,13 +277,26 @@ class Engine:
                 await self._announce(order)
             except WeightsRefusedError:
                 await self._leave_stream()
+                await self._settle()  # it may have been drained
                 raise
             arrived = time.perf_counter()
-            await self._pause()
+            in_flight, num_thrown = len(self._ledger), await self._pause()
             paused = time.perf_counter()
             await self._apply(order)
             done = time.perf_counter()
-        return UpdateTimes(arrive_s=arrived - started, pause_s=paused - arrived, apply_s=done - paused)
+        return UpdateTimes(
+            arrive_s=arrived - started,
+            pause_s=paused - arrived,
+            apply_s=done - paused,
+            num_in_flight=in_flight,
+            num_recomputed_tokens=num_thrown,
+        )
+
+    async def drain(self) -> None:
+        """Start no further response, and return when those that have begun are finished; an update comes next."""
+        async with self._updating:
+            if self._status is EngineStatus.SERVING:
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
 
     async def _announce(self, order: UpdateOrder) -> None:
         """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""
@@ -293,12 +319,19 @@ class Engine:
             self._channel = None
             await self._ranks("close_channel")
 
-    async def _pause(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+    async def _pause(self) -> int:
+        """Sample no further token; returns of how many tokens the keys and values were thrown away."""
+        await self._stop()
         await vllm_compat.drain(self._llm)
         if self._status is EngineStatus.SERVING:
             self._ledger.stamp(self._version, lambda request: vllm_compat.num_emitted_tokens(self._llm, request))
             self._status = EngineStatus.PAUSED
+        if self.spec.in_flight == "keep_kv":
+            return 0
+        return sum(vllm_compat.num_context_tokens(self._llm, request) for request in self._ledger.request_ids())
+
+    async def _stop(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=self.spec.in_flight != "keep_kv")
 
     async def _apply(self, order: UpdateOrder) -> None:
         version = order.manifest.weight_version
@@ -350,7 +383,7 @@ class Engine:
             if self._status not in (EngineStatus.SERVING, EngineStatus.APPLYING):
                 raise RuntimeError(f"{self.spec.name} is {self._status.value} and cannot be probed: {self._fault}")
             if self._status is EngineStatus.SERVING:
-                await self._llm.pause_generation(mode="keep", clear_cache=True)
+                await self._stop()
             try:
                 (first, *_) = await self._ranks("probe", list(token_ids))
             finally:

@@ -77,6 +77,10 @@ class EngineActor:
         """See `Engine.update`."""
         return await self._engine.update(manifest, segments)
 
+    async def drain(self) -> None:
+        """See `Engine.drain`."""
+        await self._engine.drain()
+
     async def loaded_sums(self) -> Sums:
         """See `Engine.loaded_sums`."""
         return await self._engine.loaded_sums()

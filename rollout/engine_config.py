@@ -172,6 +172,9 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         max_model_len=spec.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enforce_eager=bool(current_platform.is_cpu()),
+        # a probe comes between two forwards of responses that are kept, and vLLM would take their next tokens from a
+        # buffer that the probe has written to
+        async_scheduling=False if spec.in_flight == "keep_kv" else None,
         logprobs_mode="processed_logprobs",
         worker_cls=WORKER,
         weight_transfer_config={"backend": BACKEND},

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -77,6 +78,14 @@ def sampling_params(
     )
 
 
+def token_prompt(token_ids: TokenIds, *, salt: str) -> TokensPrompt:
+    """A prompt for vLLM; prefixes are shared between equal salts only."""
+    prompt = TokensPrompt(prompt_token_ids=[int(token) for token in token_ids])
+    if salt:
+        prompt["cache_salt"] = salt
+    return prompt
+
+
 def check_length(group: PromptGroup, max_model_len: int) -> None:
     """Raise `ValueError` if a group's prompt and response do not fit an engine's longest request."""
     prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
@@ -106,6 +115,10 @@ class ResponseLedger:
     def of_group(self, group_id: GroupId) -> list[str]:
         """Request ids of a group's responses that are still in flight."""
         return sorted(r.request_id for r in self._running if r.group_id == group_id)
+
+    def request_ids(self) -> list[str]:
+        """Of all responses in flight."""
+        return [response.request_id for response in self._running]
 
     def stamp(self, ending: WeightVersion, emitted: Callable[[str], int | None]) -> None:
         """Note for every response how far it came under the version that ends now.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, InFlight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,9 @@ class EngineSpec:
     """Prompt and response tokens of the longest request."""
     load_from_directory: bool = False
     """Load the directory's own weights, in the format they are in, and serve them as version 0."""
-
+    in_flight: InFlight = "recompute"
+    """`recompute`: running responses go on when their keys and values have been computed anew. `keep_kv`: they go on at
+    once, with the keys and values of the old weights. `drain` is the publisher's to ask for (`Engine.drain`)."""
     drafts: DraftSpec | None = None
     """None is a stock engine: vLLM without any speculation."""
 

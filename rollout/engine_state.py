@@ -54,6 +54,10 @@ class UpdateTimes:
     """Until nothing was sampled any more."""
     apply_s: float
     """Until the weights were in place, with whatever still had to come."""
+    num_in_flight: int
+    """Responses that were in flight, waiting ones included."""
+    num_recomputed_tokens: int
+    """Tokens whose keys and values were thrown away with the old weights, and are computed anew."""
 
 
 class WeightsRefusedError(RuntimeError):

@@ -5,6 +5,7 @@ Everything else in this package uses vLLM's public interface as it is in all of 
 
 import asyncio
 
+import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -24,6 +25,22 @@ def num_emitted_tokens(llm: AsyncLLM, request_id: str) -> int | None:
     """Tokens that a request has emitted so far; None once it has finished (or before it was taken)."""
     state = llm.output_processor.request_states.get(request_id)
     return None if state is None else int(state.detokenizer.num_output_tokens())
+
+
+def num_context_tokens(llm: AsyncLLM, request_id: str) -> int:
+    """Tokens of a request that have keys and values: prompt and emitted ones, 0 before the first is emitted."""
+    emitted = num_emitted_tokens(llm, request_id)
+    return int(llm.output_processor.request_states[request_id].prompt_len) + emitted if emitted else 0
+
+
+def first_blocks(cache: torch.Tensor, num_blocks: int, count: int) -> torch.Tensor:
+    """The first `count` of the blocks of a layer's key-value cache, a view.
+
+    Blocks are the first dimension since vLLM 0.32; before, keys and values may come first. Kernels may count smaller
+    blocks than the scheduler does.
+    """
+    dim = next(dim for dim in (0, 1) if cache.shape[dim] >= num_blocks and cache.shape[dim] % num_blocks == 0)
+    return cache.narrow(dim, 0, count * (cache.shape[dim] // num_blocks))
 
 
 async def note_weight_version(llm: AsyncLLM, weight_version: int) -> None:

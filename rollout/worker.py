@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from history.draft_stats import DraftStats
-from rollout import vllm_quirks
+from rollout import vllm_compat, vllm_quirks
 from rollout.engine_trace import ForwardLog, ForwardRecord
 from rollout.owner_watch import die_with
 from rollout.proposer import HistoryProposer
@@ -209,13 +209,28 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of a prompt's tokens given those before them, at temperature 1, [len - 1].
 
-        Runs one forward outside the scheduler. Generation must be paused with its caches cleared: the first blocks of
-        the key-value cache are overwritten.
+        Runs one forward outside the scheduler, which must be paused. The blocks of the key-value cache that it writes
+        to have afterwards what they had before: they may be a response's.
         """
         limit = self.scheduler_config.max_num_batched_tokens
         if len(token_ids) > limit:
             raise ValueError(f"a probe of {len(token_ids)} tokens is longer than one forward ({limit} tokens)")
         order = _probe_order(token_ids, self._block_sizes())
+        kept = [(place, place.clone()) for place in self._probed_blocks(order)]
+        try:
+            return self._run_probe(order)
+        finally:
+            for place, content in kept:
+                place.copy_(content)
+
+    def _probed_blocks(self, order: SchedulerOutput) -> list[torch.Tensor]:
+        """Where a probe writes, a view for each layer."""
+        (new,) = order.scheduled_new_reqs
+        count = 1 + max(block for blocks in new.block_ids for block in blocks)
+        num_blocks = self.model_runner.kv_cache_config.num_blocks
+        return [vllm_compat.first_blocks(cache, num_blocks, count) for cache in self.model_runner.kv_caches]
+
+    def _run_probe(self, order: SchedulerOutput) -> list[float]:
         output = super().execute_model(order)
         if output is None:
             output = super().sample_tokens(None)

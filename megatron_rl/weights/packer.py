@@ -38,8 +38,18 @@ class WeightPacker:
         held: Sequence[Placement],
         parameters: Mapping[str, torch.nn.Parameter],
         tensor_group: dist.ProcessGroup | None,
+        answers: bool,
     ) -> None:
-        """`held` are all placements of this rank; `tensor_group` is None without tensor parallelism."""
+        """A packer that can pack what the plan has this rank send.
+
+        Args:
+            plan: of every publish.
+            rank: of this trainer rank.
+            held: all placements of this rank.
+            parameters: of this rank, by name.
+            tensor_group: None without tensor parallelism.
+            answers: whether it is this rank that answers for the sums of its placements, of all data-parallel replicas.
+        """
         self._plan = plan
         self._own = [
             (bucket, sources)
@@ -47,6 +57,7 @@ class WeightPacker:
             if bucket.source_rank == rank
         ]
         self._held = tuple(held)
+        self._answers = answers
         self._parameters = parameters
         self._tensor_group = tensor_group
         self._format = CODE_FORMATS.get(plan.format.name)
@@ -152,8 +163,8 @@ class WeightPacker:
         From whole boxes as the model holds them, not from pieces as they were sent.
         """
         found: dict[str, npt.NDArray[np.float64]] = {}
-        for placement in self._held if self._own else ():
-            if placement.owned:
+        for placement in self._held:
+            if placement.owned and self._answers:
                 sums = of_box(self._round_trip(placement), _whole(placement), placement.hf_full_shape)
                 name = placement.hf_name
                 found[name] = found[name] + sums if name in found else sums

@@ -19,6 +19,12 @@ class PublishReport:
     """Cutting, quantising and writing into buckets, slowest trainer rank."""
     send_s: float
     """Checksums and handing over, slowest trainer rank; with a streaming transport while engines apply."""
+    drain_s: float
+    """Until responses were finished, where they are waited for; before anything below."""
+    num_in_flight: int
+    """Responses that the publish interrupted, waiting ones included, all engines."""
+    num_recomputed_tokens: int
+    """Tokens whose keys and values are computed anew after it, all engines."""
     pause_s: float
     """Until the slowest engine sampled nothing any more."""
     apply_s: float
@@ -39,6 +45,9 @@ class PublishReport:
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),
+            "publish/in_flight": float(self.num_in_flight),
+            "publish/recomputed_tokens": float(self.num_recomputed_tokens),
+            "timing_s/publish_drain": self.drain_s,
             "timing_s/publish_scales": self.scales_s,
             "timing_s/publish_pack": self.pack_s,
             "timing_s/publish_send": self.send_s,

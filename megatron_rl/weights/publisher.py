@@ -44,8 +44,12 @@ class Publisher:
         probe_length: int,
         max_probe_gap: float,
         timeout_s: float,
+        drain_timeout_s: float | None = None,
     ) -> None:
-        """`plan` is the trainer's own (`plan_reshard` of the same arguments); `max_probe_gap` in nats."""
+        """`plan` is the trainer's own (`plan_reshard` of the same arguments); `max_probe_gap` in nats.
+
+        With `drain_timeout_s` engines finish their responses before weights move, within so many seconds.
+        """
         self._trainer = trainer
         self._engines = engines
         self._link = link
@@ -54,6 +58,7 @@ class Publisher:
         self._probe_tokens = probe_tokens(vocab_size, probe_length)
         self._max_probe_gap = max_probe_gap
         self._timeout_s = timeout_s
+        self._drain_timeout_s = drain_timeout_s
 
     def publish(self, policy_version: int) -> PublishReport:
         """Bring every engine to `policy_version`; returns when all of them serve it.
@@ -64,6 +69,9 @@ class Publisher:
         version = WeightVersion(policy_version)
         manifest = self._plan.manifest(self._run_id, version)
         self._engines.call("check", manifest, timeout_s=self._timeout_s)
+        drained = time.perf_counter()
+        if self._drain_timeout_s is not None:
+            self._engines.call("drain", timeout_s=self._drain_timeout_s)
         started = time.perf_counter()
         delivery = self._link.deliver(manifest)
         delivered = time.perf_counter()
@@ -76,6 +84,9 @@ class Publisher:
             scales_s=max(part.scales_s for part in delivery.staged),
             pack_s=max(part.pack_s for part in delivery.staged),
             send_s=max(part.send_s for part in delivery.staged),
+            drain_s=started - drained,
+            num_in_flight=sum(update.num_in_flight for update in delivery.updates),
+            num_recomputed_tokens=sum(update.num_recomputed_tokens for update in delivery.updates),
             pause_s=max(update.pause_s for update in delivery.updates),
             apply_s=max(update.apply_s for update in delivery.updates),
             deliver_s=delivered - started,

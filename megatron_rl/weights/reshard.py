@@ -3,11 +3,12 @@
 Pure metadata, computed alike by every rank and by the controller from the model's description and the
 partition: no communication, no torch. Executing the plan is `megatron_rl.weights.packer`.
 
-Each box is sent by the one rank that owns it (`Placement.owned`, first data-parallel replica), as the
-rank holds it: nothing is gathered. In an 8-bit format a matrix becomes codes, cut as the matrix is, and a
-grid of scales, of which each box sends those whose block begins in it; where a border between boxes cuts
-a block, all ranks agree on its scale (`ReshardPlan.shared`). Boxes are cut once more where what an engine rank
-takes begins or ends (`Wanted`, as vLLM's loaders showed it), and each part goes to the ranks that take it.
+Each box is sent by one rank that owns it (`Placement.owned`), as the rank holds it: nothing is gathered. Data-parallel
+replicas hold the same boxes and share their buckets, so that each sends about as many bytes. In an 8-bit format a
+matrix becomes codes, cut as the matrix is, and a grid of scales, of which each box sends those whose block begins in
+it; where a border between boxes cuts a block, all ranks agree on its scale (`ReshardPlan.shared`). Boxes are cut once
+more where what an engine rank takes begins or ends (`Wanted`, as vLLM's loaders showed it), and each part goes to the
+ranks that take it.
 
 Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
 order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
@@ -22,7 +23,7 @@ from itertools import pairwise
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import ModelSpec
-from megatron_rl.slots import trainer_slots
+from megatron_rl.slots import TrainerSlot, trainer_slots
 from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
 from rollout.types import WeightVersion
 from rollout.weight_format import CodeLayout, WeightFormat
@@ -135,7 +136,8 @@ def plan_reshard(
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
     shared: set[str] = set()
     filled: list[tuple[int, list[_Item]]] = []
-    for slot in trainer_slots(parallel, cpu_threads=1):
+    slots = trainer_slots(parallel, cpu_threads=1)
+    for slot in slots:
         if slot.data_rank == 0:
             held = rank_placements(
                 spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=te_names
@@ -144,10 +146,14 @@ def plan_reshard(
             shared.update(p.hf_name for p, layout in layouts if layout and layout.cuts(p.hf_start))
             items = [item for p, layout in layouts if p.owned for item in _items(p, layout, tensors, index, wanted)]
             items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
-            for ranks in sorted({item.engine_ranks for item in items}):
-                own = [item for item in items if item.engine_ranks == ranks]
-                filled += [(slot.rank, bucket) for bucket in _fill(own, bucket_bytes)]
-    filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0], entry[1][0].engine_ranks))
+            replicas = [one.rank for one in slots if _place(one) == _place(slot)]
+            buckets = [
+                bucket
+                for ranks in sorted({item.engine_ranks for item in items})
+                for bucket in _fill([item for item in items if item.engine_ranks == ranks], bucket_bytes)
+            ]
+            filled += _share(buckets, replicas)
+    filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0], entry[1][0].engine_ranks, entry[1][0].start))
     return ReshardPlan(
         format=format,
         tensors=tensors,
@@ -229,6 +235,23 @@ def _fill(items: list[_Item], bucket_bytes: int) -> Iterator[list[_Item]]:
         used += size
     if bucket:
         yield bucket
+
+
+def _place(slot: TrainerSlot) -> tuple[int, int]:
+    return slot.tensor_rank, slot.pipeline_rank
+
+
+def _share(buckets: Sequence[list[_Item]], replicas: Sequence[int]) -> Iterator[tuple[int, list[_Item]]]:
+    """Give each bucket to the replica that has the fewest bytes so far, largest buckets first."""
+    load = dict.fromkeys(replicas, 0)
+    for bucket in sorted(buckets, key=_num_bytes, reverse=True):
+        rank = min(load, key=lambda one: (load[one], one))
+        load[rank] += _num_bytes(bucket)
+        yield rank, bucket
+
+
+def _num_bytes(items: Sequence[_Item]) -> int:
+    return sum(_aligned(item.num_bytes) for item in items)
 
 
 def _bucket(number: int, rank: int, items: list[_Item]) -> Bucket:

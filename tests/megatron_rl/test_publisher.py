@@ -68,11 +68,14 @@ class Link:
         manifest.check()
         self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
         staged = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, codes={0: CODES})
-        times = [UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds) for seconds in (0.5, 0.75)]
+        times = [
+            UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds, num_in_flight=2, num_recomputed_tokens=30)
+            for seconds in (0.5, 0.75)
+        ]
         return Delivery(staged=(staged,), updates=tuple(times))
 
 
-def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None) -> Publisher:
+def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, **more) -> Publisher:
     return Publisher(
         Trainer(log),
         Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
@@ -83,6 +86,7 @@ def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None) -> Publisher:
         probe_length=8,
         max_probe_gap=0.1,
         timeout_s=1.0,
+        **more,
     )
 
 
@@ -102,6 +106,14 @@ def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe()
     ]
     assert report.probe_gaps == pytest.approx((0.0, 0.05), abs=1e-6)
     assert report.metrics()["publish/probe_gap_max"] == pytest.approx(0.05, abs=1e-6)
+
+
+def test_what_was_in_flight_is_reported_and_waited_for_before_weights_move_if_that_is_asked():
+    log = []
+    report = publisher(log, [REFERENCE, REFERENCE], drain_timeout_s=9.0).publish(3)
+    assert log[:3] == ["check", "drain", "deliver 3 of run"]
+    assert (report.num_in_flight, report.num_recomputed_tokens) == (4, 60)
+    assert report.metrics()["publish/recomputed_tokens"] == 60
 
 
 @pytest.mark.parametrize("wrong", [REFERENCE + 0.2, np.full(7, np.nan, dtype=np.float32)], ids=["far off", "nan"])

@@ -73,6 +73,23 @@ def push(llm, directory: str, version: int, format: str) -> None:
         sender.abandon()
 
 
+def blocks_changed_by_probe(llm) -> int:
+    """Of the key-value caches, whose content is gone afterwards."""
+
+    def fill(worker) -> None:
+        for cache in worker.model_runner.kv_caches:
+            cache.fill_(1.5)
+
+    def changed(worker) -> int:
+        return sum(int((cache != 1.5).flatten(1).any(1).sum()) for cache in worker.model_runner.kv_caches)
+
+    llm.collective_rpc(fill)
+    llm.collective_rpc("probe", args=(PROBE,))
+    (found,) = llm.collective_rpc(changed)
+    llm.reset_prefix_cache()
+    return found
+
+
 def recorded(llm, tensors) -> list[dict]:
     """What each rank's loaders take of these tensors: all of them, on one rank."""
     from rollout.wire import Box, TensorSpec
@@ -123,7 +140,8 @@ def run(job: Job) -> None:
         llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"channel": pickle.dumps(ShmChannel())}))
         for version, directory in enumerate(job.directories):
             push(llm, directory, version, job.format)
-            job.answers.append(answer(llm) | {"kernels": llm.collective_rpc("kernel_classes")[0]})
+            found = answer(llm) | {"kernels": llm.collective_rpc("kernel_classes")[0]}
+            job.answers.append(found | {"blocks_changed_by_probe": blocks_changed_by_probe(llm)})
     del llm
     cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm = kept[:2]
     if job.without_quirk:

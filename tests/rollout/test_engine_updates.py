@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,94 @@ def test_every_token_was_sampled_from_the_weights_that_its_span_names(serving_a,
         before, after = slice(0, old.num_tokens), slice(old.num_tokens, 200)
         assert np.abs(found - a)[before].mean() < 0.02 < 0.3 < np.abs(found - b)[before].mean()
         assert np.abs(found - b)[after].mean() < 0.02 < 0.3 < np.abs(found - a)[after].mean()
+
+
+# -- responses in flight -------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_flight(live, mode: str):
+    """The engine treats responses in flight so; it reads its own description at every update."""
+    spec = live.engine.spec
+    live.engine.spec = dataclasses.replace(spec, in_flight=mode)
+    yield
+    live.engine.spec = spec
+
+
+async def published_in_mid_response(live, num_updates: int):
+    """Four long responses while the same weights come again and are probed; (times of updates, columns, forwards)."""
+    await live.engine.drain_trace()
+    times = []
+    job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
+    for number in range(num_updates):
+        await live.until_emitted(10 + 15 * number)
+        publish = live.publish("A")
+        times.append(await live.engine.update(publish.manifest, live.stage(publish)))
+        await live.engine.probe(list(range(1, 33)))
+        await live.engine.resume()
+    _, columns = await job
+    return times, columns, await live.engine.drain_trace()
+
+
+def test_responses_that_keep_their_keys_and_values_go_on_as_if_nothing_had_come(serving_a, loop):
+    with in_flight(serving_a, "keep_kv"):
+        _, expected, _ = loop.run(published_in_mid_response(serving_a, 0))
+        times, found, forwards = loop.run(published_in_mid_response(serving_a, 3))
+    np.testing.assert_array_equal(found.response_ids, expected.response_ids)
+    np.testing.assert_array_equal(found.rollout_logprobs, expected.rollout_logprobs)
+    assert [(one.num_in_flight, one.num_recomputed_tokens) for one in times] == [(4, 0)] * 3
+    assert max(forwards["num_scheduled_tokens"][4:]) == 4  # the prompts may come in several forwards
+
+
+def test_what_is_recomputed_is_counted(serving_a, loop):
+    (times,), _, forwards = loop.run(published_in_mid_response(serving_a, 1))
+    assert times.num_in_flight == 4
+    assert times.num_recomputed_tokens >= 4 * (len(PROMPT) + 10)
+    assert forwards["num_scheduled_tokens"].sum() == 4 * (len(PROMPT) + 199) + times.num_recomputed_tokens - 4
+
+
+def test_kept_prefixes_are_not_shared_with_later_responses(serving_a, loop):
+    async def greedy():
+        _, columns = await serving_a.sample(prompt=range(3, 203), temperature=0.0, max_response_tokens=4)
+        return columns.rollout_logprobs
+
+    with in_flight(serving_a, "keep_kv"):
+        old, again = loop.run(greedy()), loop.run(greedy())
+        loop.run(serving_a.push("B"))
+        kept = loop.run(greedy())
+    loop.run(serving_a.push("B"))
+    fresh = loop.run(greedy())
+    np.testing.assert_allclose(again, old, atol=0.02)
+    np.testing.assert_array_equal(kept, fresh)
+    assert np.abs(kept - old).max() > 0.1
+
+
+def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serving_a, loop):
+    async def drained():
+        version = serving_a.engine.state().weight_version
+        job = asyncio.create_task(serving_a.sample(max_response_tokens=200))
+        await serving_a.until_emitted(10)
+        draining = asyncio.create_task(serving_a.engine.drain())
+        late = asyncio.create_task(serving_a.sample())
+        await draining
+        (summary, _) = await asyncio.wait_for(job, 1)
+        done, _ = await asyncio.wait([late], timeout=0.3)
+        assert not done
+        stale = serving_a.publish("B", version=version)
+        with pytest.raises(WeightsRefusedError):
+            await serving_a.engine.update(stale.manifest, serving_a.stage(stale))
+        refused, _ = await late  # it goes on under the old weights
+        await serving_a.engine.drain()
+        later = asyncio.create_task(serving_a.sample())
+        await asyncio.sleep(0.1)
+        await serving_a.push("B")
+        after, _ = await later
+        return version, summary, refused, after
+
+    version, summary, refused, after = loop.run(drained())
+    assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=200),),)
+    assert refused.oldest_version == version
+    assert after.oldest_version == version + 1
 
 
 # -- streaming -----------------------------------------------------------------------------------------

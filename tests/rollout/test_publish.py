@@ -32,6 +32,11 @@ def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(o
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_a_probe_leaves_the_keys_and_values_of_others_as_they_are(oracle):
+    pushed = [one for name, answers in oracle.answers.items() if name.startswith("push") for one in answers]
+    assert pushed and all(one["blocks_changed_by_probe"] == 0 for one in pushed)
+
+
 def test_the_two_checkpoints_differ_so_that_equality_means_something(oracle, family):
     a, b = oracle.fresh(family, "A", "int8"), oracle.fresh(family, "B", "int8")
     assert gap([a["probe"]], [b["probe"]]) > 0.5
