@@ -1,5 +1,6 @@
 """A publish of half a billion parameters: bytes, seconds by stage and memory, against a plain copy and against BF16.
 
+`python -m benchmarks.publish --json OUT --device cuda [--shapes 7B ..]`: `benchmarks.publish_on_device`.
 `python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--quick]`: a
 model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096, vocabulary 32k), a
 trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory and sockets.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from benchmarks import publish_on_device
 from benchmarks.publish_parts import gather_s, peak_extra, quantise_s, transfer_s, write_model
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.config import ClusterConfig
@@ -73,7 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
     parser.add_argument("--trainers", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shapes", nargs="+", choices=list(publish_on_device.SHAPES), default=["7B", "32B"])
     options = parser.parse_args(argv)
+    if options.device == "cuda":
+        found = list(publish_on_device.measure(options.shapes, options.formats, "cuda", options.work))
+        more = ["NCCL between devices", "more than one engine rank"]
+        write(options.json, rows=found, goals=publish_on_device.goals(found), not_measured=more)
+        return 0
     cases = [
         Case(trainer=trainer, engines=engines, format=format)
         for trainer in options.trainers

@@ -38,13 +38,34 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
         raise ConfigError(listing("configuration", problems))
     responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
     responses |= _responses(config.evaluation.sets, "evaluation.sets")
-    problems += _parallel(spec, config.trainer.parallel)
+    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
+    if spec.experts is not None and config.engine.format != "bf16":
+        problems.append(
+            f"`engine.format` = {config.engine.format}: `model` = {config.model} has {spec.experts.count} experts, "
+            "which are published in bf16 only; set it to bf16"
+        )
     problems += weight_format_problems(spec, config.engine)
+    problems += _device_phases(config, node)
     memory = run_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
     return memory
+
+
+def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
+    """Keys that make room on devices, where there is none to make."""
+    found = []
+    if config.engine.sleep_level and not node.gpu_bytes:
+        found.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
+    if config.trainer.offload != "none" and not node.gpu_bytes:
+        found.append(f"`trainer.offload` = {config.trainer.offload}: on a CPU there is nowhere to go; set it to none")
+    if config.engine.sleep_level and config.publish.delta:
+        found.append(
+            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine that slept "
+            "needs all weights, and what it keeps to take changes fills the memory that sleeping frees; turn one off"
+        )
+    return found
 
 
 def run_warnings(config: RunConfig, node: NodeResources) -> list[str]:
@@ -69,7 +90,7 @@ def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
         )
     if Path(config.output_dir).resolve() == Path(config.model).resolve():
         problems.append(f"`output_dir` = {config.output_dir} is the model itself; name another directory")
-    problems += _parallel(spec, config.trainer.parallel)
+    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
@@ -114,6 +135,15 @@ def _model(path: str, problems: list[str]) -> ModelSpec | None:
         return None
     problems += tokenizer_problems(directory / "tokenizer.json", spec.vocab_size)
     return spec
+
+
+def _gathers(parallel: ParallelConfig, node: NodeResources) -> list[str]:
+    if parallel.tensor > 1 and parallel.expert > 1 and not node.gpu_bytes:
+        return [
+            f"`trainer.parallel.expert` = {parallel.expert} with `trainer.parallel.tensor` = {parallel.tensor}: gloo "
+            "cannot gather the tokens of spread experts over tensor ranks, NCCL can; on a CPU set one of them to 1"
+        ]
+    return []
 
 
 def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:

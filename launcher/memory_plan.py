@@ -4,7 +4,7 @@ On CPU everything shares the node's memory; with GPUs the bound is the fullest d
 ranks may share. The arithmetic per rank is `megatron_rl.memory`'s.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from history.store import RESPONSE_BYTES
@@ -54,7 +54,7 @@ class MemoryPlan:
         """One sentence if it does not fit, naming the knobs of the largest items."""
         if self.total_bytes <= self.available_bytes:
             return []
-        largest = sorted(self.items, key=lambda item: -item.num_bytes)[:2]
+        largest = sorted((item for item in self.items if item.knob), key=lambda item: -item.num_bytes)[:2]
         advice = " or ".join(f"`{item.knob}` ({item.what}: {gib(item.num_bytes)})" for item in largest)
         return [
             f"about {gib(self.total_bytes)} would be needed, but {gib(self.available_bytes)} are available "
@@ -80,11 +80,12 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
     world, ranks = config.trainer.parallel.world_size, config.engine.num_engines * config.engine.tensor_parallel
     if node.gpu_bytes:
         on_device = -(-ranks // len(node.gpu_bytes))
-        trains, samples = tuple(_times(trainer, 1, "trainer")), tuple(_times(engine, on_device, "engine"))
-        items = (*trains, *samples)
-        if config.publish.transport == "nccl":  # on devices of their own
-            items = max(trains, samples, key=lambda side: sum(item.num_bytes for item in side))
-        return MemoryPlan(items=items, available_bytes=min(node.gpu_bytes), where="the smallest GPU")
+        phases = device_phases(
+            config, trainer, [replace(item, num_bytes=on_device * item.num_bytes) for item in engine]
+        )
+        worst = max(phases, key=lambda phase: sum(item.num_bytes for item in phases[phase]))
+        where = f"the smallest GPU, {worst}"
+        return MemoryPlan(items=phases[worst], available_bytes=min(node.gpu_bytes), where=where)
     engine_processes = ENGINE_PROCESS_BYTES * (config.engine.num_engines + ranks) // 2
     items = (
         *_times(trainer, world, "trainer"),
@@ -97,6 +98,61 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         *(_history(config) if config.drafts else []),
     )
     return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
+
+
+CONTEXT_BYTES = 600 << 20
+"""Of a CUDA device for each process that uses it: context, libraries' handles and workspaces; an estimate."""
+GRAPH_BYTES = 1 << 30
+"""CUDA graphs of one engine rank; an estimate."""
+RESERVE = 0.05
+"""Share of what is needed that fragmentation takes; an estimate."""
+
+_STAYS = {"none": ("parameters", "gradients", "optimizer"), "optimizer": ("parameters",), "all": ()}
+"""What of a trainer is on its device while engines sample, by `trainer.offload`."""
+
+
+def device_phases(
+    config: RunConfig, trainer: Sequence[MemoryItem], engine: Sequence[MemoryItem]
+) -> dict[str, tuple[MemoryItem, ...]]:
+    """What one device holds in each phase; `trainer` and `engine` are of the ranks on it.
+
+    While engines sample, of the trainer is there what `trainer.offload` leaves; while it trains, of the engines what
+    `engine.sleep_level` leaves; during a publish weights of both, and what is on its way.
+    """
+    own_devices = config.publish.transport == "nccl"
+    trains = _times(trainer, 1, "trainer")
+    stays = _times([item for item in trainer if item.what in _STAYS[config.trainer.offload]], 1, "trainer")
+    left_to_send = ("parameters",) if config.trainer.offload != "none" else _STAYS["none"]
+    sends = _times([item for item in trainer if item.what in left_to_send], 1, "trainer")
+    samples = [*_times(engine, 1, "engine"), _item("CUDA graphs", GRAPH_BYTES, "engine.vllm")]
+    weights = [item for item in engine if item.what == "weights"]
+    sleeps = config.engine.sleep_level > 0
+    travels = _on_the_way(config, sum(item.num_bytes for item in weights))
+    if own_devices:
+        phases = {"where engines are": [*samples, *travels], "where the trainer is": [*trains, *travels]}
+    else:
+        phases = {
+            "while engines sample": [*stays, *samples],
+            "while the trainer trains": [*trains, *([] if sleeps else samples)],
+            "while weights travel": [*sends, *(_times(weights, 1, "engine") if sleeps else samples), *travels],
+        }
+    contexts = _item("CUDA contexts", (1 if own_devices else 2) * CONTEXT_BYTES, "")
+    return {phase: (*items, contexts, _reserve([*items, contexts])) for phase, items in phases.items()}
+
+
+def _on_the_way(config: RunConfig, own_bytes: int) -> list[MemoryItem]:
+    """Of a publish on a device whose engine ranks take `own_bytes`: all of it staged, or two buckets and baselines."""
+    publish = config.publish
+    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta):
+        return [_item("weights on their way", own_bytes, "engine.tensor_parallel")]
+    if publish.transport != "nccl":
+        return []  # through the host
+    baselines = [_item("publish baselines", own_bytes, "publish.delta")] if publish.delta else []
+    return [_item("buckets on their way", 2 * publish.bucket_bytes, "publish.bucket_bytes"), *baselines]
+
+
+def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
+    return _item("reserve", int(RESERVE * sum(item.num_bytes for item in items)), "")
 
 
 def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:

@@ -35,8 +35,8 @@ class Placement:
     """Processes that own the history; beside them there is one reader on each node. 0 where no engine drafts."""
     transport: Transport
     """How weights reach the engines."""
-    crowded: str
-    """Says where processes outnumber cores, which works but is slow; empty otherwise."""
+    notes: tuple[str, ...]
+    """What works, but slower than it could: a sentence each."""
 
     @property
     def num_actors(self) -> int:
@@ -61,7 +61,7 @@ class Placement:
             f"weights: by {self.transport}",
             f"scorers: {self.num_scorers} process(es)",
             *([f"history: {self.num_history_shards} shard(s) and 1 reader"] if self.num_history_shards else []),
-            *([self.crowded] if self.crowded else []),
+            *self.notes,
         ]
 
 
@@ -95,13 +95,15 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
         )
         for number in range(engine.num_engines)
     )
+    transport = _transport(config, engines)
+    notes = _detour(engines, transport) if devices else _crowded(config, node.cpu_cores)
     return Placement(
         trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
         engines=engines,
         num_scorers=config.reward.num_workers,
         num_history_shards=config.history.num_shards if config.drafts else 0,
-        transport=_transport(config, engines),
-        crowded="" if devices else _crowded(config, node.cpu_cores),
+        transport=transport,
+        notes=tuple(notes),
     )
 
 
@@ -111,14 +113,24 @@ def _check_threads(key: str, threads: int, cores: int) -> None:
         raise ConfigError(f"`{key}` = {threads} threads in one process, but this node has {cores} cores; lower it")
 
 
-def _crowded(config: RunConfig, cores: int) -> str:
+def _detour(engines: Sequence[EngineSlot], transport: Transport) -> list[str]:
+    if transport in ("cuda_ipc", "nccl"):
+        return []
+    where = sorted({device for slot in engines for device in slot.devices})
+    return [
+        f"weights go through the host ({transport}): engines on devices {where} are not all beside a trainer rank, or "
+        "publish.transport or publish.delta asks for it"
+    ]
+
+
+def _crowded(config: RunConfig, cores: int) -> list[str]:
     """Trainer and engines work in turns, so each side is held against the cores alone."""
     sides = {
         "trainer": config.trainer.parallel.world_size * config.trainer.cpu_threads,
         "engines": config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores,
     }
     over = [f"{side} {threads} threads" for side, threads in sides.items() if threads > cores]
-    return f"{' and '.join(over)} on {cores} cores: expect waiting" if over else ""
+    return [f"{' and '.join(over)} on {cores} cores: expect waiting"] if over else []
 
 
 def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:

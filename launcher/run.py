@@ -32,6 +32,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.phases import Phases
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
+from megatron_rl.turns import DeviceTurns
 from megatron_rl.weights.links import GroupLink, HandOverLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
@@ -75,6 +76,8 @@ def run(config: RunConfig) -> None:
         for change in changes:
             progress.say(f"changed since the last start: {change}")
         slots = placement.plan(config, node_resources())
+        for note in slots.notes:
+            progress.say(note)
         log_dir = directory.path / "logs"
         with processes(config.cluster, num_actors=slots.num_actors, log_dir=log_dir) as running:
             if resume.first_step < config.num_steps:
@@ -132,13 +135,17 @@ def _train(
     for line in training.lines():
         progress.say(line)
     engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
+    if config.engine.sleep_level:  # both at once would need room for both
+        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        engines.call("sleep", timeout_s=START_TIMEOUT_S)
     trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     link = _link(history, engines)
-    publisher = _publisher(config, trainer, engines, run_id, slots)
+    turns = _turns(config, trainer, engines)
+    publisher = _publisher(config, trainer, engines, run_id, slots, turns)
     planner = Planner(
         order,
         training.by_id(),
@@ -167,7 +174,7 @@ def _train(
         ),
         trainer=trainer,
         publisher=publisher,
-        phases=Phases(directory.record_span),
+        phases=Phases(directory.record_span, turns),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,
@@ -238,8 +245,28 @@ def _sampling(config: RunConfig) -> SamplingSpec:
     )
 
 
+def _turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceTurns | None:
+    """None where trainer and engines stay in memory side by side."""
+    sleep, offload = config.engine.sleep_level > 0, config.trainer.offload
+    if not sleep and offload == "none":
+        return None
+    return DeviceTurns(
+        trainer=trainer,
+        engines=engines,
+        offload=offload,
+        sleep=sleep,
+        timeout_s=config.publish.timeout_s,
+        asleep=sleep,
+    )
+
+
 def _publisher(
-    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, run_id: str, slots: placement.Placement
+    config: RunConfig,
+    trainer: TrainerGroup,
+    engines: EngineGroup,
+    run_id: str,
+    slots: placement.Placement,
+    turns: DeviceTurns | None,
 ) -> Publisher:
     """The publisher of a run, its link connected."""
     spec = read_model_spec(Path(config.model))
@@ -274,6 +301,7 @@ def _publisher(
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
         timeout_s=timeout_s,
+        make_room=None if turns is None else turns.to_engines,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )
 

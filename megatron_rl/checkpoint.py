@@ -33,11 +33,18 @@ def load(path: Path, learner: Learner) -> None:
     """Restore what `save` wrote; a collective.
 
     Raises:
-        ValueError: the directory holds no checkpoint.
+        ValueError: the directory holds no checkpoint, or one whose experts were spread where ours are not (or are not
+            where ours are): Megatron keeps an optimizer of their own for spread experts.
     """
     if not (path / "metadata.json").exists():
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
     common = dist_checkpointing.load_common_state_dict(str(path))
+    saved, own = common.get("spread_experts", False), _spread_experts()
+    if saved != own:
+        raise ValueError(
+            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
+            f"{'above 1' if own else '1'} now; go on with experts spread or not as they were"
+        )
     state = _sharded_state(learner, is_loading=True)
     same_partition = common["partition"] == _partition()
     if same_partition:
@@ -51,6 +58,10 @@ def load(path: Path, learner: Learner) -> None:
         _restore_generators(restored["generators"])
 
 
+def _spread_experts() -> bool:
+    return int(parallel_state.get_expert_model_parallel_world_size()) > 1
+
+
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
     (chunk,) = learner.chunks
     model = chunk.module.sharded_state_dict()
@@ -59,6 +70,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
         "optimizer": learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA),
         "schedule": learner.schedule.state_dict(),
         "partition": _partition(),
+        "spread_experts": _spread_experts(),
     }
 
 

@@ -17,6 +17,8 @@ class ParallelConfig(Config):
     """Pipeline-parallel size."""
     data: int = Field(default=1, gt=0)
     """Data-parallel size."""
+    expert: int = Field(default=1, gt=0)
+    """Data-parallel ranks over which the experts of a layer are spread; divides `data`."""
 
     @property
     def world_size(self) -> int:
@@ -66,6 +68,9 @@ class TrainerConfig(Config):
     """Tokens whose vocabulary logits exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What moves to host memory while engines sample; GPUs only. `optimizer`: gradients, masters and moments. `all`:
+    the weights too."""
     cpu_threads: int = Field(default=1, gt=0)
     """Threads per rank; CPU only."""
     timeout_s: float = Field(default=1800.0, gt=0)

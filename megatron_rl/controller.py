@@ -138,6 +138,9 @@ class Controller:
         if last or _is_due(finished_steps, self.settings.checkpoint_every):
             with self.phases.checkpoint():
                 self.recorder.save(finished_steps, self.trainer, self.planner)
+            if self.phases.needs_publish and not last:
+                with self.phases.publish():
+                    self.publisher.publish(finished_steps)
 
     def _evaluates_after(self, finished_steps: int) -> bool:
         ends = (0, self.settings.num_steps)

@@ -11,8 +11,9 @@ Instead of patching torch, whose other users must not notice, an import hook com
     pin_memory=True           -> pin_memory=False
 
 What no renaming reaches is settled after a module has run (`_AFTER`): the generator state, which
-Megatron takes from C++ symbols that CUDA builds of torch have even without a device, and
-`torch.compile` as its fuser, which on a CPU compiles for minutes to save microseconds.
+Megatron takes from C++ symbols that CUDA builds of torch have even without a device, `torch.compile` as its
+fuser, which on a CPU compiles for minutes to save microseconds, and what experts are routed with: Transformer Engine's
+matrix product, which is looked for without having been imported, and sizes that only leave a device as numbers.
 
 Invariants: nothing happens where CUDA is available; nothing of Megatron may have been imported before
 (refused otherwise); compiled code is cached beside Python's own under another name, so that neither
@@ -96,9 +97,20 @@ def _turn_fuser_off(module: ModuleType) -> None:
     module.disable_jit_fuser()
 
 
+def _route_on_cpu(module: ModuleType) -> None:
+    vars(module)["te_general_gemm"] = None
+    vars(module)["maybe_move_tensor_to_cpu"] = _as_collectives_want_it
+
+
+def _as_collectives_want_it(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Sizes for an all-to-all; Megatron makes numbers only of what it has to bring from a device."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _turn_fuser_off,
     "megatron.core.tensor_parallel.random": _take_generator_of_cpu,
+    "megatron.core.transformer.moe.moe_utils": _route_on_cpu,
 }
 
 

@@ -36,12 +36,20 @@ def linear_parameters(spec: ModelSpec) -> int:
     """Elements of all 2-D decoder-layer weights: those that an 8-bit format quantises."""
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * query + 2 * key_value)
-    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    networks = 1 if spec.experts is None else spec.experts.count
+    return spec.num_layers * (attention + networks * 3 * spec.hidden_size * spec.ffn_size)
+
+
+def expert_parameters(spec: ModelSpec) -> int:
+    """Elements of all experts; 0 in a dense model."""
+    count = 0 if spec.experts is None else spec.experts.count
+    return spec.num_layers * count * 3 * spec.hidden_size * spec.ffn_size
 
 
 def other_parameters(spec: ModelSpec) -> int:
-    """Elements of embeddings, output layer, norms and biases."""
+    """Elements of embeddings, output layer, norms, biases and routers."""
     per_layer = 2 * spec.hidden_size
+    per_layer += 0 if spec.experts is None else spec.experts.count * spec.hidden_size
     per_layer += 2 * spec.head_dim if spec.qk_norm else 0
     per_layer += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim if spec.qkv_bias else 0
     vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
@@ -70,7 +78,8 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
     """
     parallel = trainer.parallel
     width = 2 if trainer.dtype == "bf16" else 4
-    shard = -(-num_parameters(spec) // (parallel.tensor * parallel.pipeline))
+    spread = expert_parameters(spec) * (parallel.expert - 1) // parallel.expert
+    shard = -(-(num_parameters(spec) - spread) // (parallel.tensor * parallel.pipeline))
     optimizer_shard = -(-shard // parallel.data) if trainer.optimizer.distributed else shard
     masters = 4 if trainer.dtype == "bf16" else 0
     tokens = max(trainer.max_micro_batch_tokens, longest_sample)
@@ -92,7 +101,8 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
 def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: int) -> int:
     """Bytes kept for the backward pass: every layer's, or with full recomputation every layer's input and one layer."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = 5 * spec.hidden_size + heads + 3 * spec.ffn_size
+    networks = 1 if spec.experts is None else spec.experts.per_token
+    layer = 5 * spec.hidden_size + heads + 3 * networks * spec.ffn_size
     if trainer.recompute == "full":
         kept = spec.num_layers * spec.hidden_size + layer
     else:

@@ -43,7 +43,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.attention import PackedAttention
 from megatron_rl.config import ParallelConfig
 from megatron_rl.logprobs import TokenScores, token_scores, vocab_shard
-from megatron_rl.model_config import ModelSpec, stage_layers
+from megatron_rl.model_config import Experts, ModelSpec, stage_layers
 from megatron_rl.norm import RMSNorm
 from megatron_rl.packed_batch import PackedBatch
 from megatron_rl.parallel import Position
@@ -222,6 +222,22 @@ def _architecture(spec: ModelSpec) -> dict[str, object]:
         "normalization": "RMSNorm",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **(_experts(spec.experts) if spec.experts is not None else {}),
+    }
+
+
+def _experts(experts: Experts) -> dict[str, object]:
+    """Softmax over all experts, then the best; or, where their probabilities are normalised, softmax over the best."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_score_function": "softmax",
+        # an auxiliary loss would be another objective than the policy's
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
     }
 
 
@@ -234,6 +250,8 @@ def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: 
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.tensor,
         "pipeline_model_parallel_layout": layout if uneven else None,
         "sequence_parallel": sequence_parallel,
         "variable_seq_lengths": True,

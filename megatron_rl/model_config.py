@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from megatron_rl.config import ParallelConfig
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 VOCAB_ALIGNMENT = 64
 """Vocabulary rows of every tensor-parallel rank are padded to a multiple of this, on every device."""
@@ -33,8 +33,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts that every decoder layer has in place of one feed-forward network."""
+
+    count: int
+    per_token: int
+    ffn_size: int
+    """Of one expert."""
+    normalised: bool
+    """The chosen experts' probabilities are scaled to a sum of 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Architecture of a dense decoder-only model, in Hugging Face's terms."""
+    """Architecture of a decoder-only model, in Hugging Face's terms."""
 
     family: Family
     num_layers: int
@@ -43,6 +55,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Of a feed-forward network; with experts, of one of them."""
     vocab_size: int
     """Rows of the embedding as saved; ids above it do not exist."""
     rope_theta: float
@@ -54,6 +67,8 @@ class ModelSpec:
     """RMS norms over each head's query and key."""
     rms_eps: float
     max_positions: int
+    experts: Experts | None = None
+    """None in a dense model."""
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of Megatron's embedding over all `tensor` ranks, padding included."""
@@ -136,6 +151,7 @@ def _spec(config: _Reader) -> ModelSpec:
             f"{config.path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
     theta, scaling = _rope(config)
+    experts = _experts(config) if family == "qwen3_moe" else None
     return ModelSpec(
         family=family,
         num_layers=config.integer("num_hidden_layers"),
@@ -143,15 +159,32 @@ def _spec(config: _Reader) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=config.integer("head_dim", hidden_size // num_heads),
-        ffn_size=config.integer("intermediate_size"),
+        ffn_size=config.integer("intermediate_size") if experts is None else experts.ffn_size,
         vocab_size=config.integer("vocab_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         tied=config.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         rms_eps=config.number("rms_norm_eps", 1e-6),
         max_positions=config.integer("max_position_embeddings"),
+        experts=experts,
+    )
+
+
+def _experts(config: _Reader) -> Experts:
+    config.refuse("decoder_sparse_step", 1)
+    config.refuse("mlp_only_layers", [])
+    # transformers >= 5 writes the second name
+    key = "num_experts" if "num_experts" in config.values else "num_local_experts"
+    count, per_token = config.integer(key), config.integer("num_experts_per_tok")
+    if per_token > count:
+        raise ValueError(f"{config.path}: num_experts_per_tok {per_token} is more than {key} {count}")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        ffn_size=config.integer("moe_intermediate_size"),
+        normalised=config.flag("norm_topk_prob"),
     )
 
 
@@ -215,10 +248,25 @@ def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
                 f"trainer.parallel.tensor = {parallel.tensor} does not divide the model's {count} {what}; "
                 f"sizes that divide all: {', '.join(map(str, _tensor_sizes(spec)))}"
             )
+    _check_experts(spec, parallel)
     if parallel.pipeline > spec.num_layers:
         raise ValueError(
             f"trainer.parallel.pipeline = {parallel.pipeline} is more than the model's {spec.num_layers} layers; "
             f"needs at most {spec.num_layers}"
+        )
+
+
+def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    if parallel.expert == 1:
+        return
+    count = 0 if spec.experts is None else spec.experts.count
+    if not count or count % parallel.expert:
+        what = f"the model's {count} experts" if count else "a model without experts"
+        raise ValueError(f"trainer.parallel.expert = {parallel.expert} does not divide {what}; 1 always does")
+    if parallel.data % parallel.expert:
+        raise ValueError(
+            f"trainer.parallel.expert = {parallel.expert} does not divide trainer.parallel.data = {parallel.data}: "
+            "experts are spread over data-parallel ranks; change one of them"
         )
 
 

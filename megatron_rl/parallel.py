@@ -92,6 +92,8 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.tensor,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         order="tp-cp-ep-dp-pp",
     )

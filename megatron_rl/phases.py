@@ -1,22 +1,41 @@
 """The phases of a step as context managers: who may use the machine now, and how long it took.
 
-Trainer and engines share the node and work in turns. Every phase is a span (start and end on the wall
-clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
+Trainer and engines share the node and work in turns; where they share devices too, one makes room for the other
+first (`megatron_rl.turns`). Every phase is a span (start and end on the wall clock) that goes to `events.jsonl`, and
+its seconds go to the step's metrics.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 RecordSpan = Callable[[str, str, float, float], None]
 """Called with (who, what, start_s, end_s), wall clock."""
 
 
-class Phases:
-    """Phases of a colocated run whose trainer and engines stay in memory side by side."""
+class Turns(Protocol):
+    """Makes room on shared devices for whoever works next (`megatron_rl.turns`)."""
 
-    def __init__(self, record_span: RecordSpan) -> None:
+    asleep: bool
+    """Engines hold no weights: a publish comes before they serve."""
+
+    def to_trainer(self) -> None:
+        """Before the trainer trains or saves."""
+        ...
+
+    def to_publish(self) -> None:
+        """Before weights are sent."""
+        ...
+
+
+class Phases:
+    """Phases of a colocated run."""
+
+    def __init__(self, record_span: RecordSpan, turns: Turns | None = None) -> None:
+        """Without `turns`, trainer and engines stay in memory side by side."""
         self._record_span = record_span
+        self._turns = turns
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
 
@@ -38,12 +57,16 @@ class Phases:
     @contextmanager
     def train(self) -> Iterator[None]:
         """The trainer computes."""
+        self._make_room()
         with self._phase("trainer", "train"):
             yield
 
     @contextmanager
     def publish(self) -> Iterator[None]:
         """Weights travel."""
+        if self._turns is not None:
+            with self._phase("engines", "switch"):
+                self._turns.to_publish()
         with self._phase("publisher", "publish"):
             yield
 
@@ -56,8 +79,19 @@ class Phases:
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """The trainer writes itself to disk."""
+        self._make_room()
         with self._phase("trainer", "checkpoint"):
             yield
+
+    @property
+    def needs_publish(self) -> bool:
+        """Whether engines have lost their weights since the last publish."""
+        return self._turns is not None and self._turns.asleep
+
+    def _make_room(self) -> None:
+        if self._turns is not None:
+            with self._phase("trainer", "switch"):
+                self._turns.to_trainer()
 
     @contextmanager
     def _phase(self, who: str, what: str) -> Iterator[None]:

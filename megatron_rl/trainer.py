@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_rl import checkpoint, probe
 from megatron_rl.batching import TrainBatch
+from megatron_rl.host_copies import HostCopies, Part
 from megatron_rl.imitation import ImitationBatch
 from megatron_rl.learner import Learner
 from megatron_rl.loaded_batch import FetchColumns
@@ -25,7 +26,7 @@ from megatron_rl.parallel import Position, device
 from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
-from megatron_rl.weights.names import rank_placements
+from megatron_rl.weights.names import is_first_replica, rank_placements
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.imitation_rows import ImitationRows
@@ -53,6 +54,7 @@ class Trainer:
             parallel,
             tensor_rank=self._position.tensor,
             pipeline_rank=self._position.pipeline,
+            data_rank=self._position.data,
             te_names=self._te_names,
         )
         models = build(
@@ -67,6 +69,7 @@ class Trainer:
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         self._learner = self._build_learner()
+        self._host_copies = HostCopies(self._learner.chunks, self._learner.optimizer)
         self.plan_publishes(())
 
     def _build_learner(self) -> Learner:
@@ -102,7 +105,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-            answers=self._position.data == 0,
+            answers=lambda placement: is_first_replica(placement, self.spec.config.parallel, self._position.data),
         )
 
     @property
@@ -157,6 +160,17 @@ class Trainer:
             row_multiple=self.row_multiple,
             device=device(),
         )
+
+    def move_out(self, parts: Sequence[Part]) -> int:
+        """Move parts of this rank to host memory; returns how many bytes its device has got back."""
+        freed = self._host_copies.move_out(parts)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what is not used is still reserved, and the engine is another process
+        return freed
+
+    def move_in(self) -> None:
+        """Bring back what is in host memory."""
+        self._host_copies.move_in()
 
     def save(self, path: str) -> None:
         """Write model, optimizer, schedule and generator states below `path`."""

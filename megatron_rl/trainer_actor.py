@@ -23,6 +23,7 @@ from rollout.wire import Wanted
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+    from megatron_rl.host_copies import Part
     from megatron_rl.trainer import Trainer
     from rollout.transports.base import Sender
 
@@ -181,6 +182,14 @@ class TrainerActor:
     def probe(self, token_ids: list[int]) -> ProbeResult | None:
         """See `Trainer.probe`."""
         return self._joined.probe(token_ids)
+
+    def move_out(self, parts: "Sequence[Part]") -> int:
+        """See `Trainer.move_out`."""
+        return self._joined.move_out(parts)
+
+    def move_in(self) -> None:
+        """See `Trainer.move_in`."""
+        self._joined.move_in()
 
     def save(self, path: str) -> None:
         """See `Trainer.save`."""

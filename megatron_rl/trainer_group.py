@@ -1,7 +1,7 @@
 """The controller's view of the trainer: typed calls on all ranks at once."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -14,6 +14,9 @@ from megatron_rl.trainer_actor import TrainerActor
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.weight_sums import Sums
 from rollout.wire import Wanted
+
+if TYPE_CHECKING:
+    from megatron_rl.host_copies import Part
 
 Result = TypeVar("Result")
 
@@ -66,6 +69,14 @@ class TrainerGroup:
         """Log-probabilities of the probe prompt under the weights as staged."""
         found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
         return _results([result for result in found if result is not None], ProbeResult)[0]
+
+    def move_out(self, parts: "Sequence[Part]") -> None:
+        """Move parts of every rank to host memory; see `HostCopies`."""
+        self.ranks.call("move_out", tuple(parts))
+
+    def move_in(self) -> None:
+        """Bring back what every rank has in host memory."""
+        self.ranks.call("move_in")
 
     def save(self, path: str) -> None:
         """Write the trainer's part of a checkpoint."""

@@ -73,6 +73,9 @@ class EngineConfig(Config):
     """Bytes of keys and values per rank."""
     cpu_cores: int = Field(default=1, gt=0)
     """OpenMP threads per rank; CPU engines only."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What engines give up while the trainer works; GPUs only. 0: nothing. 1: keys and values, and weights go to host
+    memory. 2: both are discarded, since new weights come before an engine serves again."""
     probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6, "fp8_channel": 0.6, "fp8_block": 0.6}
     """Publishing fails if the mean absolute difference between the engine's log-probabilities of the probe prompt and
     the trainer's own (from the dequantised codes) exceeds this."""

@@ -7,6 +7,7 @@ the summary and keeps only a reference to the tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import ray
 
@@ -62,40 +63,48 @@ class EngineActor:
         await self._engine.release(group_ids)
 
     async def init_transport(self, channel: Channel) -> None:
-        """See `Engine.init_transport`."""
-        await self._engine.init_transport(channel)
+        """See `EngineWeights.init_transport`."""
+        await self._engine.weights.init_transport(channel)
 
     async def wanted(self) -> list[Wanted]:
-        """See `Engine.wanted`."""
-        return self._engine.wanted
+        """See `EngineWeights.wanted`."""
+        return self._engine.weights.wanted
 
     async def check(self, manifest: WeightManifest) -> None:
-        """See `Engine.check`."""
-        self._engine.check(manifest)
+        """See `EngineWeights.check`."""
+        self._engine.weights.check(manifest)
 
     async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> UpdateTimes:
-        """See `Engine.update`."""
-        return await self._engine.update(manifest, segments)
+        """See `EngineWeights.update`."""
+        return await self._engine.weights.update(manifest, segments)
+
+    async def sleep(self) -> None:
+        """See `EngineWeights.sleep`."""
+        await self._engine.weights.sleep()
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """See `EngineWeights.wake`."""
+        await self._engine.weights.wake(what)
 
     async def drain(self) -> None:
-        """See `Engine.drain`."""
-        await self._engine.drain()
+        """See `EngineWeights.drain`."""
+        await self._engine.weights.drain()
 
     async def loaded_sums(self) -> Sums:
-        """See `Engine.loaded_sums`."""
-        return await self._engine.loaded_sums()
+        """See `EngineWeights.loaded_sums`."""
+        return await self._engine.weights.loaded_sums()
 
     async def probe(self, token_ids: list[int]) -> list[float]:
-        """See `Engine.probe`."""
-        return await self._engine.probe(token_ids)
+        """See `EngineWeights.probe`."""
+        return await self._engine.weights.probe(token_ids)
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._engine.resume()
+        """See `EngineWeights.resume`."""
+        await self._engine.weights.resume()
 
     async def fence(self, fault: str) -> None:
-        """See `Engine.fence`."""
-        await self._engine.fence(fault)
+        """See `EngineWeights.fence`."""
+        await self._engine.weights.fence(fault)
 
     async def state(self) -> EngineState:
         """See `Engine.state`."""

@@ -45,6 +45,7 @@ OWNED = {
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "max_model_len": "data.max_prompt_tokens and sampling.max_response_tokens",
     "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
+    "enable_sleep_mode": "engine.sleep_level",
     "worker_cls": "nothing: the worker receives the weights",
     "weight_transfer_config": "publish.transport",
     "additional_config": "nothing: it is our own word to the worker",
@@ -171,6 +172,7 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         max_num_seqs=config.max_num_seqs,
         max_model_len=spec.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_bytes,
+        enable_sleep_mode=config.sleep_level > 0,
         enforce_eager=bool(current_platform.is_cpu()),
         # a probe comes between two forwards of responses that are kept, and vLLM would take their next tokens from a
         # buffer that the probe has written to

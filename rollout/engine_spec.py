@@ -31,7 +31,7 @@ class EngineSpec:
     """Load the directory's own weights, in the format they are in, and serve them as version 0."""
     in_flight: InFlight = "recompute"
     """`recompute`: running responses go on when their keys and values have been computed anew. `keep_kv`: they go on at
-    once, with the keys and values of the old weights. `drain` is the publisher's to ask for (`Engine.drain`)."""
+    once, with the keys and values of the old weights. `drain` is the publisher's to ask for (`EngineWeights.drain`)."""
     drafts: DraftSpec | None = None
     """None is a stock engine: vLLM without any speculation."""
 

@@ -7,6 +7,10 @@ rounding of its outputs: thousandths. A row that is wrong, missing or another ro
 in the square root of the group's size, unless its product is next to nothing, which four vectors hardly ever agree on.
 Vectors (norms, biases) are added up in the same way without a product.
 
+An expert's three matrices are one kernel's business: what is summed up is what the expert makes of the signs, as if it
+were the product with its last matrix. That tells one expert from another and a fault of any of its matrices as a whole,
+but not one wrong row among thousands.
+
 Sums of parts of a tensor add up to the tensor's: ranks of either side give theirs, and nobody gathers weights.
 
 Shape legend: N rows, K columns, S vectors of signs (1 for vectors), G groups.
@@ -64,6 +68,24 @@ def of_box(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> npt.NDArra
     """Sums of a box whose values are at hand, [rows, columns] or [rows]."""
     products = multiply(values, column_signs(box, shape)) if values.dim() == 2 else values.unsqueeze(0)
     return fold(products, box, shape)
+
+
+def through_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """What an expert, or the part of it that has some of its inner rows, makes of `expert_inputs`: float32 [S, H].
+
+    Args:
+        gate: [F, H].
+        up: [F, H].
+        down: [H, F].
+    """
+    inputs = expert_inputs(gate.shape[1])
+    inner = torch.nn.functional.silu(multiply(gate, inputs)) * multiply(up, inputs)
+    return multiply(down, inner)
+
+
+def expert_inputs(hidden_size: int) -> torch.Tensor:
+    """What an expert is given: float32 [S, H]."""
+    return _column_signs(hidden_size)
 
 
 def multiply(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

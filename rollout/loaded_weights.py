@@ -4,16 +4,21 @@ See `rollout.fingerprint`. The model must not be running a forward meanwhile.
 """
 
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rollout.fingerprint import column_signs, fold, multiply
+from rollout.fingerprint import column_signs, expert_inputs, fold, multiply
 from rollout.slices import Landing
 from rollout.wire import Box, TensorSpec
+
+_LAST_OF_EXPERT = "w2_weight"
+"""The parameter in which vLLM stacks the last matrices of a layer's experts."""
 
 
 @torch.no_grad()
@@ -36,11 +41,18 @@ def loaded_sums(
     shapes = {spec.name: spec.shape for spec in specs}
     products: dict[tuple[str, Box], torch.Tensor] = {}
     found: dict[str, npt.NDArray[np.float64]] = {}
+    experts: dict[str, torch.Tensor] = {}
     for landing in landings:
         name, box, shape = landing.name, landing.box, shapes[landing.name]
-        if landing.parameter not in ("weight", "bias") or (name, box) not in counted:
+        if landing.parameter not in ("weight", "bias", _LAST_OF_EXPERT) or (name, box) not in counted:
             continue
         layer = model.get_submodule(landing.module)
+        if landing.parameter == _LAST_OF_EXPERT:
+            if landing.module not in experts:
+                experts[landing.module] = _through_experts(layer, shape[0], dtype)
+            sums = fold(experts[landing.module][landing.start // shape[0]], box, shape)
+            found[name] = found[name] + sums if name in found else sums
+            continue
         if len(shape) == 1:
             rows: torch.Tensor = getattr(layer, landing.parameter).unsqueeze(0)
         else:
@@ -52,6 +64,27 @@ def loaded_sums(
         sums = fold(rows[:, landing.start : landing.start + box.shape[0]], box, shape)
         found[name] = found[name] + sums if name in found else sums
     return found
+
+
+def _through_experts(layer: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """What each expert, or this rank's part of it, makes of a few tokens, [experts, tokens, hidden]."""
+    method = layer.quant_method
+    assert isinstance(method, FusedMoEMethodBase)
+    if method.is_monolithic:
+        raise RuntimeError(f"{type(method).__name__} chooses experts itself, so that none can be asked alone")
+    inputs = expert_inputs(hidden_size)
+    count = cast(int, layer.local_num_experts)
+    device = next(layer.parameters()).device
+    chosen = torch.arange(count, device=device, dtype=method.topk_indices_dtype or torch.int32)
+    outputs: torch.Tensor = method.apply(
+        layer=layer,
+        x=inputs.to(device, dtype).repeat(count, 1),
+        topk_weights=torch.ones(count * len(inputs), 1, device=device),
+        topk_ids=chosen.repeat_interleave(len(inputs)).unsqueeze(1),
+        shared_experts=None,
+        shared_experts_input=None,
+    )
+    return outputs.view(count, len(inputs), hidden_size)
 
 
 def _product(layer: torch.nn.Module, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,8 @@ code with the trainer's table of names nor with vLLM's loaders.
 Invariant: `expected_tensors` is sorted by name; tied weights appear once.
 """
 
+from collections.abc import Iterator
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,11 +28,27 @@ def expected_tensors(directory: str, format: WeightFormat) -> tuple[TensorSpec, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     specs: list[TensorSpec] = []
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    for stacked, tensor in model.state_dict().items():
+        if stacked == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        specs += _as_sent(name, tuple(tensor.shape), format, config.num_hidden_layers)
+        for name, shape in _one_by_one(stacked, tuple(tensor.shape)):
+            specs += _as_sent(name, shape, format, config.num_hidden_layers)
     return tuple(sorted(specs, key=lambda spec: spec.name))
+
+
+def _one_by_one(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Transformers stacks the experts of a layer in memory; files and loaders have each by itself."""
+    parent, _, leaf = name.rpartition(".")
+    if not parent.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
+        yield name, shape
+        return
+    count, rows, columns = shape
+    for expert in range(count):
+        if leaf == "down_proj":
+            yield f"{parent}.{expert}.down_proj.weight", (rows, columns)
+        else:
+            yield f"{parent}.{expert}.gate_proj.weight", (rows // 2, columns)
+            yield f"{parent}.{expert}.up_proj.weight", (rows // 2, columns)
 
 
 def linears_in_bf16(expected: tuple[TensorSpec, ...]) -> tuple[str, ...]:
@@ -51,8 +69,9 @@ def _as_sent(name: str, shape: tuple[int, ...], format: WeightFormat, num_layers
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """The 2-D weights of the decoder layers, nothing else."""
-    return ".layers." in name and name.endswith(".weight") and len(shape) == 2
+    """The 2-D weights of the decoder layers but for routers, nothing else."""
+    router = name.endswith(".mlp.gate.weight")
+    return ".layers." in name and name.endswith(".weight") and len(shape) == 2 and not router
 
 
 def differences(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> list[str]:

@@ -150,6 +150,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Put the model back into checkpoint layout on the meta device."""
+        vllm_quirks.before_reload(self.model)
         layerwise.initialize_layerwise_reload(self.model)
 
     @torch.no_grad()

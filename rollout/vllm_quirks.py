@@ -189,6 +189,24 @@ def segments_of_tensor_parallel_ranks_outlive_their_engine() -> None:
         path.unlink(missing_ok=True)
 
 
+def experts_multiply_by_unpacked_weights_after_reload(model: nn.Module) -> None:
+    """Let CPU kernels pack the weights of experts at every load, as they do at the first.
+
+    vLLM takes a layer that has its kernel for one whose packed memory only has to be filled again, and copies what it
+    has loaded there as it is.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def before_reload(model: nn.Module) -> None:
+    """Run what has to happen before a model goes back to checkpoint layout to be loaded."""
+    experts_multiply_by_unpacked_weights_after_reload(model)
+
+
 def after_reload(model: nn.Module) -> None:
     """Run what has to happen after the last layer was repacked."""
     tied_head_multiplies_by_old_embedding_after_reload(model)

@@ -1,5 +1,6 @@
 """What the whole suite shares: one Ray, on it a trainer of two ranks and two engines, and what scripts answered."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from launcher.config import ClusterConfig
 from launcher.processes import Processes, processes
 from tests.background import Background, run_script
 from tests.drafting_runs import run_whose_history_is_killed
-from tests.whole_runs import make_example, run_fed_with_changes, run_to_its_end
+from tests.whole_runs import make_example, run_fed_with_changes, run_of_experts, run_to_its_end
 
 NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""
@@ -56,10 +57,15 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
 
         peaked = save_peaked(tmp_path_factory.mktemp("lossless"))
         jobs["lossless"] = partial(run_script, "tests.rollout.drafting_jobs", peaked)
+    if "parallel_formats" in asked:
+        target = tmp_path_factory.mktemp("parallel") / "answers.json"
+        arguments = str(request.getfixturevalue("checkpoints").root), str(target)
+        jobs["parallel_formats"] = partial(run_script, "tests.rollout.parallel_formats", arguments)
     runs = {
         "killed": run_whose_history_is_killed,
         "uninterrupted": run_to_its_end,
         "fed_with_changes": run_fed_with_changes,
+        "of_experts": run_of_experts,
     }
     if asked & {"example", *runs}:
         example = tmp_path_factory.mktemp("example")
@@ -76,6 +82,12 @@ def oracle(background):
     from tests.rollout.engine_answers import read_oracle
 
     return read_oracle(background.wait("oracle")[1])
+
+
+@pytest.fixture(scope="session")
+def parallel_formats(background) -> dict:
+    """What `tests.rollout.parallel_formats` has written."""
+    return json.loads(Path(background.wait("parallel_formats")[1]).read_text())
 
 
 @pytest.fixture(scope="session")
@@ -100,3 +112,9 @@ def killed(background) -> Path:
 def fed_with_changes(background) -> tuple[Path, str]:
     """See `run_fed_with_changes`."""
     return background.wait("fed_with_changes")
+
+
+@pytest.fixture(scope="session")
+def of_experts(background) -> Path:
+    """See `run_of_experts`."""
+    return background.wait("of_experts")

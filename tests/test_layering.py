@@ -16,6 +16,7 @@ VLLM_ADAPTERS = {
     "rollout/engine.py",
     "rollout/engine_config.py",
     "rollout/engine_responses.py",
+    "rollout/llm_handle.py",
     "rollout/proposer.py",
     "rollout/loaded_weights.py",
     "rollout/receiver.py",

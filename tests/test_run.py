@@ -88,6 +88,18 @@ def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer
 
 
 @pytest.mark.slow
+def test_a_mixture_of_experts_that_are_spread_goes_round_the_ring(of_experts):
+    found = rows(of_experts / "metrics.jsonl")
+    assert [row["step"] for row in found] == [0, 1]
+    for row in found:
+        assert row["actor/optimizer_steps"] == 2
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert row["rollout_corr/k3_kl"] < 1e-3
+        assert 0 < row["publish/weight_gap_max"] < 0.01
+    assert sorted(path.name for path in (of_experts / "checkpoints").iterdir()) == ["1", "2", "latest"]
+
+
+@pytest.mark.slow
 def test_a_checkpoint_exports_and_evaluates(example, uninterrupted):
     exported, result, weights = example / "exported", example / "result.json", "model.safetensors"
     finish(command("export", str(uninterrupted), str(exported)))
@@ -108,7 +120,7 @@ def test_a_checkpoint_exports_and_evaluates(example, uninterrupted):
 
 @pytest.mark.slow
 def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(example):
-    config, target, log = example / "sft.yaml", example / "warm", example / "warm.jsonl"
+    config, target, log = example / "sft.yaml", example / "warmed-up", example / "warmed-up.jsonl"
     settings = {
         "model": str(example / "model"),
         "output_dir": str(target),

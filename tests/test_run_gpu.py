@@ -14,6 +14,27 @@ pytestmark = [
 ]
 
 
+def test_a_run_whose_trainer_and_engine_take_turns_on_a_device_is_the_run_that_keeps_both(example):
+    """The same seeds, the same kernels; a checkpoint after every step makes engines lose their weights once more."""
+    found = {}
+    for name, turns in (("beside", ({}, {})), ("in-turns", ({"sleep_level": 2}, {"offload": "all"}))):
+        run_dir = example / f"gpu-{name}"
+        config = configuration(
+            example,
+            num_steps=3,
+            sampling={"temperature": 1.0, "max_response_tokens": 48},
+            engine={"format": "int8", "max_num_seqs": 64, "kv_cache_bytes": 1 << 30, **turns[0]},
+            trainer={"dtype": "bf16", "optimizer": {"learning_rate": 1e-4}, **turns[1]},
+            wandb={"mode": "disabled"},
+        )
+        finish(start(config, run_dir))
+        found[name] = rows(run_dir / "metrics.jsonl")
+    for beside, in_turns in zip(found["beside"], found["in-turns"], strict=True):
+        assert in_turns["timing_s/switch"] > 0 and "timing_s/switch" not in beside
+        for key in ("rollout_corr/k3_kl", "actor/grad_norm", "reward/mean"):
+            assert in_turns[key] == pytest.approx(beside[key], rel=1e-3, abs=1e-6), key
+
+
 @pytest.mark.parametrize(
     ("format", "bound", "temperature", "transport"),
     [

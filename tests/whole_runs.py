@@ -120,3 +120,24 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
         wandb={"mode": "disabled"},
     )
     return run_dir, finish(start(config, run_dir))
+
+
+def run_of_experts(example: Path) -> Path:
+    """The directory of a run of a mixture of experts, spread over two trainer ranks."""
+    model, run_dir = example / "experts", example / "of-experts"
+    subprocess.run([sys.executable, "-m", "tests.expert_model", str(example / "model"), str(model)], check=True)
+    config = configuration(
+        example,
+        model=str(model),
+        num_steps=2,
+        deterministic=False,
+        trainer={
+            "dtype": "fp32",
+            "max_micro_batch_tokens": 512,
+            "parallel": {"data": 2, "expert": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        wandb={"mode": "disabled"},
+    )
+    finish(start(config, run_dir))
+    return run_dir

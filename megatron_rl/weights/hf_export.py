@@ -8,6 +8,7 @@ The directory is written under a temporary name and renamed when it is complete.
 trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model import PolicyModel, layer_names
 from megatron_rl.parallel import Position, rank_at
-from megatron_rl.weights.names import Placement, hf_shapes, rank_placements
+from megatron_rl.weights.names import Placement, hf_shapes, is_first_replica, rank_placements
 
 WRITER = 0
 
@@ -51,7 +52,7 @@ def export(
     """
     is_writer = position.rank == WRITER
     _refuse_existing(destination, is_writer=is_writer)
-    if position.data == 0:
+    if position.data < parallel.expert:
         tensors = _whole_tensors(model, parallel, position.rank)
         if is_writer:
             _write(tensors, _shards(model, max_shard_bytes), _dtype(model), source, destination)
@@ -74,18 +75,23 @@ def _dtype(model: PolicyModel) -> torch.dtype:
 
 
 def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
-    """Owners of every Hugging Face tensor within the first data-parallel replica."""
+    """Owners of every Hugging Face tensor among the first ranks that hold it."""
     found: Roster = {name: [] for name in hf_shapes(model.spec)}
-    for pipeline in range(parallel.pipeline):
-        for tensor in range(parallel.tensor):
-            boxes: dict[str, list[Placement]] = {}
-            for placement in rank_placements(
-                model.spec, parallel, tensor_rank=tensor, pipeline_rank=pipeline, te_names=layer_names() == "te"
-            ):
-                if placement.owned:
-                    boxes.setdefault(placement.hf_name, []).append(placement)
-            for name, owned in boxes.items():
-                found[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline), tuple(owned)))
+    places = itertools.product(range(parallel.pipeline), range(parallel.expert), range(parallel.tensor))
+    for pipeline, data, tensor in places:
+        boxes: dict[str, list[Placement]] = {}
+        for placement in rank_placements(
+            model.spec,
+            parallel,
+            tensor_rank=tensor,
+            pipeline_rank=pipeline,
+            data_rank=data,
+            te_names=layer_names() == "te",
+        ):
+            if placement.owned and is_first_replica(placement, parallel, data):
+                boxes.setdefault(placement.hf_name, []).append(placement)
+        for name, owned in boxes.items():
+            found[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline, data=data), tuple(owned)))
     return found
 
 

@@ -29,6 +29,8 @@ class Kind(enum.Enum):
     OUTPUT = "output"
     LINEAR = "linear"
     """A matrix of a decoder layer."""
+    ROUTER = "router"
+    """Chooses experts; small, and what it decides is not to be rounded."""
     BIAS = "bias"
     NORM = "norm"
 
@@ -56,7 +58,7 @@ class Where(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row of the table; `{}` stands for the layer number."""
+    """One row of the table; `{}` stands for the layer number, a second one for the number of an expert."""
 
     hf: str
     local: str
@@ -68,6 +70,8 @@ class Rule:
     """Full Hugging Face shape."""
     where: Where = Where.LAYER
     present: Callable[[ModelSpec], bool] = lambda spec: True
+    per_expert: bool = False
+    """There is one for every expert of a layer."""
     tied_copy: bool = False
     """The last stage's copy of the embedding, which the first stage owns."""
 
@@ -97,9 +101,25 @@ _LAYER = "decoder.layers.{}."
 _ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
 
 
-def _layer_norm(hf: str, local: str, te: str) -> Rule:
+def _is_dense(spec: ModelSpec) -> bool:
+    return spec.experts is None
+
+
+def _has_experts(spec: ModelSpec) -> bool:
+    return spec.experts is not None
+
+
+def _layer_norm(
+    hf: str, local: str, te: str | None = None, present: Callable[[ModelSpec], bool] = lambda spec: True
+) -> Rule:
     return Rule(
-        hf=_HF_LAYER + hf, local=_LAYER + local, te=_LAYER + te, split=Split.REPLICATED, kind=Kind.NORM, shape=_hidden
+        hf=_HF_LAYER + hf,
+        local=_LAYER + local,
+        te=None if te is None else _LAYER + te,
+        split=Split.REPLICATED,
+        kind=Kind.NORM,
+        shape=_hidden,
+        present=present,
     )
 
 
@@ -135,14 +155,35 @@ def _qk_norm(part: Literal["q", "k"]) -> Rule:
     )
 
 
-def _fc1(half: Literal["gate", "up"]) -> Rule:
-    return Rule(
-        hf=f"{_HF_LAYER}mlp.{half}_proj.weight",
-        local=_MLP + "linear_fc1.weight",
-        split=Split(half),
+def _feed_forward(hf: str, local: str, *, per_expert: bool) -> tuple[Rule, ...]:
+    """The three matrices of a feed-forward network, or of every expert."""
+    present = _has_experts if per_expert else _is_dense
+
+    def fc1(half: Literal["gate", "up"]) -> Rule:
+        return Rule(
+            hf=f"{hf}{half}_proj.weight",
+            local=local + "linear_fc1.weight",
+            split=Split(half),
+            kind=Kind.LINEAR,
+            shape=lambda spec: (spec.ffn_size, spec.hidden_size),
+            present=present,
+            per_expert=per_expert,
+        )
+
+    down = Rule(
+        hf=hf + "down_proj.weight",
+        local=local + "linear_fc2.weight",
+        split=Split.COLUMNS,
         kind=Kind.LINEAR,
-        shape=lambda spec: (spec.ffn_size, spec.hidden_size),
+        shape=lambda spec: (spec.hidden_size, spec.ffn_size),
+        present=present,
+        per_expert=per_expert,
     )
+    return fc1("gate"), fc1("up"), down
+
+
+def _num_experts(spec: ModelSpec) -> int:
+    return 0 if spec.experts is None else spec.experts.count
 
 
 TABLE: tuple[Rule, ...] = (
@@ -167,16 +208,20 @@ TABLE: tuple[Rule, ...] = (
         kind=Kind.LINEAR,
         shape=lambda spec: (spec.hidden_size, _q_rows(spec)),
     ),
-    _layer_norm("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    _fc1("gate"),
-    _fc1("up"),
-    Rule(
-        hf=_HF_LAYER + "mlp.down_proj.weight",
-        local=_MLP + "linear_fc2.weight",
-        split=Split.COLUMNS,
-        kind=Kind.LINEAR,
-        shape=lambda spec: (spec.hidden_size, spec.ffn_size),
+    _layer_norm(
+        "post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", _is_dense
     ),
+    _layer_norm("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", present=_has_experts),
+    *_feed_forward(_HF_LAYER + "mlp.", _MLP, per_expert=False),
+    Rule(
+        hf=_HF_LAYER + "mlp.gate.weight",
+        local=_MLP + "router.weight",
+        split=Split.REPLICATED,
+        kind=Kind.ROUTER,
+        shape=lambda spec: (_num_experts(spec), spec.hidden_size),
+        present=_has_experts,
+    ),
+    *_feed_forward(_HF_LAYER + "mlp.experts.{}.", _MLP + "experts.local_experts.{}.", per_expert=True),
     Rule(
         hf="model.norm.weight",
         local="decoder.final_layernorm.weight",

@@ -35,7 +35,9 @@ class Placement:
     replicated: bool
     """Every tensor-parallel rank holds this box."""
     owned: bool
-    """This rank answers for the box: among all ranks of one data-parallel replica exactly one owns it."""
+    """This rank answers for the box: among all ranks that hold one replica of it in parts exactly one owns it."""
+    of_expert: bool
+    """It is an expert's: data-parallel ranks hold the same experts only if `parallel.expert` apart."""
 
     @property
     def hf_slices(self) -> tuple[slice, ...]:
@@ -98,45 +100,61 @@ def placements(
     layers: range,
     first: bool,
     last: bool,
+    expert: int = 1,
+    expert_rank: int = 0,
     te_names: bool = False,
 ) -> tuple[Placement, ...]:
     """All boxes that one rank holds, in the order of the model: embedding, layers, final norm, output.
 
     `layers` are the global numbers of the stage's layers; `first` and `last` say whether the stage holds
-    the embedding and the output layer.
+    the embedding and the output layer; of each layer's experts the rank has the part `expert_rank` of `expert`.
     """
     found: list[Placement] = []
-    for rule, hf_layer, local_layer in _rules(spec, layers, first=first, last=last):
+    for rule, hf_numbers, local_numbers in _rules(
+        spec, layers, _experts(spec, expert, expert_rank), first=first, last=last
+    ):
         shape = rule.shape(spec)
         name = rule.te if te_names and rule.te is not None else rule.local
         replicated = rule.split is Split.REPLICATED
         for box in _SPLITS[rule.split](spec, shape, tensor, tensor_rank):
             found.append(
                 Placement(
-                    hf_name=rule.hf.format(hf_layer),
+                    hf_name=rule.hf.format(*hf_numbers),
                     hf_full_shape=shape,
                     hf_start=_along(box.dim, box.hf, len(shape)),
                     shape=(*shape[: box.dim], box.size, *shape[box.dim + 1 :]),
-                    megatron_name=name.format(local_layer),
+                    megatron_name=name.format(*local_numbers),
                     megatron_start=_along(box.dim, box.megatron, len(shape)),
                     kind=rule.kind,
                     replicated=replicated,
                     owned=not rule.tied_copy and (not replicated or tensor_rank == 0),
+                    of_expert=rule.per_expert,
                 )
             )
     return tuple(found)
 
 
-def _rules(spec: ModelSpec, layers: range, *, first: bool, last: bool) -> Iterable[tuple[Rule, int, int]]:
-    """Rules of one stage with global and local layer number, in the order of the model."""
+def _experts(spec: ModelSpec, expert: int, expert_rank: int) -> range:
+    """Global numbers of the experts of one rank."""
+    size = 0 if spec.experts is None else spec.experts.count // expert
+    return range(expert_rank * size, (expert_rank + 1) * size)
+
+
+def _rules(
+    spec: ModelSpec, layers: range, experts: range, *, first: bool, last: bool
+) -> Iterable[tuple[Rule, tuple[int, ...], tuple[int, ...]]]:
+    """Rules of one stage in the order of the model, with the numbers in their names: in the whole model, and here."""
     table = [rule for rule in TABLE if rule.present(spec)]
     if first:
-        yield from ((rule, 0, 0) for rule in table if rule.where is Where.FIRST)
+        yield from ((rule, (), ()) for rule in table if rule.where is Where.FIRST)
     for local, layer in enumerate(layers):
-        yield from ((rule, layer, local) for rule in table if rule.where is Where.LAYER)
+        in_layer = [rule for rule in table if rule.where is Where.LAYER]
+        yield from ((rule, (layer,), (local,)) for rule in in_layer if not rule.per_expert)
+        for place, expert in enumerate(experts):
+            yield from ((rule, (layer, expert), (local, place)) for rule in in_layer if rule.per_expert)
     if last:
         # A stage that is first and last uses the embedding itself.
-        yield from ((rule, 0, 0) for rule in table if rule.where is Where.LAST and not (rule.tied_copy and first))
+        yield from ((rule, (), ()) for rule in table if rule.where is Where.LAST and not (rule.tied_copy and first))
 
 
 def _along(dim: int, offset: int, num_dims: int) -> tuple[int, ...]:
@@ -144,7 +162,13 @@ def _along(dim: int, offset: int, num_dims: int) -> tuple[int, ...]:
 
 
 def rank_placements(
-    spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int, pipeline_rank: int, te_names: bool = False
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    *,
+    tensor_rank: int,
+    pipeline_rank: int,
+    data_rank: int = 0,
+    te_names: bool = False,
 ) -> tuple[Placement, ...]:
     """`placements` of the rank at these coordinates of a partition."""
     return placements(
@@ -154,8 +178,15 @@ def rank_placements(
         layers=stage_layers(spec.num_layers, parallel.pipeline)[pipeline_rank],
         first=pipeline_rank == 0,
         last=pipeline_rank == parallel.pipeline - 1,
+        expert=parallel.expert,
+        expert_rank=data_rank % parallel.expert,
         te_names=te_names,
     )
+
+
+def is_first_replica(placement: Placement, parallel: ParallelConfig, data_rank: int) -> bool:
+    """Whether no data-parallel rank before this one holds the same box."""
+    return data_rank < (parallel.expert if placement.of_expert else 1)
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ column-cut matrices, blocks across a border) all trainer ranks of a tensor-paral
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from megatron_rl.weights.names import Placement
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
 from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
-from rollout.fingerprint import of_box
+from rollout.fingerprint import fold, of_box, through_expert
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weight_sums import Sums
@@ -38,7 +38,7 @@ class WeightPacker:
         held: Sequence[Placement],
         parameters: Mapping[str, torch.nn.Parameter],
         tensor_group: dist.ProcessGroup | None,
-        answers: bool,
+        answers: Callable[[Placement], bool],
     ) -> None:
         """A packer that can pack what the plan has this rank send.
 
@@ -48,7 +48,7 @@ class WeightPacker:
             held: all placements of this rank.
             parameters: of this rank, by name.
             tensor_group: None without tensor parallelism.
-            answers: whether it is this rank that answers for the sums of its placements, of all data-parallel replicas.
+            answers: whether this rank, of all replicas, answers for a placement's sums.
         """
         self._plan = plan
         self._own = [
@@ -163,11 +163,19 @@ class WeightPacker:
         From whole boxes as the model holds them, not from pieces as they were sent.
         """
         found: dict[str, npt.NDArray[np.float64]] = {}
+        experts: dict[str, dict[str, Placement]] = {}
         for placement in self._held:
-            if placement.owned and self._answers:
+            if placement.of_expert and placement.owned and self._answers(placement):
+                expert, _, leaf = placement.hf_name.removesuffix("_proj.weight").rpartition(".")
+                experts.setdefault(expert, {})[leaf] = placement
+            elif placement.owned and self._answers(placement):
                 sums = of_box(self._round_trip(placement), _whole(placement), placement.hf_full_shape)
                 name = placement.hf_name
                 found[name] = found[name] + sums if name in found else sums
+        for parts in experts.values():
+            made = through_expert(*(self._round_trip(parts[leaf]).float() for leaf in ("gate", "up", "down")))
+            last = parts["down"]
+            found[last.hf_name] = fold(made, _whole(last), last.hf_full_shape)
         return found
 
     def _round_trip(self, placement: Placement) -> torch.Tensor:

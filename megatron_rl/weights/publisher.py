@@ -9,7 +9,7 @@ that could not prove itself stays fenced: no token is sampled from weights that 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -45,10 +45,12 @@ class Publisher:
         max_probe_gap: float,
         timeout_s: float,
         drain_timeout_s: float | None = None,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         """`plan` is the trainer's own (`plan_reshard` of the same arguments); `max_probe_gap` in nats.
 
-        With `drain_timeout_s` engines finish their responses before weights move, within so many seconds.
+        With `drain_timeout_s` engines finish their responses before weights move, within so many seconds. `make_room`
+        is called when the trainer has no further part in a publish, and engines forward only afterwards.
         """
         self._trainer = trainer
         self._engines = engines
@@ -59,6 +61,7 @@ class Publisher:
         self._max_probe_gap = max_probe_gap
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s
+        self._make_room = make_room
 
     def publish(self, policy_version: int) -> PublishReport:
         """Bring every engine to `policy_version`; returns when all of them serve it.
@@ -117,8 +120,11 @@ class Publisher:
         raise RuntimeError(f"engine(s) {list(faults)} are fenced: {next(iter(faults.values()))}")
 
     def _prove(self, version: WeightVersion) -> tuple[float, ...]:
-        proving = self._engines.begin("probe", self._probe_tokens)
+        proving = None if self._make_room is not None else self._engines.begin("probe", self._probe_tokens)
         reference = self._trainer.probe(self._probe_tokens, timeout_s=self._timeout_s)
+        if self._make_room is not None:
+            self._make_room()
+        proving = proving or self._engines.begin("probe", self._probe_tokens)
         found = self._engines.wait(proving, "probe", timeout_s=self._timeout_s)
         gaps = tuple(_gap(logprobs, reference) for logprobs in found)
         bad = [engine for engine, gap in enumerate(gaps) if not gap <= self._max_probe_gap]

@@ -24,7 +24,7 @@ from itertools import pairwise
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import ModelSpec
 from megatron_rl.slots import TrainerSlot, trainer_slots
-from megatron_rl.weights.names import Kind, Placement, placements, rank_placements
+from megatron_rl.weights.names import Kind, Placement, is_first_replica, placements, rank_placements
 from rollout.types import WeightVersion
 from rollout.weight_format import CodeLayout, WeightFormat
 from rollout.wire import (
@@ -138,21 +138,28 @@ def plan_reshard(
     filled: list[tuple[int, list[_Item]]] = []
     slots = trainer_slots(parallel, cpu_threads=1)
     for slot in slots:
-        if slot.data_rank == 0:
+        if slot.data_rank < parallel.expert:
             held = rank_placements(
-                spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=te_names
+                spec,
+                parallel,
+                tensor_rank=slot.tensor_rank,
+                pipeline_rank=slot.pipeline_rank,
+                data_rank=slot.data_rank,
+                te_names=te_names,
             )
+            held = tuple(p for p in held if is_first_replica(p, parallel, slot.data_rank))
             layouts = [(p, format.layout if _quantizes(format, p, spec.num_layers) else None) for p in held]
             shared.update(p.hf_name for p, layout in layouts if layout and layout.cuts(p.hf_start))
-            items = [item for p, layout in layouts if p.owned for item in _items(p, layout, tensors, index, wanted)]
-            items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
-            replicas = [one.rank for one in slots if _place(one) == _place(slot)]
-            buckets = [
-                bucket
-                for ranks in sorted({item.engine_ranks for item in items})
-                for bucket in _fill([item for item in items if item.engine_ranks == ranks], bucket_bytes)
-            ]
-            filled += _share(buckets, replicas)
+            # experts and the rest are held by other sets of replicas where experts are spread
+            for spread in (False, True) if parallel.expert > 1 else (None,):
+                items = [
+                    item
+                    for p, layout in layouts
+                    if p.owned and spread in (None, p.of_expert)
+                    for item in _items(p, layout, tensors, index, wanted)
+                ]
+                replicas = _replicas(slots, slot, parallel.expert if spread else 1)
+                filled += _share(_buckets(items, bucket_bytes), replicas)
     filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0], entry[1][0].engine_ranks, entry[1][0].start))
     return ReshardPlan(
         format=format,
@@ -237,8 +244,24 @@ def _fill(items: list[_Item], bucket_bytes: int) -> Iterator[list[_Item]]:
         yield bucket
 
 
-def _place(slot: TrainerSlot) -> tuple[int, int]:
-    return slot.tensor_rank, slot.pipeline_rank
+def _buckets(items: list[_Item], bucket_bytes: int) -> list[list[_Item]]:
+    """The pieces of one rank in the order of the model, those that go to the same engine ranks together."""
+    items.sort(key=lambda item: item.tensor)  # a matrix in several boxes: all its codes, then all its scales
+    return [
+        bucket
+        for ranks in sorted({item.engine_ranks for item in items})
+        for bucket in _fill([item for item in items if item.engine_ranks == ranks], bucket_bytes)
+    ]
+
+
+def _replicas(slots: Sequence[TrainerSlot], slot: TrainerSlot, spread: int) -> list[int]:
+    """Ranks that hold what `slot` holds: at its place, `spread` data-parallel ranks apart."""
+    return [
+        one.rank
+        for one in slots
+        if (one.tensor_rank, one.pipeline_rank) == (slot.tensor_rank, slot.pipeline_rank)
+        and one.data_rank % spread == slot.data_rank % spread
+    ]
 
 
 def _share(buckets: Sequence[list[_Item]], replicas: Sequence[int]) -> Iterator[tuple[int, list[_Item]]]:

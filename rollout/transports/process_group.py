@@ -5,7 +5,7 @@ engine's ranks. A bucket goes to the ranks of every attached engine that want it
 buckets lie on the devices of both ends and never touch the host.
 
 No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
-be made (`Engine.init_transport`, `GroupSender.attach`).
+be made (`EngineWeights.init_transport`, `GroupSender.attach`).
 
 A bucket is a header and a body: all of it, or what has changed since the receiver's last one
 (`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a

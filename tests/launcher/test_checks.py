@@ -114,6 +114,32 @@ def test_a_directory_without_weights_or_tokenizer_is_refused(
     assert "holds no tokenizer" in text
 
 
+def test_making_room_where_there_is_none_to_make_is_refused(write_config: Write, node: NodeResources) -> None:
+    text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true")
+    assert "`engine.sleep_level` = 2: only engines on GPUs sleep" in text
+    assert "`trainer.offload` = all: on a CPU there is nowhere to go" in text
+    assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
+
+
+def test_experts_over_tensor_ranks_are_not_spread_on_a_cpu(
+    write_config: Write, node: NodeResources, model_dir: Path
+) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (model_dir / "config.json").write_text(json.dumps(config | more | {"model_type": "qwen3_moe"}))
+    keys = [f"trainer.parallel.{key}=2" for key in ("tensor", "data", "expert")]
+    assert "gloo cannot gather the tokens" in refusal(write_config(""), node, *keys)
+
+
+def test_experts_in_8_bits_are_refused(write_config: Write, node: NodeResources, model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (model_dir / "config.json").write_text(json.dumps(config | more | {"model_type": "qwen3_moe"}))
+    text = refusal(write_config(""), node, "engine.format=int8")
+    assert "`engine.format` = int8" in text
+    assert "has 4 experts, which are published in bf16 only" in text
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [

@@ -5,9 +5,9 @@ import pytest
 
 from launcher.config import RunConfig
 from launcher.environment import NodeResources
-from launcher.memory_plan import run_memory
+from launcher.memory_plan import device_phases, run_memory
 from megatron_rl.config import ParallelConfig, TrainerConfig
-from megatron_rl.memory import kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
+from megatron_rl.memory import engine_rank, kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
 from megatron_rl.model_config import ModelSpec, read_model_spec
 from rollout.weight_format import WeightFormat
 
@@ -29,12 +29,14 @@ def spec_of(tmp_path: Path, **more: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_parameters_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = SHAPE if family != "qwen2" else {**SHAPE, "head_dim": 16}
+    shape = dict(SHAPE) if family != "qwen2" else {**SHAPE, "head_dim": 16}
+    if family == "qwen3_moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     config = AutoConfig.for_model(family, **shape, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -92,6 +94,59 @@ def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
     assert memory.available_bytes == 80 << 30
     kept = next(item for item in memory.items if item.what == "engine keys and values")
     assert kept.num_bytes == 2 * config.engine.kv_cache_bytes
+
+
+def phases_of(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
+    """Bytes by phase and item, of a trainer rank and an engine rank on a device of their own number."""
+    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
+    config = RunConfig.model_validate({**base, **parts})
+    spec = spec_of(tmp_path)
+    trainer = trainer_rank(spec, config.trainer, longest_sample=10)
+    engine = engine_rank(
+        spec, weight_format=WeightFormat(name="bf16"), tensor_parallel=1, kv_cache_bytes=config.engine.kv_cache_bytes
+    )
+    found = device_phases(config, trainer, engine)
+    return {phase: {item.what: item.num_bytes for item in items} for phase, items in found.items()}
+
+
+SAMPLES, TRAINS, TRAVELS = "while engines sample", "while the trainer trains", "while weights travel"
+
+
+def test_whoever_makes_room_is_not_on_the_device_when_the_other_works(tmp_path: Path) -> None:
+    beside = phases_of(tmp_path)
+    assert {"trainer optimizer", "engine keys and values"} <= set(beside[SAMPLES]) & set(beside[TRAINS])
+    in_turns = phases_of(tmp_path, engine={"sleep_level": 2}, trainer={"offload": "all"})
+    assert not any(what.startswith("trainer") for what in in_turns[SAMPLES])
+    assert not any(what.startswith("engine") for what in in_turns[TRAINS])
+    assert {what for what in in_turns[TRAVELS] if what.startswith("trainer")} == {"trainer parameters"}
+    assert {what for what in in_turns[TRAVELS] if what.startswith("engine")} == {"engine weights"}
+    for phase in (SAMPLES, TRAINS, TRAVELS):
+        assert sum(in_turns[phase].values()) < sum(beside[phase].values())
+
+
+def test_what_travels_is_staged_or_two_buckets_and_what_changes_only_is_kept_twice(tmp_path: Path) -> None:
+    staged = phases_of(tmp_path)[TRAVELS]
+    assert staged["weights on their way"] == staged["engine weights"]
+    assert "weights on their way" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
+    apart = phases_of(tmp_path, publish={"transport": "nccl", "delta": True, "bucket_bytes": 1 << 20})
+    assert set(apart) == {"where engines are", "where the trainer is"}
+    for items in apart.values():
+        assert items["buckets on their way"] == 2 << 20
+        assert items["publish baselines"] == staged["engine weights"]
+    assert not any(what.startswith("engine") for what in apart["where the trainer is"])
+
+
+def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_path: Path) -> None:
+    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
+    spec = spec_of(tmp_path, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=150_000)
+    node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(140 << 30,))
+    small = {"max_micro_batch_tokens": 1024}
+    beside = RunConfig.model_validate({**base, "engine": {"kv_cache_bytes": 40 << 30}, "trainer": small})
+    (problem,) = run_memory(beside, spec, node).problems()
+    assert "the smallest GPU, while" in problem
+    assert "trainer.optimizer.distributed" in problem
+    turns = {"engine": {"kv_cache_bytes": 40 << 30, "sleep_level": 2}, "trainer": {"offload": "all", **small}}
+    assert run_memory(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
 
 
 def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_cpu_run_takes_threads_and_no_device(node: NodeResources) -> None:
     placement = plan(run_config(trainer={"parallel": {"tensor": 2}}, engine={"num_engines": 2}), node)
     assert [slot.engine_id for slot in placement.engines] == [0, 1]
     assert {slot.num_gpus for slot in (*placement.engines, *placement.trainers)} == {0}
-    assert placement.crowded == ""
+    assert placement.notes == ()
 
 
 def test_more_threads_in_one_process_than_cores_are_refused(node: NodeResources) -> None:
@@ -113,6 +113,9 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     shared = plan(run_config(**parts), four)
     assert [slot.devices for slot in shared.trainers] == [(0,), (1,)]
     assert [slot.devices for slot in shared.engines] == [(0, 1)]
+    assert shared.notes == ()
+    (note,) = plan(run_config(**parts, publish={"transport": "shm"}), four).notes
+    assert note.startswith("weights go through the host (shm)")
     apart = plan(run_config(**parts, publish={"transport": "nccl"}), four)
     assert [slot.devices for slot in apart.trainers] == [(0,), (1,)]
     assert [slot.devices for slot in apart.engines] == [(2, 3)]

@@ -26,6 +26,7 @@ def build_loaded(
         parallel,
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
+        data_rank=position.data,
         te_names=layer_names() == "te",
     )
     load(model, placements, spec, directory)
@@ -105,6 +106,7 @@ def gradients(position, parallel, directory, batches, coefficients, sequence_par
         parallel,
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
+        data_rank=position.data,
         te_names=layer_names() == "te",
     )
     return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in placements]

@@ -43,7 +43,9 @@ def history(log):
     )
 
 
-def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None):
+def controller(
+    log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None, needs_publish=False
+):
     groups = [scored_group(0), scored_group(1)]
     report = PublishReport(
         weight_version=0,
@@ -63,6 +65,7 @@ def controller(log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_eve
         codes={},
     )
     phases = Stand(
+        needs_publish=needs_publish,
         begin_step=lambda: None,
         seconds=lambda: {"rollout": 1.0, "step": 2.0},
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
@@ -129,6 +132,13 @@ def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_befo
     controller(log, num_steps=2, checkpoint_every=1).run()
     kept = [entry for entry in log if entry.startswith(("consumed", "record", "save"))]
     assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
+
+
+def test_engines_that_made_room_for_a_save_are_given_weights_before_the_next_step():
+    log = Log()
+    controller(log, num_steps=2, checkpoint_every=1, needs_publish=True).run()
+    kept = [entry for entry in log if entry.startswith(("save", "due")) or entry in ("publish 1", "publish 2")]
+    assert kept == ["due 0", "publish 1", "save 1", "publish 1", "due 1", "publish 2", "save 2"]
 
 
 def test_a_resumed_run_publishes_its_own_version_and_does_not_evaluate_the_start_again():

@@ -45,6 +45,13 @@ def test_hugging_face_to_megatron_and_back_is_bitwise(ranks, tmp_path, family, p
     assert_bitwise_equal(tensors_of(tmp_path / "copy"), tensors_of(source))
 
 
+@pytest.mark.parametrize("parallel", [ParallelConfig(data=2, expert=2), ParallelConfig(tensor=2, data=2, expert=2)])
+def test_experts_that_are_spread_come_back_bitwise(ranks, tmp_path, parallel):
+    source = save_model("qwen3_moe", tmp_path / "source")
+    ranks.run(load_and_export, source, tmp_path / "copy", "fp32", 1 << 30, parallel=parallel)
+    assert_bitwise_equal(tensors_of(tmp_path / "copy"), tensors_of(source))
+
+
 def test_sharded_bf16_files_round_trip_and_load_in_transformers(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 

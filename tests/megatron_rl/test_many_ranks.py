@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model_config import ModelSpec
+from megatron_rl.model_config import Experts, ModelSpec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.names import placements, rank_placements
@@ -163,16 +163,19 @@ def meetings(monkeypatch):
     layout=layouts,
     engine_ranks=st.sampled_from([1, 2, 8, 64]),
     name=st.sampled_from(["bf16", "int8", "fp8_channel", "fp8_block"]),
-    tied=st.booleans(),
+    experts=st.sampled_from([(0, 1), (8, 1), (8, 4)]),
     bucket_bytes=st.integers(1000, 30_000),
     seed=st.integers(0, 1000),
 )
 def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
-    meetings, layout, engine_ranks, name, tied, bucket_bytes, seed
+    meetings, layout, engine_ranks, name, experts, bucket_bytes, seed
 ):
     tensor, pipeline, data = layout
-    spec = dataclasses.replace(SPEC, tied=tied, num_layers=max(pipeline, 2))
-    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
+    count, spread = experts
+    mixture = Experts(count=count, per_token=2, ffn_size=48, normalised=True) if count else None
+    more = {"ffn_size": 48, "experts": mixture} if count else {"tied": True}
+    spec = dataclasses.replace(SPEC, num_layers=max(pipeline, 2), **more)
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, expert=spread if data % spread == 0 else 1)
     format = WeightFormat(name=name)
     whole = whole_model(spec, seed)
     wanted = shares(spec, format, engine_ranks, seed)
@@ -183,7 +186,12 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
 
     def send(slot) -> None:
         held = rank_placements(
-            spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank, te_names=False
+            spec,
+            parallel,
+            tensor_rank=slot.tensor_rank,
+            pipeline_rank=slot.pipeline_rank,
+            data_rank=slot.data_rank,
+            te_names=False,
         )
         packer = WeightPacker(
             plan,
@@ -191,7 +199,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
             held=held,
             parameters=parameters_of(held, whole),
             tensor_group=groups[slot.pipeline_rank, slot.data_rank] if tensor > 1 else None,
-            answers=slot.data_rank == 0,
+            answers=lambda _: True,
         )
         packer.refresh_scales()
         packer.send(memory, WeightVersion(0))

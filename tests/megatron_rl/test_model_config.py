@@ -20,6 +20,15 @@ LLAMA = {
 }
 
 
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
 def spec_of(directory, **changes):
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     return read_model_spec(directory)
@@ -35,7 +44,11 @@ def test_the_spec_says_what_transformers_configuration_says(tmp_path, family):
     assert spec.hidden_size == config.hidden_size
     assert (spec.num_heads, spec.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert (spec.ffn_size, spec.vocab_size) == (config.intermediate_size, config.vocab_size)
+    assert spec.vocab_size == config.vocab_size
+    assert spec.ffn_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if spec.experts is not None:
+        assert (spec.experts.count, spec.experts.per_token) == (config.num_experts, config.num_experts_per_tok)
+        assert spec.experts.normalised == config.norm_topk_prob
     assert (spec.tied, spec.rms_eps) == (config.tie_word_embeddings, config.rms_norm_eps)
     assert spec.rope_theta == config.rope_parameters["rope_theta"]
     assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
@@ -59,7 +72,7 @@ def test_rotary_keys_of_older_transformers_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*needs 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
@@ -71,6 +84,10 @@ def test_rotary_keys_of_older_transformers_are_read(tmp_path):
         ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
         ({"num_key_value_heads": 3}, "8 is no multiple of num_key_value_heads 3"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
+        (MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
     ],
 )
 def test_what_the_trainer_would_compute_differently_is_refused_by_name(tmp_path, changes, message):
@@ -99,8 +116,22 @@ def test_a_partition_that_does_not_fit_names_value_bound_and_fix(tmp_path, paral
         check_parallel(spec_of(tmp_path), ParallelConfig(**parallel))
 
 
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({}, {"data": 2, "expert": 2}, "expert = 2 does not divide a model without experts; 1 always does"),
+        (MOE, {"data": 3, "expert": 3}, "expert = 3 does not divide the model's 8 experts"),
+        (MOE, {"data": 2, "expert": 4}, "expert = 4 does not divide trainer.parallel.data = 2"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused(tmp_path, changes, parallel, message):
+    with pytest.raises(ValueError, match=message):
+        check_parallel(spec_of(tmp_path, **changes), ParallelConfig(**parallel))
+
+
 def test_a_partition_that_fits_is_accepted(tmp_path):
     check_parallel(spec_of(tmp_path), ParallelConfig(tensor=4, pipeline=3, data=5))
+    check_parallel(spec_of(tmp_path, **MOE), ParallelConfig(tensor=4, data=8, expert=4))
 
 
 def test_uneven_layers_lie_on_the_first_stages():

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
-from megatron_rl.weights.names import Kind, hf_shapes, rank_placements
-from tests.megatron_rl.tiny_models import FAMILIES, config_of
+from megatron_rl.weights.names import Kind, hf_shapes, is_first_replica, rank_placements
+from tests.megatron_rl.tiny_models import FAMILIES, config_of, one_by_one
 
 FIXTURES = sorted((Path(__file__).parents[1] / "data").glob("te_names_*.json"))
 PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
@@ -39,7 +39,7 @@ def test_the_table_names_every_tensor_of_hugging_face_with_its_shape(specs, fami
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(family))
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {name: tuple(one.shape) for name, one in one_by_one(dict(model.named_parameters())).items()}
     assert hf_shapes(specs[family]) == expected
 
 
@@ -50,6 +50,18 @@ def test_owned_placements_tile_every_tensor_exactly_once(specs, family, tensor, 
     for placements in all_ranks(specs[family], tensor, pipeline).values():
         for placement in placements:
             counts[placement.hf_name][placement.hf_slices] += placement.owned
+    assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize(("tensor", "expert", "data"), [(1, 2, 2), (2, 4, 8)])
+def test_experts_that_are_spread_tile_their_tensors_once_by_the_first_replicas(specs, tensor, expert, data):
+    spec, parallel = specs["qwen3_moe"], ParallelConfig(tensor=tensor, data=data, expert=expert)
+    counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(spec).items()}
+    for t in range(tensor):
+        for d in range(data):
+            for placement in rank_placements(spec, parallel, tensor_rank=t, pipeline_rank=0, data_rank=d):
+                first = is_first_replica(placement, parallel, d)
+                counts[placement.hf_name][placement.hf_slices] += placement.owned and first
     assert all((count == 1).all() for count in counts.values())
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,10 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.packed_batch import pack_batch
 from tests.megatron_rl.rank_functions import gradients
 from tests.megatron_rl.test_parity_logits import samples
-from tests.megatron_rl.tiny_models import save_model
+from tests.megatron_rl.tiny_models import one_by_one, save_model
 
 TEMPERATURE = 0.7
+GRADIENT_FAMILIES = ("qwen2_tied", "qwen3", "llama3", "qwen3_moe")
 MICRO_BATCHES = [
     samples(2, [(5, 9), (1, 1), (20, 30)]),
     samples(3, [(3, 4)]),
@@ -37,14 +40,14 @@ def reference_gradients(directory):
         logprobs, entropy = torch.cat(logprobs), torch.cat(entropy)
         (weights[0] * logprobs + weights[1] * entropy).sum().backward()
         scores.append((logprobs.detach(), entropy.detach()))
-    return scores, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return scores, one_by_one({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     found = {}
-    for family in ("qwen2_tied", "qwen3", "llama3"):
+    for family in GRADIENT_FAMILIES:
         directory = save_model(family, root / family)
         found[family] = directory, *reference_gradients(directory)
     return found
@@ -64,11 +67,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama3"])
+SPREAD = {
+    "ep2": (ParallelConfig(data=2, expert=2), False, "none"),
+    "pp2_ep2_full": (ParallelConfig(pipeline=2, data=2, expert=2), False, "full"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [*itertools.product(GRADIENT_FAMILIES, CASES), *(("qwen3_moe", case) for case in SPREAD)]
+)
 def test_scores_and_gradients_of_every_partition_equal_those_of_hugging_face(ranks, models, family, case):
     directory, reference_scores, reference = models[family]
-    parallel, sequence_parallel, recompute = CASES[case]
+    parallel, sequence_parallel, recompute = (CASES | SPREAD)[case]
+    if "moe" in family and parallel.tensor > 1:
+        sequence_parallel = True  # Megatron trains experts over tensor ranks with it only
     batches = [pack_batch(batch, multiple_of=parallel.tensor) for batch in MICRO_BATCHES]
     results = ranks.run(gradients, directory, batches, COEFFICIENTS, sequence_parallel, recompute, parallel=parallel)
     covered = {name: torch.zeros(gradient.shape, dtype=torch.int64) for name, gradient in reference.items()}
@@ -87,4 +99,5 @@ def test_scores_and_gradients_of_every_partition_equal_those_of_hugging_face(ran
                 msg=lambda message, name=placement.megatron_name: f"{name}: {message}",
             )
             covered[placement.hf_name][placement.hf_slices] += placement.owned
-    assert all((count == parallel.data).all() for count in covered.values())
+    replicas = {name: parallel.data // (parallel.expert if ".experts." in name else 1) for name in covered}
+    assert all((count == replicas[name]).all() for name, count in covered.items())

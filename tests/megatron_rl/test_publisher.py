@@ -116,6 +116,12 @@ def test_what_was_in_flight_is_reported_and_waited_for_before_weights_move_if_th
     assert report.metrics()["publish/recomputed_tokens"] == 60
 
 
+def test_engines_forward_only_when_the_trainer_has_made_room():
+    log = []
+    publisher(log, [REFERENCE, REFERENCE], make_room=lambda: log.append("make room")).publish(3)
+    assert log[-5:] == ["trainer probes 8 tokens", "make room", "probe begins", "probe ends", "resume"]
+
+
 @pytest.mark.parametrize("wrong", [REFERENCE + 0.2, np.full(7, np.nan, dtype=np.float32)], ids=["far off", "nan"])
 def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
     log = []

@@ -29,6 +29,8 @@ from tests.megatron_rl.tiny_models import reference_logits, save_model
 
 TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
 LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
+SPREAD = [TP2, ParallelConfig(data=2, expert=2), ParallelConfig(pipeline=2, data=2, expert=2)]
+"""Experts over tensor-parallel ranks, and over data-parallel ones; gloo cannot do both."""
 
 
 def trainer_spec(
@@ -128,10 +130,13 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, name):
+@pytest.mark.parametrize(
+    ("family", "name", "layouts"),
+    [*(("qwen3", name, LAYOUTS) for name in ALGORITHMS), ("qwen3_moe", "one update", SPREAD)],
+)
+def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, family, name, layouts):
     algorithm = ALGORITHMS[name]
-    save_model("qwen3", tmp_path)
+    save_model(family, tmp_path)
     single = ParallelConfig()
     (reference,) = ranks.run(
         train_and_publish,
@@ -140,7 +145,7 @@ def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, na
         parallel=single,
     )
     wanted, metrics = assembled([reference]), reference[0][-1].metrics
-    for parallel in LAYOUTS:
+    for parallel in layouts:
         spec = trainer_spec(tmp_path, parallel, algorithm)
         outcomes = ranks.run(train_and_publish, spec, [batch_for(parallel, algorithm)] * 2, parallel=parallel)
         found = outcomes[-1][0][-1].metrics
@@ -290,11 +295,20 @@ def replace_advantages(batch, advantage):
     return replace(batch, mini_batches=tuple(map(mini, batch.mini_batches)))
 
 
-@pytest.mark.parametrize("target", [TP2, PP2, ParallelConfig()], ids=["same", "pipeline", "single"])
-def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left(ranks, tmp_path, target):
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("qwen3_tied", TP2),
+        ("qwen3_tied", PP2),
+        ("qwen3_tied", ParallelConfig()),
+        ("qwen3_moe", ParallelConfig()),
+    ],
+    ids=["same", "pipeline", "single", "single, experts"],
+)
+def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left(ranks, tmp_path, family, target):
     algorithm = ALGORITHMS["one update"]
     model, saved = tmp_path / "model", tmp_path / "saved"
-    save_model("qwen3_tied", model)
+    save_model(family, model)
     whole = ranks.run(
         train_save_train, trainer_spec(model, TP2, algorithm), batch_for(TP2, algorithm), saved, parallel=TP2
     )
@@ -307,6 +321,20 @@ def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left
             assert np.array_equal(tensor, found[name]), name
         a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_checkpoint_of_spread_experts_goes_on_where_they_are_spread_and_nowhere_else(ranks, tmp_path):
+    algorithm, spread = ALGORITHMS["one update"], ParallelConfig(data=2, expert=2)
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_moe", model)
+    spec = trainer_spec(model, spread, algorithm)
+    whole = ranks.run(train_save_train, spec, batch_for(spread, algorithm), saved, parallel=spread)
+    resumed = ranks.run(load_and_train, spec, batch_for(spread, algorithm), saved, parallel=spread)
+    wanted, found = assembled(whole), assembled(resumed)
+    assert all(np.array_equal(tensor, found[name]) for name, tensor in wanted.items())
+    spec = trainer_spec(model, DP2, algorithm)
+    with pytest.raises(RuntimeError, match=r"was saved with trainer\.parallel\.expert above 1, which is 1 now"):
+        ranks.run(load_and_train, spec, batch_for(DP2, algorithm), saved, parallel=DP2)
 
 
 def train_save_train(position, parallel, spec, batch, path):
@@ -380,3 +408,39 @@ def teacher_forced(directory, rows):
     for prompt, ids, of_row in zip(rows.prompts, sequences, logits, strict=True):
         logprobs = of_row.log_softmax(-1)[:-1].gather(1, torch.as_tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
         yield logprobs[len(prompt) - 1 :].numpy()
+
+
+def train_with_moves(position, parallel, spec, batches, moves):
+    """Train on every batch, moving these parts out and in between; the weights at last, and bytes that were freed."""
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    freed = []
+    for batch in batches:
+        trainer.train(batch, lambda refs: refs)
+        if moves:
+            freed.append(trainer.move_out(moves))
+            emptied = [p.untyped_storage().nbytes() for p in trainer._model.parameters()]
+            assert all(size == 0 for size in emptied) == ("weights" in moves)
+            trainer.move_out(moves)  # is out already
+            trainer.move_in()
+    return {name: p.detach().numpy().copy() for name, p in trainer._model.named_parameters()}, freed
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_trainer_that_was_in_host_memory_goes_on_bit_by_bit(ranks, tmp_path, distributed):
+    save_model("qwen3", tmp_path)
+    parallel = ParallelConfig(tensor=2, data=2)
+    algorithm = ALGORITHMS["one update"]
+    spec = trainer_spec(tmp_path, parallel, algorithm, distributed=distributed)
+    batches = [batch_for(parallel, algorithm)] * 3
+    expected = ranks.run(train_with_moves, spec, batches, (), parallel=parallel)
+    for moves in (("gradients", "optimizer"), ("weights", "gradients", "optimizer")):
+        found = ranks.run(train_with_moves, spec, batches, moves, parallel=parallel)
+        for (weights, freed), (right, _) in zip(found, expected, strict=True):
+            assert all(np.array_equal(weights[name], right[name]) for name in right)
+            held = sum(4 * value.size for value in right.values())
+            # masters are the weights themselves in an FP32 run; a distributed optimizer has its share of the moments
+            moments = 2 * held // (2 if distributed else 1)
+            least = held + moments + (held if "weights" in moves else 0)
+            assert all(least <= one <= least + 4096 for one in freed)

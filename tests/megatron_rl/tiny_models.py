@@ -22,6 +22,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 VARIANTS = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
@@ -29,6 +38,8 @@ VARIANTS = {
     "qwen3_tied": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_raw": ("Qwen3MoeConfig", MOE | {"norm_topk_prob": False, "num_experts": 5, "num_experts_per_tok": 3}),
 }
 FAMILIES = tuple(VARIANTS)
 
@@ -73,3 +84,19 @@ def reference_logits(directory, sequences):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
         return torch.cat([model(torch.as_tensor(ids, dtype=torch.int64)[None]).logits[0] for ids in sequences])
+
+
+def one_by_one(tensors):
+    """transformers stacks the experts of a layer in memory; files and the table of names have each by itself."""
+    found = {}
+    for name, tensor in tensors.items():
+        parent, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                found |= {f"{parent}.{expert}.gate_proj.weight": gate, f"{parent}.{expert}.up_proj.weight": up}
+        elif leaf == "down_proj":
+            found |= {f"{parent}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found

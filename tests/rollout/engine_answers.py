@@ -22,9 +22,10 @@ def save_checkpoints(root: Path) -> Checkpoints:
 
     found = Checkpoints(root)
     for family in FAMILIES:
+        formats = ("bf16",) if family == "experts" else ("bf16", "int8", "fp8_channel", "fp8_block")
         for weights, seed in (("A", 1), ("B", 2)):
             tensors = make_weights(family, seed)
-            for format in ("bf16", "int8", "fp8_channel", "fp8_block"):
+            for format in formats:
                 save_checkpoint(found.path(family, weights, format), family, in_format(tensors, format), format)
     slower = found.path("qwen3", "A-with-another-rope", "bf16")
     save_checkpoint(slower, "qwen3", in_format(make_weights("qwen3", 1), "bf16"), "bf16")
@@ -56,12 +57,13 @@ def _jobs(checkpoints: Checkpoints) -> list[dict]:
         }
 
     cases = [("qwen3", "bf16"), ("qwen3", "int8"), ("qwen2", "bf16"), ("qwen2", "int8"), ("llama", "int8")]
-    cases += [("qwen2", "fp8_channel"), ("blocks", "fp8_block")]
+    cases += [("qwen2", "fp8_channel"), ("blocks", "fp8_block"), ("experts", "bf16")]
     jobs = [job("fresh", family, weights, format) for family, format in cases for weights in ("A", "B")]
     jobs += [job("push", family, "ABA", format) for family, format in cases]
     jobs += [job("fresh", "qwen3", weights, "int8", onednn=True) for weights in ("A", "B")]
     jobs += [job("push", "qwen3", "ABA", "int8", onednn=True)]
     jobs += [job("push", "qwen2", "AB", "bf16", without_quirk="tied_head_multiplies_by_old_embedding_after_reload")]
+    jobs += [job("push", "experts", "AB", "bf16", without_quirk="experts_multiply_by_unpacked_weights_after_reload")]
     rope = [str(checkpoints.path("qwen3", weights, "bf16")) for weights in ("A-with-another-rope", "A")]
     jobs.append({"name": "push-into-another-rope", "format": "bf16", "directories": rope})
     return jobs

@@ -29,30 +29,31 @@ class Live:
     checkpoints: Checkpoints
     format: str
     senders: list[ShmSender] = field(default_factory=lambda: [ShmSender(run_id=RUN_ID, rank=r) for r in range(2)])
+    family: str = "qwen3"
     groups: int = 0
     before_publish_0: bool = False
     """Whether a group that was handed in before publish 0 was still waiting when the publish came."""
 
     def tensors(self, weights: str) -> dict[str, torch.Tensor]:
-        return load_file(Path(self.checkpoints.path("qwen3", weights, self.format)) / "model.safetensors")
+        return load_file(Path(self.checkpoints.path(self.family, weights, self.format)) / "model.safetensors")
 
     def publish(self, weights: str, version: int | None = None, **changes: object) -> Publish:
         if version is None:
             version = self.engine.state().weight_version + 1
-        keys = {"num_ranks": 2, "wanted": self.engine.wanted} | changes
+        keys = {"num_ranks": 2, "wanted": self.engine.weights.wanted} | changes
         return pack(self.tensors(weights), version, self.format, **keys)
 
     def stage(self, publish: Publish) -> dict[int, str]:
         return {rank: publish.send(sender, rank) for rank, sender in enumerate(self.senders)}
 
     async def use_shm(self) -> None:
-        await self.engine.init_transport(ShmChannel())
+        await self.engine.weights.init_transport(ShmChannel())
 
     async def push(self, weights: str) -> None:
         """A healthy publish through shared memory, up to serving."""
         publish = self.publish(weights)
-        await self.engine.update(publish.manifest, self.stage(publish))
-        await self.engine.resume()
+        await self.engine.weights.update(publish.manifest, self.stage(publish))
+        await self.engine.weights.resume()
 
     async def use_gloo(self, timeout_s: float = 60) -> tuple[list[GroupSender], object]:
         """Returns the senders of two trainer ranks, and the store to be kept."""
@@ -66,7 +67,7 @@ class Live:
         )
         senders = [GroupSender(rank=rank, timeout_s=timeout_s) for rank in range(2)]
         joined = [asyncio.to_thread(sender.attach, 0, channel) for sender in senders]
-        await asyncio.gather(self.engine.init_transport(channel), *joined)
+        await asyncio.gather(self.engine.weights.init_transport(channel), *joined)
         return senders, store
 
     def group(self, seeds=(0,), prompt=(5, 9, 17, 33), **sampling: object) -> PromptGroup:
@@ -98,7 +99,7 @@ class Live:
             _, columns = await self.sample(prompt=prompt, temperature=0.0, max_response_tokens=NUM_TOKENS)
             answers["tokens"].append(columns.response_ids.tolist())
             answers["logprobs"].append(columns.rollout_logprobs.tolist())
-        answers["probe"] = await self.engine.probe(PROBE)
+        answers["probe"] = await self.engine.weights.probe(PROBE)
         return answers
 
     async def until_emitted(self, num_tokens: int) -> None:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 PROMPTS = [[5, 9, 17, 33, 65, 129, 3, 200], [7] * 3, list(range(40, 80))]
 PROBE = list(range(10, 42))
 NUM_TOKENS = 20
@@ -47,14 +49,16 @@ def answer(llm) -> dict:
 
 
 def push(llm, directory: str, version: int, format: str) -> None:
-    from safetensors.torch import load_file
+    push_tensors(llm, load_file(Path(directory) / "model.safetensors"), version, format)
+
+
+def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     from rollout.receiver import UpdateOrder
     from rollout.transports.shm import ShmSender
     from tests.rollout.packing import RUN_ID, pack
 
-    tensors = load_file(Path(directory) / "model.safetensors")
     wanted = recorded(llm, tensors)
     publish = pack(tensors, version, format, num_ranks=2, wanted=wanted)
     publish.manifest.check()
@@ -71,6 +75,27 @@ def push(llm, directory: str, version: int, format: str) -> None:
     assert recorded(llm, tensors) == wanted  # and what is answered next is answered by the model that was left behind
     for sender in senders:
         sender.abandon()
+
+
+def sum_gaps(llm, directories: list[str], directory: str, format: str, version: int) -> dict[str, list]:
+    """Size and place of the largest difference of sums after each fault of the experts.
+
+    The right weights are in place again afterwards.
+    """
+    from rollout.weight_sums import add_up, difference
+    from rollout.wire import Box
+    from tests.rollout.weight_faults import OF_EXPERTS, meant
+
+    tensors = load_file(Path(directory) / "model.safetensors")
+    other = next(one for one in directories if one != directory)
+    old = load_file(Path(other) / "model.safetensors")
+    found = {}
+    for number, fault in enumerate([*OF_EXPERTS][::-1]):  # the right ones last
+        push_tensors(llm, OF_EXPERTS[fault](tensors, old), version + number, format)
+        counted = {(name, Box(start=(0,) * one.dim(), shape=tuple(one.shape))) for name, one in tensors.items()}
+        (sums,) = llm.collective_rpc("loaded_sums", args=(pickle.dumps([counted]),))
+        found[fault] = list(difference(pickle.loads(sums), add_up([meant(tensors)])))
+    return found
 
 
 def blocks_changed_by_probe(llm) -> int:
@@ -141,6 +166,8 @@ def run(job: Job) -> None:
         for version, directory in enumerate(job.directories):
             push(llm, directory, version, job.format)
             found = answer(llm) | {"kernels": llm.collective_rpc("kernel_classes")[0]}
+            if "experts" in directory and not job.without_quirk:
+                found |= {"sum_gaps": sum_gaps(llm, job.directories, directory, job.format, 100 * version + 100)}
             job.answers.append(found | {"blocks_changed_by_probe": blocks_changed_by_probe(llm)})
     del llm
     cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm = kept[:2]

@@ -40,14 +40,14 @@ def test_greedy_tokens_and_logprobs_equal_a_fresh_engines(live, loop, oracle):
 
 def test_the_probe_equals_a_prompts_own_log_probabilities(live, loop, oracle):
     loop.run(live.push("A"))
-    assert gap([loop.run(live.engine.probe(PROBE))], [oracle.fresh("qwen3", "A", "bf16")["probe"]]) < 1e-6
+    assert gap([loop.run(live.engine.weights.probe(PROBE))], [oracle.fresh("qwen3", "A", "bf16")["probe"]]) < 1e-6
 
 
 def test_a_probe_disturbs_no_response(live, loop):
     async def probed():
         job = asyncio.create_task(live.sample(seeds=(4,), max_response_tokens=200))
         await live.until_emitted(20)
-        await live.engine.probe(PROBE)
+        await live.engine.weights.probe(PROBE)
         return await job
 
     (_, undisturbed), (summary, columns) = (
@@ -91,7 +91,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_with_a_seed(live, loop):
 
 def test_a_probe_longer_than_a_forward_is_refused_and_the_engine_lives_on(live, loop):
     with pytest.raises(RuntimeError, match=r"engine 3 could not probe: .*probe of 65 tokens is longer .*64 tokens"):
-        loop.run(live.engine.probe(list(range(65))))
+        loop.run(live.engine.weights.probe(list(range(65))))
     assert loop.run(live.sample())[0].lengths == (20,)
 
 
@@ -221,4 +221,4 @@ def test_kernels_are_listed_by_layer(live, loop):
 def test_there_is_nothing_to_resume_in_a_serving_engine(live, loop):
     assert live.engine.state().status is EngineStatus.SERVING
     with pytest.raises(RuntimeError, match="engine 3 is serving, there is nothing to resume"):
-        loop.run(live.engine.resume())
+        loop.run(live.engine.weights.resume())

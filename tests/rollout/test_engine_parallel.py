@@ -126,7 +126,7 @@ def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(para
         layer + "input_layernorm.weight": ((0,), (128,)),
         layer + "self_attn.q_norm.weight": ((0,), (32,)),
     }
-    (_, wanted) = parallel.engine.wanted
+    (_, wanted) = parallel.engine.weights.wanted
     for name, (start, shape) in expected.items():
         assert wanted[name] == (Box(start=start, shape=shape),), name
 
@@ -142,9 +142,9 @@ def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
 def sums_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
     """Of the engine when it has applied these tensors and serves nothing yet."""
     version = live.engine.state().weight_version + 1
-    publish = pack(tensors, version, "int8", num_ranks=2, wanted=live.engine.wanted)
-    loop.run(live.engine.update(publish.manifest, live.stage(publish)))
-    return loop.run(live.engine.loaded_sums())
+    publish = pack(tensors, version, "int8", num_ranks=2, wanted=live.engine.weights.wanted)
+    loop.run(live.engine.weights.update(publish.manifest, live.stage(publish)))
+    return loop.run(live.engine.weights.loaded_sums())
 
 
 def test_sums_over_the_weights_of_both_ranks_are_those_of_the_checkpoint_but_for_rounding(parallel, loop):
@@ -172,22 +172,22 @@ def test_a_layer_of_the_last_version_has_other_sums(parallel, loop):
     assert gap > 2 * MAX_WEIGHT_GAP and LAYER in where
     loop.run(parallel.push("A"))
     with pytest.raises(RuntimeError, match="engine 6 is serving"):
-        loop.run(parallel.engine.loaded_sums())
+        loop.run(parallel.engine.weights.loaded_sums())
 
 
 def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loaded):
     senders, store = loop.run(parallel.use_gloo())
     publish = parallel.publish("B")
     start_senders(publish, senders)
-    loop.run(parallel.engine.update(publish.manifest))
-    loop.run(parallel.engine.resume())
+    loop.run(parallel.engine.weights.update(publish.manifest))
+    loop.run(parallel.engine.weights.resume())
     assert_serves(parallel, loop, loaded.answers)
 
     broken = parallel.publish("A")
     index = broken.manifest.buckets[-1].index
     start_senders(broken, [Corrupting(sender, index) for sender in senders])
     with pytest.raises(EngineFencedError, match=f"engine 6 is fenced: .*bucket {index}"):
-        loop.run(parallel.engine.update(broken.manifest))
+        loop.run(parallel.engine.weights.update(broken.manifest))
     loop.run(parallel.use_shm())
     loop.run(parallel.push("B"))
     assert_serves(parallel, loop, loaded.answers)

@@ -60,7 +60,7 @@ async def refused_while_sampling(live, publish: Publish, segments: dict[int, str
     job = asyncio.create_task(live.sample(seeds=(5,), max_response_tokens=100))
     await live.until_emitted(5)
     with pytest.raises(WeightsRefusedError) as error:
-        await live.engine.update(publish.manifest, segments)
+        await live.engine.weights.update(publish.manifest, segments)
     assert (live.engine.state(), live.engine.stats().num_refused - 1) == before
     summary, _ = await job
     assert summary.weight_spans == ((WeightSpan(weight_version=before[0].weight_version, num_tokens=100),),)
@@ -88,7 +88,7 @@ def test_a_manifest_with_a_fault_is_refused_and_the_old_weights_serve_on(serving
     error = loop.run(refused_while_sampling(serving_a, publish, serving_a.stage(serving_a.publish("B"))))
     assert "engine 3 refused weight version" in error
     with pytest.raises(WeightsRefusedError, match=message):
-        serving_a.engine.check(publish.manifest)
+        serving_a.engine.weights.check(publish.manifest)
 
 
 def test_a_corrupt_bucket_in_shared_memory_is_refused_and_the_old_weights_serve_on(serving_a, loop, oracle):
@@ -117,11 +117,11 @@ def test_weights_go_a_b_a_under_a_running_engine(serving_a, loop, oracle):
 def test_an_applied_publish_is_not_served_before_resume(serving_a, loop):
     async def applied():
         publish = serving_a.publish("B")
-        await serving_a.engine.update(publish.manifest, serving_a.stage(publish))
+        await serving_a.engine.weights.update(publish.manifest, serving_a.stage(publish))
         job = asyncio.create_task(serving_a.sample())
         done, _ = await asyncio.wait([job], timeout=0.3)
         assert not done and serving_a.engine.state().status is EngineStatus.APPLYING
-        await serving_a.engine.resume()
+        await serving_a.engine.weights.resume()
         return publish.manifest.weight_version, await job
 
     version, (summary, _) = loop.run(applied())
@@ -131,16 +131,16 @@ def test_an_applied_publish_is_not_served_before_resume(serving_a, loop):
 def test_a_failed_probe_fences_the_engine_and_the_next_publish_heals_it(serving_a, loop, oracle):
     async def fenced():
         publish = serving_a.publish("B")
-        await serving_a.engine.update(publish.manifest, serving_a.stage(publish))
-        await serving_a.engine.fence("probe gap 9 exceeds 0.05")
+        await serving_a.engine.weights.update(publish.manifest, serving_a.stage(publish))
+        await serving_a.engine.weights.fence("probe gap 9 exceeds 0.05")
         job = asyncio.create_task(serving_a.sample())
         done, _ = await asyncio.wait([job], timeout=0.3)
         state = serving_a.engine.state()
         assert not done and state.status is EngineStatus.FENCED and "probe gap 9" in state.fault
         with pytest.raises(RuntimeError, match="cannot be probed: probe gap 9"):
-            await serving_a.engine.probe([1, 2, 3])
+            await serving_a.engine.weights.probe([1, 2, 3])
         with pytest.raises(RuntimeError, match="nothing to resume"):
-            await serving_a.engine.resume()
+            await serving_a.engine.weights.resume()
         await serving_a.push("A")
         return serving_a.engine.state().weight_version, await job
 
@@ -201,11 +201,11 @@ def test_every_token_was_sampled_from_the_weights_that_its_span_names(serving_a,
 
 @contextmanager
 def in_flight(live, mode: str):
-    """The engine treats responses in flight so; it reads its own description at every update."""
-    spec = live.engine.spec
-    live.engine.spec = dataclasses.replace(spec, in_flight=mode)
+    """The engine treats responses in flight so; it reads what it is to do at every update."""
+    spec = live.engine.weights.spec
+    live.engine.weights.spec = dataclasses.replace(spec, in_flight=mode)
     yield
-    live.engine.spec = spec
+    live.engine.weights.spec = spec
 
 
 async def published_in_mid_response(live, num_updates: int):
@@ -216,9 +216,9 @@ async def published_in_mid_response(live, num_updates: int):
     for number in range(num_updates):
         await live.until_emitted(10 + 15 * number)
         publish = live.publish("A")
-        times.append(await live.engine.update(publish.manifest, live.stage(publish)))
-        await live.engine.probe(list(range(1, 33)))
-        await live.engine.resume()
+        times.append(await live.engine.weights.update(publish.manifest, live.stage(publish)))
+        await live.engine.weights.probe(list(range(1, 33)))
+        await live.engine.weights.resume()
     _, columns = await job
     return times, columns, await live.engine.drain_trace()
 
@@ -261,7 +261,7 @@ def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serv
         version = serving_a.engine.state().weight_version
         job = asyncio.create_task(serving_a.sample(max_response_tokens=200))
         await serving_a.until_emitted(10)
-        draining = asyncio.create_task(serving_a.engine.drain())
+        draining = asyncio.create_task(serving_a.engine.weights.drain())
         late = asyncio.create_task(serving_a.sample())
         await draining
         (summary, _) = await asyncio.wait_for(job, 1)
@@ -269,9 +269,9 @@ def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serv
         assert not done
         stale = serving_a.publish("B", version=version)
         with pytest.raises(WeightsRefusedError):
-            await serving_a.engine.update(stale.manifest, serving_a.stage(stale))
+            await serving_a.engine.weights.update(stale.manifest, serving_a.stage(stale))
         refused, _ = await late  # it goes on under the old weights
-        await serving_a.engine.drain()
+        await serving_a.engine.weights.drain()
         later = asyncio.create_task(serving_a.sample())
         await asyncio.sleep(0.1)
         await serving_a.push("B")
@@ -304,8 +304,8 @@ def test_gloo_brings_the_same_weights(streaming, loop, oracle):
     for weights in "BAB":
         publish = live.publish(weights)
         threads = start_senders(publish, senders)
-        loop.run(live.engine.update(publish.manifest))
-        loop.run(live.engine.resume())
+        loop.run(live.engine.weights.update(publish.manifest))
+        loop.run(live.engine.weights.resume())
         for thread in threads:
             thread.join()
         assert_serves(live, loop, oracle, weights)
@@ -317,11 +317,11 @@ def test_a_streaming_engine_samples_until_the_first_bucket_is_there(streaming, l
 
     async def late():
         job = asyncio.create_task(live.sample(max_response_tokens=200))
-        update = asyncio.create_task(live.engine.update(publish.manifest))
+        update = asyncio.create_task(live.engine.weights.update(publish.manifest))
         summary, _ = await job  # nobody has sent anything yet
         threads = start_senders(publish, senders)
         await update
-        await live.engine.resume()
+        await live.engine.weights.resume()
         return summary, threads
 
     version = live.engine.state().weight_version
@@ -365,7 +365,7 @@ def test_a_corrupt_later_bucket_fences_the_engine_and_a_full_publish_heals_it(st
     async def fenced():
         start_senders(publish, [Corrupting(sender, index) for sender in senders])
         with pytest.raises(EngineFencedError, match=f"engine 3 is fenced: .* bucket {index}: carries weight version"):
-            await live.engine.update(publish.manifest)
+            await live.engine.weights.update(publish.manifest)
         job = asyncio.create_task(live.sample())
         done, _ = await asyncio.wait([job], timeout=0.3)
         assert not done and live.engine.state().status is EngineStatus.FENCED
@@ -396,7 +396,7 @@ def test_a_rank_that_is_late_half_way_fences_the_engine_and_is_named(streaming, 
 
     async def fenced():
         with pytest.raises(EngineFencedError, match=rf"for trainer rank 1 to send bucket {late} of weight version"):
-            await live.engine.update(publish.manifest)
+            await live.engine.weights.update(publish.manifest)
         await live.use_shm()
         await live.push("A")
 

@@ -275,7 +275,7 @@ def test_a_probe_is_not_drafted_and_disturbs_nothing(remembering, loop, referenc
     async def probed():
         job = asyncio.create_task(greedy(remembering))
         await remembering.until_emitted(20)
-        probe = await remembering.engine.probe(PROBE)
+        probe = await remembering.engine.weights.probe(PROBE)
         return probe, (await job)[1].response_ids.tolist()
 
     probe, response = loop.run(probed())

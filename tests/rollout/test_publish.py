@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_rl.weights.publisher import MAX_WEIGHT_GAP
 from rollout.config import EngineConfig
 
 
@@ -20,6 +21,7 @@ def gap(found: list, expected: list) -> float:
         ("llama", "int8"),
         ("qwen2", "fp8_channel"),
         ("blocks", "fp8_block"),
+        ("experts", "bf16"),
     ],
 )
 def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(oracle, family, format):
@@ -31,15 +33,26 @@ def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(o
         assert gap([answer["probe"]], [expected["probe"]]) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_a_probe_leaves_the_keys_and_values_of_others_as_they_are(oracle):
     pushed = [one for name, answers in oracle.answers.items() if name.startswith("push") for one in answers]
     assert pushed and all(one["blocks_changed_by_probe"] == 0 for one in pushed)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_the_two_checkpoints_differ_so_that_equality_means_something(oracle, family):
     a, b = oracle.fresh(family, "A", "int8"), oracle.fresh(family, "B", "int8")
     assert gap([a["probe"]], [b["probe"]]) > 0.5
+
+
+def test_sums_tell_an_expert_from_another_and_its_matrices_apart(oracle):
+    for pushed in oracle.answers["push-experts-ABA-bf16"]:
+        found = pushed["sum_gaps"]
+        assert found.pop("as meant")[0] < MAX_WEIGHT_GAP / 2
+        assert set(found) == {"two experts exchanged", "gate and up exchanged", "one expert stale"}
+        for fault, (size, where) in found.items():
+            assert size > 3 * MAX_WEIGHT_GAP, fault
+            assert "model.layers.1.mlp.experts." in where, fault
+            assert any(f".experts.{one}." in where for one in ("12" if fault.startswith("two") else "1")), fault
 
 
 def test_int8_differs_from_bf16_but_not_by_much(oracle):
@@ -73,3 +86,13 @@ def test_bf16_linears_are_not_quantised(oracle):
 def test_an_engine_that_turns_positions_otherwise_fails_the_probe_with_the_right_weights(oracle):
     found, expected = oracle.answers["push-into-another-rope"][1]["probe"], oracle.fresh("qwen3", "A", "bf16")["probe"]
     assert np.abs(np.subtract(found, expected)).mean() > EngineConfig().probe_max_logprob_gap["bf16"]
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_two_ranks_that_were_sent_fp8_say_what_two_ranks_say_that_loaded_it(parallel_formats, format):
+    found = parallel_formats[format]
+    assert found["sent"]["tokens"] == found["loaded"]["tokens"]
+    assert gap(found["sent"]["logprobs"], found["loaded"]["logprobs"]) < 1e-6
+    assert gap([found["sent"]["probe"]], [found["loaded"]["probe"]]) < 1e-6
+    first, second = found["wanted"]
+    assert first == second  # halves, and what both hold

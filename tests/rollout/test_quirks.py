@@ -34,6 +34,12 @@ def test_a_tied_head_is_still_stale_after_a_reload_without_the_workaround(oracle
     assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.5
 
 
+def test_experts_still_multiply_by_unpacked_weights_after_a_reload_without_the_workaround(oracle):
+    name = "push-experts-AB-bf16-without_quirk"
+    answer, expected = oracle.answers[name][1], oracle.fresh("experts", "B", "bf16")
+    assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.2
+
+
 ONEDNN_READS_SCALES_LATER = """
 import torch
 import vllm.v1.worker.cpu_worker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 VOCABULARY = 256
@@ -33,6 +33,17 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "blocks": Qwen3Config(**_SIZES, head_dim=128, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(
+        **_SIZES,
+        head_dim=32,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
 }
 """`blocks` is cut into whole blocks of 128 x 128 even by two ranks, without which vLLM takes no `fp8_block`."""
 
@@ -45,10 +56,23 @@ def make_weights(family: str, seed: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.08)
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        weights |= {one: part.detach().clone() for one, part in _one_by_one(name, tensor)}
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     return weights
+
+
+def _one_by_one(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Stacked experts as the hub has them."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "gate_up_proj":
+        halves = [(expert, half, part) for expert, both in enumerate(tensor) for half, part in enumerate(both.chunk(2))]
+        return [(f"{parent}.{expert}.{('gate', 'up')[half]}_proj.weight", part) for expert, half, part in halves]
+    if leaf == "down_proj":
+        return [(f"{parent}.{expert}.down_proj.weight", part) for expert, part in enumerate(tensor)]
+    return [(name, tensor)]
 
 
 def in_format(weights: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:

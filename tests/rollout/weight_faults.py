@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rollout.fingerprint import of_box
+from rollout.fingerprint import fold, of_box, through_expert
 from rollout.wire import Box
 
 Tensors = dict[str, torch.Tensor]
@@ -62,11 +62,41 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }
 
 
+EXPERT = f"{MLP}experts.1."
+
+OF_EXPERTS: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
+    "as meant": lambda tensors, old: tensors,
+    "two experts exchanged": lambda tensors, old: {
+        name: tensors[_of_expert(name, {"1": "2", "2": "1"})] for name in tensors
+    },
+    "gate and up exchanged": lambda tensors, old: exchanged(f"{EXPERT}gate_proj", f"{EXPERT}up_proj")(tensors),
+    "one expert stale": lambda tensors, old: {
+        name: old[name] if name.startswith(EXPERT) else tensor for name, tensor in tensors.items()
+    },
+}
+"""Faults of the experts of one layer; of the tensors and those of another version."""
+
+
+def _of_expert(name: str, renamed: dict[str, str]) -> str:
+    """The name with another expert's number, if it is one of the layer's."""
+    prefix = f"{MLP}experts."
+    if not name.startswith(prefix):
+        return name
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{renamed.get(number, number)}.{rest}"
+
+
 def meant(tensors: Tensors) -> dict[str, np.ndarray]:
     """Sums of what a checkpoint stands for."""
     found = {}
     for name, tensor in tensors.items():
-        if not name.endswith("_scale"):
+        if ".experts." in name:
+            if name.endswith("down_proj.weight"):
+                expert = name.removesuffix("down_proj.weight")
+                parts = (tensors[f"{expert}{leaf}_proj.weight"].float() for leaf in ("gate", "up", "down"))
+                shape = tuple(tensor.shape)
+                found[name] = fold(through_expert(*parts), Box(start=(0, 0), shape=shape), shape)
+        elif not name.endswith("_scale"):
             values = tensor.float() * tensors[f"{name}_scale"] if f"{name}_scale" in tensors else tensor.float()
             whole = Box(start=(0,) * values.dim(), shape=tuple(values.shape))
             found[name] = of_box(values, whole, tuple(values.shape))

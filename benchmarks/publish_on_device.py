@@ -1,0 +1,255 @@
+"""A publish on one device: weights that lie there in BF16 become an engine's, handed over where they are.
+
+The product's packer, hand-over and engine; in place of a trainer a process that holds random parameters and nothing
+else, so that a model of 32 billion fits beside its engine. `device` cpu goes the same way through shared memory, and
+shows the mechanics.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks.record import Goal, Row
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.weights.names import Placement, rank_placements
+from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
+from rollout.config import EngineConfig, Format
+from rollout.engine_spec import EngineSpec
+from rollout.process_env import ProcessEnv
+from rollout.transports.base import HandOverChannel
+from rollout.types import WeightVersion
+from rollout.weight_format import WeightFormat
+from rollout.weight_sums import Sums, difference
+from rollout.wire import Wanted
+
+RUN_ID = "ondevice"
+BUCKET_BYTES = 256 << 20
+NUM_PUBLISHES = 6
+"""The first touches memory that nobody has touched and is left out."""
+TIMEOUT_S = 600.0
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model of Qwen3's architecture."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    goal_s: float
+    """Most seconds of a publish on an H200; 0 for none."""
+
+
+SHAPES = {
+    "7B": Shape(hidden=4096, layers=36, heads=32, kv_heads=8, ffn=12288, vocabulary=151_936, goal_s=1.0),
+    "32B": Shape(hidden=5120, layers=64, heads=64, kv_heads=8, ffn=25600, vocabulary=151_936, goal_s=5.0),
+    "tiny": Shape(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=1024, goal_s=0.0),
+}
+
+
+def measure(names: Sequence[str], formats: Sequence[Format], device: Device, work: Path) -> Iterator[Row]:
+    """A row for each shape and format: medians over publishes."""
+    for name in names:
+        model = write_config(work / name, SHAPES[name])
+        for format in formats:
+            found = asyncio.run(_publishes(model, format, device))
+            yield {
+                "kind": "on one device",
+                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+                "model": name,
+                "format": format,
+                **{key: statistics.median(one[key] for one in found[1:]) for key in found[0]},
+            }
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Seconds of the slowest 8-bit format, by shape."""
+    found = []
+    for name, shape in SHAPES.items():
+        seconds = [float(row["total_s"]) for row in rows if row["model"] == name and row["format"] != "bf16"]
+        if seconds and shape.goal_s:
+            goal = f"colocated publish of the shape of {name}"
+            found.append(Goal(name=goal, value=max(seconds), bound=shape.goal_s, direction="at most", unit="s"))
+    return found
+
+
+def write_config(directory: Path, shape: Shape) -> Path:
+    """A model directory without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": 128,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+async def _publishes(model: Path, format: Format, device: Device) -> list[dict[str, float]]:
+    os.environ.update(ProcessEnv(single_node=True).engine(threads=os.cpu_count() or 1 if device == "cuda" else 1))
+    from rollout.engine import Engine
+
+    config = EngineConfig(
+        format=format,
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        max_num_seqs=8,
+        kv_cache_bytes=64 << 20 if device == "cpu" else 1 << 30,
+        update_timeout_s=TIMEOUT_S,
+    )
+    engine = Engine(EngineSpec(engine_id=0, run_id=RUN_ID, config=config, directory=str(model), max_model_len=256))
+    await engine.start()
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    holder = context.Process(target=_hold, args=(end, str(model), format, device, engine.weights.wanted))
+    holder.start()
+    try:
+        memory: Literal["shm", "cuda"] = "cuda" if device == "cuda" else "shm"
+        await engine.weights.init_transport(HandOverChannel(memory=memory, shared_with=((0,),)))
+        plan = _plan(model, format, engine.weights.wanted)
+        return [await _publish(engine, plan, pipe, WeightVersion(number)) for number in range(NUM_PUBLISHES)]
+    finally:
+        pipe.send(None)
+        holder.join(TIMEOUT_S)
+        engine.shutdown()
+
+
+async def _publish(engine: object, plan: ReshardPlan, pipe: Connection, version: WeightVersion) -> dict[str, float]:
+    from rollout.engine import Engine
+
+    assert isinstance(engine, Engine)
+    began = time.perf_counter()
+    pipe.send(version)
+    address, scales_s, pack_s, send_s = await asyncio.to_thread(pipe.recv)
+    staged = time.perf_counter()
+    times = await engine.weights.update(plan.manifest(RUN_ID, version), {0: address})
+    applied = time.perf_counter()
+    found = await engine.weights.loaded_sums()
+    pipe.send("sums")
+    expected: Sums = await asyncio.to_thread(pipe.recv)
+    gap, where = difference(found, expected)
+    assert gap < 0.02, f"{where} differs by {gap}"
+    proven = time.perf_counter()
+    await engine.weights.resume()
+    pipe.send("abandon")
+    peak_bytes = await asyncio.to_thread(pipe.recv)
+    return {
+        "total_s": applied - began,
+        "scales_s": scales_s,
+        "pack_s": pack_s,
+        "send_s": send_s,
+        "stage_s": staged - began,
+        "verify_s": times.arrive_s,
+        "pause_s": times.pause_s,
+        "apply_s": times.apply_s,
+        "sums_s": proven - applied,
+        "weight_gap": gap,
+        "wire_bytes": float(sum(bucket.num_bytes for bucket in plan.buckets)),
+        "peak_extra_bytes": float(peak_bytes),
+    }
+
+
+def _plan(model: Path, format: Format, wanted: Sequence[Wanted]) -> ReshardPlan:
+    return plan_reshard(
+        read_model_spec(model),
+        ParallelConfig(),
+        format=WeightFormat(name=format),
+        bucket_bytes=BUCKET_BYTES,
+        te_names=False,
+        wanted=wanted,
+    )
+
+
+# -- the process that holds the weights ----------------------------------------------------------------
+
+
+def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: Sequence[Wanted]) -> None:
+    from rollout.transports.hand_over import HandOverSender, Segment, ShmSegment
+
+    segment: Segment = ShmSegment(run_id=RUN_ID, rank=0)
+    if device == "cuda":
+        from rollout.transports.cuda_ipc import CudaSegment
+
+        segment = CudaSegment()
+    spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, wanted)
+    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
+    packer = WeightPacker(
+        plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
+    )
+    sender = HandOverSender(
+        segment, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
+    )
+    while (order := pipe.recv()) is not None:
+        if order == "sums":
+            pipe.send(packer.sent_sums())
+        elif order == "abandon":
+            sender.abandon()
+            pipe.send(_peak_extra(device))
+        else:
+            _reset_peak(device)
+            began = time.perf_counter()
+            packer.refresh_scales()
+            _synchronize(device)
+            scales_s = time.perf_counter() - began
+            address = packer.send(sender, order)
+            pipe.send((address, scales_s, packer.pack_s, packer.send_s))
+
+
+def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
+    sizes: dict[str, tuple[int, ...]] = {}
+    for one in held:
+        ends = tuple(start + n for start, n in zip(one.megatron_start, one.shape, strict=True))
+        known = sizes.get(one.megatron_name, ends)
+        sizes[one.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return {
+        name: torch.nn.Parameter(torch.randn(size, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
+        for name, size in sizes.items()
+    }
+
+
+def _synchronize(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+_before = [0]
+
+
+def _reset_peak(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        _before[0] = torch.cuda.memory_allocated()
+
+
+def _peak_extra(device: Device) -> int:
+    """Bytes of the device beyond what was there before the publish; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() - _before[0] if device == "cuda" else 0
