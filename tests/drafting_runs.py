@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from history.segments_dir import SHM
 from tests.whole_runs import configuration, finish, rows, start, wait_for
 
 NUM_PROMPTS, PROMPTS_PER_STEP = 8, 4
@@ -50,4 +51,5 @@ def run_whose_history_is_killed(example: Path) -> Path:
     assert kill_history(run) == 2
     output = finish(run)
     assert "history shard 0 died and was started again" in output
+    assert list(SHM.glob(f"mrl-history-*-{run.pid}")) == []  # other runs may be under way
     return run_dir

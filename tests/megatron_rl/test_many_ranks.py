@@ -26,24 +26,11 @@ from rollout.arrivals import Arrivals
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import Box, Wanted
+from tests.megatron_rl.test_reshard import SPEC as SMALL
 
 WORLD = 64
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=96,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=8,
-    ffn_size=144,
-    vocab_size=203,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    rms_eps=1e-6,
-    max_positions=128,
+SPEC = dataclasses.replace(
+    SMALL, num_layers=2, hidden_size=96, num_heads=16, num_kv_heads=8, ffn_size=144, vocab_size=203
 )
 
 

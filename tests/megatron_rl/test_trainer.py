@@ -430,10 +430,9 @@ def train_with_moves(position, parallel, spec, batches, moves):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_trainer_that_was_in_host_memory_goes_on_bit_by_bit(ranks, tmp_path, distributed):
     save_model("qwen3", tmp_path)
-    parallel = ParallelConfig(tensor=2, data=2)
-    algorithm = ALGORITHMS["one update"]
+    parallel, algorithm = DP2, ALGORITHMS["one update"]
     spec = trainer_spec(tmp_path, parallel, algorithm, distributed=distributed)
-    batches = [batch_for(parallel, algorithm)] * 3
+    batches = [batch_for(parallel, algorithm)] * 2
     expected = ranks.run(train_with_moves, spec, batches, (), parallel=parallel)
     for moves in (("gradients", "optimizer"), ("weights", "gradients", "optimizer")):
         found = ranks.run(train_with_moves, spec, batches, moves, parallel=parallel)

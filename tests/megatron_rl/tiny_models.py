@@ -39,9 +39,14 @@ VARIANTS = {
     "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3_moe": ("Qwen3MoeConfig", MOE | {"norm_topk_prob": True}),
-    "qwen3_moe_raw": ("Qwen3MoeConfig", MOE | {"norm_topk_prob": False, "num_experts": 5, "num_experts_per_tok": 3}),
 }
 FAMILIES = tuple(VARIANTS)
+
+VARIANTS["qwen3_moe_raw"] = (
+    "Qwen3MoeConfig",
+    MOE | {"norm_topk_prob": False, "num_experts": 5, "num_experts_per_tok": 3},
+)
+"""Probabilities of the chosen experts as they are."""
 
 VARIANTS["wide"] = (
     "Qwen3Config",
