@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from typing import Literal
 import torch
 
 from benchmarks.record import Goal, Row
+from benchmarks.step_time import CUDA_SHAPES, TINY
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.names import Placement, rank_placements
@@ -28,7 +28,7 @@ from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.config import EngineConfig, Format
 from rollout.engine_spec import EngineSpec
 from rollout.process_env import ProcessEnv
-from rollout.transports.base import HandOverChannel
+from rollout.transports.base import HandOverChannel, Memory
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.weight_sums import Sums, difference
@@ -43,31 +43,17 @@ TIMEOUT_S = 600.0
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A model of Qwen3's architecture."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    goal_s: float
-    """Most seconds of a publish on an H200; 0 for none."""
-
-
-SHAPES = {
-    "7B": Shape(hidden=4096, layers=36, heads=32, kv_heads=8, ffn=12288, vocabulary=151_936, goal_s=1.0),
-    "32B": Shape(hidden=5120, layers=64, heads=64, kv_heads=8, ffn=25600, vocabulary=151_936, goal_s=5.0),
-    "tiny": Shape(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=1024, goal_s=0.0),
-}
+SHAPES = {**CUDA_SHAPES, "tiny": TINY}
+GOALS_S = {"7B": 1.0, "32B": 5.0}
+"""Most seconds of a publish on an H200."""
 
 
 def measure(names: Sequence[str], formats: Sequence[Format], device: Device, work: Path) -> Iterator[Row]:
     """A row for each shape and format: medians over publishes."""
     for name in names:
-        model = write_config(work / name, SHAPES[name])
+        model = work / name
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(SHAPES[name].config()), encoding="utf-8")
         for format in formats:
             found = asyncio.run(_publishes(model, format, device))
             yield {
@@ -82,36 +68,12 @@ def measure(names: Sequence[str], formats: Sequence[Format], device: Device, wor
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Seconds of the slowest 8-bit format, by shape."""
     found = []
-    for name, shape in SHAPES.items():
+    for name, bound in GOALS_S.items():
         seconds = [float(row["total_s"]) for row in rows if row["model"] == name and row["format"] != "bf16"]
-        if seconds and shape.goal_s:
+        if seconds:
             goal = f"colocated publish of the shape of {name}"
-            found.append(Goal(name=goal, value=max(seconds), bound=shape.goal_s, direction="at most", unit="s"))
+            found.append(Goal(name=goal, value=max(seconds), bound=bound, direction="at most", unit="s"))
     return found
-
-
-def write_config(directory: Path, shape: Shape) -> Path:
-    """A model directory without weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": 128,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return directory
 
 
 async def _publishes(model: Path, format: Format, device: Device) -> list[dict[str, float]]:
@@ -133,7 +95,7 @@ async def _publishes(model: Path, format: Format, device: Device) -> list[dict[s
     holder = context.Process(target=_hold, args=(end, str(model), format, device, engine.weights.wanted))
     holder.start()
     try:
-        memory: Literal["shm", "cuda"] = "cuda" if device == "cuda" else "shm"
+        memory: Memory = "cuda" if device == "cuda" else "shm"
         await engine.weights.init_transport(HandOverChannel(memory=memory, shared_with=((0,),)))
         plan = _plan(model, format, engine.weights.wanted)
         return [await _publish(engine, plan, pipe, WeightVersion(number)) for number in range(NUM_PUBLISHES)]
@@ -224,15 +186,20 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
             pipe.send((address, scales_s, packer.pack_s, packer.send_s))
 
 
-def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
-    sizes: dict[str, tuple[int, ...]] = {}
+def parameter_shapes(held: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
+    """Of a rank that holds these boxes and nothing else."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for one in held:
         ends = tuple(start + n for start, n in zip(one.megatron_start, one.shape, strict=True))
-        known = sizes.get(one.megatron_name, ends)
-        sizes[one.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+        known = shapes.get(one.megatron_name, ends)
+        shapes[one.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return shapes
+
+
+def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
     return {
-        name: torch.nn.Parameter(torch.randn(size, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
-        for name, size in sizes.items()
+        name: torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
+        for name, shape in parameter_shapes(held).items()
     }
 
 

@@ -96,7 +96,7 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
         for number in range(engine.num_engines)
     )
     transport = _transport(config, engines)
-    notes = _detour(engines, transport) if devices else _crowded(config, node.cpu_cores)
+    notes = _detour(config, transport) if devices else _crowded(config, node.cpu_cores)
     return Placement(
         trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
         engines=engines,
@@ -113,14 +113,19 @@ def _check_threads(key: str, threads: int, cores: int) -> None:
         raise ConfigError(f"`{key}` = {threads} threads in one process, but this node has {cores} cores; lower it")
 
 
-def _detour(engines: Sequence[EngineSlot], transport: Transport) -> list[str]:
+def _detour(config: RunConfig, transport: Transport) -> list[str]:
+    """Why weights leave the devices, where they do."""
     if transport in ("cuda_ipc", "nccl"):
         return []
-    where = sorted({device for slot in engines for device in slot.devices})
-    return [
-        f"weights go through the host ({transport}): engines on devices {where} are not all beside a trainer rank, or "
-        "publish.transport or publish.delta asks for it"
-    ]
+    if config.publish.transport != "auto":
+        why = f"publish.transport is {transport}"
+    elif config.publish.delta:
+        why = "publish.delta sends changes over sockets"
+    elif config.cluster.address != "local":
+        why = "Ray chooses the devices of a cluster that is joined"
+    else:
+        why = "an engine is on a device where no trainer rank is"
+    return [f"weights go through the host ({transport}): {why}"]
 
 
 def _crowded(config: RunConfig, cores: int) -> list[str]:

@@ -182,6 +182,7 @@ class Trainer:
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face directory in the trainer's dtype."""
+        self.move_in()
         hf_export.export(
             self._model,
             self.spec.config.parallel,

@@ -5,7 +5,7 @@ the CPU shim. Nothing is decided here.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -15,7 +15,7 @@ from megatron_rl.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows
 from rollout.process_log import redirect_output
-from rollout.transports.base import GroupChannel
+from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weight_sums import Sums
 from rollout.wire import Wanted
@@ -131,7 +131,7 @@ class TrainerActor:
                 sender.attach(engine_id, channel)
         self._sender = sender
 
-    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Literal["shm", "cuda"]) -> None:
+    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
         """Publish by handing over on each device from now on; `plan_publishes` comes first.
 
         Args:
@@ -149,7 +149,7 @@ class TrainerActor:
 
             segment = CudaSegment()
         alone = len(hosted) == 1
-        backend: Literal["gloo", "nccl"] = "gloo" if memory == "shm" else "nccl"
+        backend: Backend = "gloo" if memory == "shm" else "nccl"
         self._sender = HandOverSender(
             segment,
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),

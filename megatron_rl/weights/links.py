@@ -8,13 +8,13 @@ not serving yet).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from megatron_rl.results import StagedWeights
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
 from rollout.engine_state import UpdateTimes
-from rollout.transports.base import GroupChannel, HandOverChannel, ShmChannel
+from rollout.transports.base import Backend, GroupChannel, HandOverChannel, Memory, ShmChannel
 from rollout.wire import WeightManifest
 
 
@@ -74,13 +74,13 @@ class GroupLink:
         *,
         source_ranks: tuple[int, ...],
         timeout_s: float,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Backend = "gloo",
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._source_ranks = source_ranks
         self._timeout_s = timeout_s
-        self._backend: Literal["gloo", "nccl"] = backend
+        self._backend: Backend = backend
 
     def connect(self) -> None:
         """Join one group per engine; returns when all of them are complete."""
@@ -119,13 +119,13 @@ class HandOverLink:
         engines: EngineGroup,
         *,
         homes: Sequence[Sequence[int]],
-        memory: Literal["shm", "cuda"],
+        memory: Memory,
         timeout_s: float,
     ) -> None:
         """`homes`: by engine and rank, the trainer rank on the same device; `memory` as in `HandOverChannel`."""
         self._trainer = trainer
         self._engines = engines
-        self._memory: Literal["shm", "cuda"] = memory
+        self._memory: Memory = memory
         self._timeout_s = timeout_s
         self._homes = homes
 

@@ -20,6 +20,13 @@ if TYPE_CHECKING:  # controllers hold channels, and have no torch
     import torch
 
 
+Backend = Literal["gloo", "nccl"]
+"""Of a process group."""
+
+Memory = Literal["shm", "cuda"]
+"""Where a segment lies: in a file in shared memory, or on the device itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmChannel:
     """Engine and trainer share a node; a publish is one file per trainer rank."""
@@ -29,7 +36,7 @@ class ShmChannel:
 class GroupChannel:
     """A process group of the source trainer ranks followed by the engine's ranks, one per engine incarnation."""
 
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Backend = "gloo"
     host: str
     port: int
     """Where the first source rank's store listens (see `rollout.transports.groups.open_store`)."""
@@ -49,8 +56,7 @@ class GroupChannel:
 class HandOverChannel:
     """Each engine rank finds its share in a segment that the trainer rank on its device has laid down."""
 
-    memory: Literal["shm", "cuda"]
-    """Files in shared memory, or memory of the device itself."""
+    memory: Memory
     shared_with: tuple[tuple[int, ...], ...]
     """By engine rank: the engine ranks, itself among them, whose buckets lie in its segment."""
 

@@ -11,15 +11,13 @@ Megatron's nor vLLM's default group notices. What the two backends do differentl
 
 import time
 from datetime import timedelta
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rollout.transports.base import GroupChannel
-
-Backend = Literal["gloo", "nccl"]
+from rollout.transports.base import Backend, GroupChannel
 
 POLL_S = 0.0002
 MEET_TAG = 1 << 30

@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rollout.transports.groups import Backend, Group, done, start_recv, start_send
+from rollout.transports.base import Backend
+from rollout.transports.groups import Group, done, start_recv, start_send
 from rollout.transports.segments import SegmentFile, bucket_offsets, map_segment
 from rollout.transports.trailer import seal, verify
 from rollout.types import WeightVersion

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from rollout.transports.base import GroupChannel
+from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.delta import HEADER, Kind, Message, apply, encode
-from rollout.transports.groups import Backend, Group, device_of, done, join, leave, start_recv, start_send
+from rollout.transports.groups import Group, device_of, done, join, leave, start_recv, start_send
 from rollout.transports.trailer import seal, verify
 from rollout.types import WeightVersion
 from rollout.wire import Bucket

@@ -1,8 +1,8 @@
 """The trailer that proves a bucket whole and of the right publish; its checksum is computed where the bytes lie.
 
 On a CPU that is xxh3-64. On a device it is a multilinear hash (Carter and Wegman, 1979): the payload as 32-bit words,
-each multiplied by a fixed odd 64-bit number of its place, summed modulo 2**64. A sum does not ask for an order, so a
-device computes it at the speed of its memory. One changed word is always found; any other fault is missed with a
+each multiplied by a fixed odd 64-bit number of its place, summed modulo 2**64. A sum does not ask for an order, so
+all of it is one parallel reduction. One changed word is always found; any other fault is missed with a
 chance of about 2**-32 (the multipliers are random, and words have 32 bits, so top bits do not cancel).
 
 Both ends of a transport hold buckets on the same kind of device.

@@ -115,7 +115,9 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     assert [slot.devices for slot in shared.engines] == [(0, 1)]
     assert shared.notes == ()
     (note,) = plan(run_config(**parts, publish={"transport": "shm"}), four).notes
-    assert note.startswith("weights go through the host (shm)")
+    assert note == "weights go through the host (shm): publish.transport is shm"
+    (note,) = plan(run_config(**parts | {"trainer": {}}), four).notes
+    assert note == "weights go through the host (shm): an engine is on a device where no trainer rank is"
     apart = plan(run_config(**parts, publish={"transport": "nccl"}), four)
     assert [slot.devices for slot in apart.trainers] == [(0,), (1,)]
     assert [slot.devices for slot in apart.engines] == [(2, 3)]

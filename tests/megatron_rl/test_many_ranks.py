@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.publish_on_device import parameter_shapes
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import Experts, ModelSpec
 from megatron_rl.slots import trainer_slots
@@ -26,6 +27,7 @@ from rollout.arrivals import Arrivals
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import Box, Wanted
+from tests.megatron_rl.memory_sender import MemorySender
 from tests.megatron_rl.test_reshard import SPEC as SMALL
 
 WORLD = 64
@@ -52,29 +54,6 @@ class Meeting:
         self.barrier.wait()
 
 
-class Memory:
-    """Sender and inbox at once."""
-
-    def __init__(self) -> None:
-        self.buckets: dict[int, torch.Tensor] = {}
-        self.path, self.sent_bytes = "", 0
-
-    def open(self, weight_version, buckets):
-        self.buckets |= {bucket.index: torch.full((bucket.num_bytes,), 7, dtype=torch.uint8) for bucket in buckets}
-
-    def buffer(self, index):
-        return self.buckets[index]
-
-    def commit(self, index):
-        pass
-
-    def finish(self):
-        return ""
-
-    def take(self, bucket):
-        return self.buckets[bucket.index]
-
-
 def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     held = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
@@ -96,12 +75,7 @@ def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[s
 
 def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
     """What a rank with these placements would hold of the model."""
-    sizes: dict[str, list[int]] = {}
-    for one in held:
-        ends = [start + n for start, n in zip(one.megatron_start, one.shape, strict=True)]
-        known = sizes.setdefault(one.megatron_name, ends)
-        sizes[one.megatron_name] = [max(pair) for pair in zip(known, ends, strict=True)]
-    parameters = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(held).items()}
     for one in held:
         parameters[one.megatron_name][one.megatron_slices] = whole[one.hf_name][one.hf_slices]
     return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in parameters.items()}
@@ -169,7 +143,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
     slots = trainer_slots(parallel, cpu_threads=1)
     groups = {(slot.pipeline_rank, slot.data_rank): Meeting(tensor) for slot in slots}
-    memory = Memory()
+    memory = MemorySender()
 
     def send(slot) -> None:
         held = rank_placements(

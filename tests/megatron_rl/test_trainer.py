@@ -24,6 +24,7 @@ from rollout.imitation_rows import ImitationRows
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import DTYPE_BYTES
+from tests.megatron_rl.memory_sender import MemorySender
 from tests.megatron_rl.scored_groups import scored_group
 from tests.megatron_rl.tiny_models import reference_logits, save_model
 
@@ -57,34 +58,6 @@ def trainer_spec(
 def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: int = 4, max_tokens: int = 40):
     scored = [scored_group(number) for number in range(groups)]
     return build_batch(scored, 0, algorithm=algorithm, dp_size=parallel.data, max_micro_batch_tokens=max_tokens, seed=3)
-
-
-class MemorySender:
-    def __init__(self):
-        self.buckets = {}
-
-    def open(self, weight_version, buckets):
-        self.buckets = {bucket.index: torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets}
-
-    def buffer(self, index):
-        return self.buckets[index]
-
-    def commit(self, index):
-        pass
-
-    def finish(self):
-        return "memory"
-
-    @property
-    def sent_bytes(self):
-        return sum(len(data) for data in self.buckets.values())
-
-    def abandon(self):
-        self.buckets = {}
-
-    @property
-    def contents(self):
-        return {index: data.numpy().tobytes() for index, data in self.buckets.items()}
 
 
 def train_and_publish(position, parallel, spec, batches):
