@@ -40,12 +40,7 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     responses |= _responses(config.evaluation.sets, "evaluation.sets")
     problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
-    if spec.experts is not None and config.engine.format != "bf16":
-        problems.append(
-            f"`engine.format` = {config.engine.format}: `model` = {config.model} has {spec.experts.count} experts, "
-            "which are published in bf16 only; set it to bf16"
-        )
-    problems += weight_format_problems(spec, config.engine)
+    problems += weight_format_problems(spec, config.engine, node)
     problems += _device_phases(config, node)
     memory = run_memory(config, spec, node)
     problems += memory.problems()

@@ -9,19 +9,26 @@ from megatron_rl.memory import num_parameters
 from megatron_rl.model_config import ModelSpec
 from megatron_rl.weights.names import Kind, placements
 from rollout.config import EngineConfig
-from rollout.weight_format import FP8_BLOCK, FUSED, WeightFormat
+from rollout.weight_format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
+from rollout.wire import stack_of
 
 WORTH_8_BIT = 14_000_000_000
 """Parameters from which 8-bit rollouts gain clearly on GPUs (FlashRL's measurements)."""
 
 
-def weight_format_problems(spec: ModelSpec, engine: EngineConfig) -> list[str]:
+def weight_format_problems(spec: ModelSpec, engine: EngineConfig, node: NodeResources) -> list[str]:
     """What is wrong with `engine.format`, its exceptions and `engine.tensor_parallel` for this model."""
     format = WeightFormat.of(engine)
     if format.layout is None:
         return []
     shapes = linear_shapes(spec)
-    problems = [*_layers(spec, format), *_patterns(shapes, format), *_fused(shapes, format, spec.num_layers)]
+    problems = []
+    if spec.experts is not None and not node.gpu_bytes:
+        problems.append(
+            f"`engine.format` = {engine.format}: the model has {spec.experts.count} experts, and vLLM multiplies "
+            "experts in 8 bits on GPUs only; set it to bf16"
+        )
+    problems += [*_layers(spec, format), *_patterns(shapes, format), *_fused(shapes, format, spec.num_layers)]
     quantised = {name: shape for name, shape in shapes.items() if not format.excepts(name, spec.num_layers)}
     if engine.format == "fp8_block":
         problems += _blocks(quantised, engine.tensor_parallel)
@@ -43,9 +50,9 @@ def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeReso
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of each matrix of the decoder layers, in order."""
+    """Hugging Face name and shape of each matrix of the decoder layers, in order; of all experts one without number."""
     whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    return {one.hf_name: one.hf_full_shape for one in whole if one.kind is Kind.LINEAR}
+    return {stack_of(one.hf_name): one.hf_full_shape for one in whole if one.kind is Kind.LINEAR}
 
 
 def _layers(spec: ModelSpec, format: WeightFormat) -> Iterator[str]:
@@ -70,14 +77,14 @@ def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers:
     judged = set()
     for name in shapes:
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-        for group in FUSED:
+        for group in (FUSED_EXPERTS,) if parent.endswith(".experts") else FUSED:
             if leaf == group[0]:
                 kept = [one for one in group if format.excepts(f"{parent}.{one}.weight", num_layers)]
                 if 0 < len(kept) < len(group) and group not in judged:
                     judged.add(group)
                     yield (
                         f"`engine.bf16_modules` excepts {', '.join(kept)} of {parent}, but vLLM holds "
-                        f"{', '.join(group)} as one matrix; except all of them or none"
+                        f"{', '.join(group)} as one; except all of them or none"
                     )
 
 

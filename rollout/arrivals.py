@@ -3,7 +3,7 @@
 Buckets are taken from the transport when the first of their pieces is needed and let go after the last, so that memory
 follows the model's order: little more than the buckets of one layer is held at a time.
 
-Invariant: a part is given only if pieces that arrived make up all of it.
+Invariant: a part is given only if pieces that arrived make up all of it. A part of a stack is of one expert.
 """
 
 import math
@@ -20,14 +20,16 @@ class Arrivals:
     def __init__(self, manifest: WeightManifest, inbox: Inbox, *, engine_rank: int) -> None:
         self._inbox = inbox
         self._dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
-        self._pieces: dict[str, list[tuple[Bucket, Piece]]] = {spec.name: [] for spec in manifest.tensors}
+        self._pieces: dict[tuple[str, int], list[tuple[Bucket, Piece]]] = {}
+        """By tensor and expert."""
         self._left: dict[int, int] = {}
         """Elements of each bucket that nobody has been given."""
         for bucket in manifest.buckets:
             if bucket.wanted_by(engine_rank):
                 self._left[bucket.index] = sum(piece.box.size for piece in bucket.pieces)
                 for piece in bucket.pieces:
-                    self._pieces[manifest.tensors[piece.tensor].name].append((bucket, piece))
+                    matrix = manifest.tensors[piece.tensor].name, piece.box.expert
+                    self._pieces.setdefault(matrix, []).append((bucket, piece))
         self._held: dict[int, torch.Tensor] = {}
         self._vectors: dict[tuple[str, Box], torch.Tensor] = {}
 
@@ -43,7 +45,8 @@ class Arrivals:
             return self._vectors[name, box]
         if not box.size:
             return torch.empty(box.shape, dtype=getattr(torch, self._dtypes[name]))
-        found = [(bucket, piece, box.common(piece.box)) for bucket, piece in self._pieces[name]]
+        of_matrix = self._pieces.get((name, box.expert), [])
+        found = [(bucket, piece, box.common(piece.box)) for bucket, piece in of_matrix]
         found = [(bucket, piece, common) for bucket, piece, common in found if common.size]
         if (size := sum(common.size for _, _, common in found)) != box.size:
             raise RuntimeError(f"{name}: {size} of the {box.size} elements that are loaded were sent to this rank")

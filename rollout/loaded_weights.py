@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from rollout.fingerprint import column_signs, expert_inputs, fold, multiply
 from rollout.slices import Landing
-from rollout.wire import Box, TensorSpec
+from rollout.wire import Box, TensorSpec, of_expert
 
 _LAST_OF_EXPERT = "w2_weight"
 """The parameter in which vLLM stacks the last matrices of a layer's experts."""
@@ -29,7 +29,9 @@ def loaded_sums(
     counted: Collection[tuple[str, Box]],
     dtype: torch.dtype,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Sums of each tensor's parts on this rank; scales have none, being part of every product.
+    """Sums of each tensor's parts on this rank, by name, an expert's by its own.
+
+    Scales have none, being part of every product.
 
     Args:
         model: the worker's.
@@ -48,6 +50,7 @@ def loaded_sums(
             continue
         layer = model.get_submodule(landing.module)
         if landing.parameter == _LAST_OF_EXPERT:
+            name, box, shape = of_expert(name, box.expert), box.in_matrix, shape[1:]
             if landing.module not in experts:
                 experts[landing.module] = _through_experts(layer, shape[0], dtype)
             sums = fold(experts[landing.module][landing.start // shape[0]], box, shape)

@@ -28,50 +28,54 @@ def expected_tensors(directory: str, format: WeightFormat) -> tuple[TensorSpec, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     specs: list[TensorSpec] = []
-    for stacked, tensor in model.state_dict().items():
-        if stacked == "lm_head.weight" and config.tie_word_embeddings:
+    for held, tensor in model.state_dict().items():
+        if held == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for name, shape in _one_by_one(stacked, tuple(tensor.shape)):
+        for name, shape in _unfused(held, tuple(tensor.shape)):
             specs += _as_sent(name, shape, format, config.num_hidden_layers)
     return tuple(sorted(specs, key=lambda spec: spec.name))
 
 
-def _one_by_one(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Transformers stacks the experts of a layer in memory; files and loaders have each by itself."""
+def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Transformers holds the experts of a layer as stacks, as a publish does, but gate and up in one."""
     parent, _, leaf = name.rpartition(".")
     if not parent.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
         yield name, shape
-        return
-    count, rows, columns = shape
-    for expert in range(count):
-        if leaf == "down_proj":
-            yield f"{parent}.{expert}.down_proj.weight", (rows, columns)
-        else:
-            yield f"{parent}.{expert}.gate_proj.weight", (rows // 2, columns)
-            yield f"{parent}.{expert}.up_proj.weight", (rows // 2, columns)
+    elif leaf == "down_proj":
+        yield f"{name}.weight", shape
+    else:
+        count, rows, columns = shape
+        yield f"{parent}.gate_proj.weight", (count, rows // 2, columns)
+        yield f"{parent}.up_proj.weight", (count, rows // 2, columns)
 
 
 def linears_in_bf16(expected: tuple[TensorSpec, ...]) -> tuple[str, ...]:
-    """Names of the modules of decoder layers that an 8-bit format leaves as they are."""
+    """Names of the linears of decoder layers, routers among them, that an 8-bit format leaves as they are."""
     return tuple(
-        spec.name.removesuffix(".weight")
+        name.removesuffix(".weight")
         for spec in expected
-        if _is_linear(spec.name, spec.shape) and spec.dtype == "bfloat16"
+        if _is_matrix(spec.name, spec.shape) and spec.dtype == "bfloat16"
+        for name in spec.unstacked
     )
 
 
 def _as_sent(name: str, shape: tuple[int, ...], format: WeightFormat, num_layers: int) -> tuple[TensorSpec, ...]:
     layout = format.layout
-    if layout is not None and _is_linear(name, shape) and not format.excepts(name, num_layers):
-        scale = TensorSpec(name=name + layout.scale_suffix, shape=layout.grid(shape), dtype="float32")
+    if layout is not None and _has_codes(name, shape) and not format.excepts(name, num_layers):
+        grid = (*shape[:-2], *layout.grid(shape[-2:]))
+        scale = TensorSpec(name=name + layout.scale_suffix, shape=grid, dtype="float32")
         return TensorSpec(name=name, shape=shape, dtype=layout.dtype), scale
     return (TensorSpec(name=name, shape=shape, dtype="bfloat16"),)
 
 
-def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """The 2-D weights of the decoder layers but for routers, nothing else."""
-    router = name.endswith(".mlp.gate.weight")
-    return ".layers." in name and name.endswith(".weight") and len(shape) == 2 and not router
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """The matrices of the decoder layers and stacks of them, nothing else."""
+    return ".layers." in name and name.endswith(".weight") and len(shape) >= 2
+
+
+def _has_codes(name: str, shape: tuple[int, ...]) -> bool:
+    """The matrices that an 8-bit format is about: all but routers, whose choices are not to be rounded."""
+    return _is_matrix(name, shape) and not name.endswith(".mlp.gate.weight")
 
 
 def differences(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> list[str]:

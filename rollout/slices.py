@@ -2,14 +2,16 @@
 
 vLLM's loaders take whole, unfused tensors under their Hugging Face names and cut their rank's part out of them
 themselves. What they cut is found out by giving them *stand-ins*: tensors of the right names and shapes without
-storage, of which every `copy_` tells a part by its offset, shape and strides. The same loaders then load a publish:
-they are given the stand-ins again, and whatever they copy out of one into a real parameter is replaced by the part
-that came. So no table of ours says how vLLM fuses, shards or pads, and no rank needs more than its own parts.
+storage, of which every `copy_` tells a part by its offset, shape and strides; a stack is shown as its experts'
+matrices. The same loaders then load a publish: they are given the stand-ins again, and whatever they copy out of one
+into a real parameter is replaced by the part that came. So no table of ours says how vLLM fuses, shards or pads, and
+no rank needs more than its own parts.
 
 Invariant: every tensor is seen to be copied when loaders are recorded. One that a loader takes in another way (a cast,
 a sum) is refused then, and not found out by wrong weights later.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,13 +47,16 @@ class StandIns:
     """Tensors without storage, in the place of a publish's."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = tuple(specs)
         self._tensors = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """For a model's `load_weights`, in the order of the specs."""
-        yield from self._tensors.items()
+        for spec in self._specs:
+            tensor = self._tensors[spec.name]
+            yield from zip(spec.unstacked, tensor if spec.is_stack else (tensor,), strict=True)
 
     @torch.no_grad()
     def record(self, model: torch.nn.Module) -> tuple[Landing, ...]:
@@ -98,24 +103,29 @@ class StandIns:
                 return destination
             box = self._box(name, view)
             part = source(name, box)
-            if tuple(view.shape) != box.shape:  # a view that is no box was given the whole tensor
-                part = part.as_strided(view.shape, view.stride(), view.storage_offset())
-            return destination.copy_(part)
+            if tuple(view.shape) == box.in_matrix.shape:
+                return destination.copy_(part.view(view.shape))
+            # a view that is no box was given the whole matrix
+            first = part.storage_offset() + view.storage_offset() - box.expert * math.prod(box.in_matrix.shape)
+            return destination.copy_(part.as_strided(view.shape, view.stride(), first))
 
         return _Copies(self._tensors, replace)
 
     def _box(self, name: str, view: torch.Tensor) -> Box:
-        """The part that a view shows; the whole tensor for a view that is no box of it."""
+        """The part that a view shows, of one matrix; the whole matrix for a view that is no box of it."""
         whole = self._tensors[name]
-        everything = Box(start=(0,) * whole.dim(), shape=tuple(whole.shape))
-        strides = zip(view.shape, view.stride(), whole.stride(), strict=False)
-        if view.dim() != whole.dim() or any(size > 1 and ours != theirs for size, ours, theirs in strides):
-            return everything
         left, start = view.storage_offset(), []
         for stride in whole.stride():
             start.append(left // stride)
             left %= stride
-        return Box(start=tuple(start), shape=tuple(view.shape))
+        stacked = whole.dim() - min(whole.dim(), 2)
+        num_dims = whole.dim() - stacked
+        strides = zip(view.shape, view.stride(), whole.stride()[stacked:], strict=False)
+        if view.dim() != num_dims or any(size > 1 and ours != theirs for size, ours, theirs in strides):
+            start[stacked:], shape = (0,) * num_dims, whole.shape[stacked:]
+        else:
+            shape = view.shape
+        return Box(start=tuple(start), shape=(1,) * stacked + tuple(shape))
 
 
 def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:

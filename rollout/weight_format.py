@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Final, get_args
 
 from rollout.config import EngineConfig, Format
+from rollout.wire import stack_of
 
 FP8_BLOCK: Final = 128
 """Rows and columns of a block of `fp8_block`."""
@@ -19,6 +20,9 @@ _WHOLE_ROW: Final = 1 << 62
 
 FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What vLLM holds as one matrix, which has 8-bit codes or has not."""
+
+FUSED_EXPERTS: Final = ("gate_proj", "up_proj", "down_proj")
+"""The same of the experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +106,11 @@ class WeightFormat:
         return LAYOUTS.get(self.name)
 
     def excepts(self, tensor_name: str, num_layers: int) -> bool:
-        """Whether a linear of a decoder layer keeps BF16 weights, by the Hugging Face name of one of its tensors."""
-        module = tensor_name.rpartition(".")[0]
+        """Whether a linear of a decoder layer keeps BF16 weights, by the Hugging Face name of one of its tensors.
+
+        The experts of a layer are one module: patterns see their names without numbers.
+        """
+        module = stack_of(tensor_name).rpartition(".")[0]
         layer = int(module.partition(".layers.")[2].partition(".")[0])
         return (
             layer < self.bf16_first_layers

@@ -1,6 +1,6 @@
 """Sums over weights of two sides, held against each other. Made by `rollout.fingerprint`. Pure: no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -23,9 +23,12 @@ def add_up(parts: Iterable[Sums]) -> dict[str, npt.NDArray[np.float64]]:
     return found
 
 
-def difference(found: Sums, expected: Sums) -> tuple[float, str]:
+def difference(
+    found: Sums, expected: Sums, *, leniency: Callable[[str], float] = lambda name: 1.0
+) -> tuple[float, str]:
     """The largest difference of a group's sum, over what its rows have together; and where it is.
 
+    Differences of a tensor are divided by its `leniency`.
     What rows have together is the root of their sum of squares and of what groups have on average: rounding is some
     thousandths of it, whatever rows stand out and however parts of a row cancel. 1 where a tensor is not in both.
     """
@@ -36,7 +39,7 @@ def difference(found: Sums, expected: Sums) -> tuple[float, str]:
         sums, squares = expected[name]
         have = np.sqrt(np.fmax(squares, found[name][1]) + squares.mean())
         gaps = np.abs(found[name][0] - sums) / np.maximum(have, 1e-30)
-        gaps = np.nan_to_num(gaps.ravel(), nan=np.inf)
+        gaps = np.nan_to_num(gaps.ravel(), nan=np.inf) / leniency(name)
         group = int(np.argmax(gaps))
         if gaps[group] > worst:
             worst = float(gaps[group])

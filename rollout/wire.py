@@ -1,12 +1,13 @@
 """The wire format of weights: flat byte buckets and the manifest that says what lies where.
 
 A publish moves tensors under their Hugging Face names (codes and scales are tensors of their own, as
-in a quantised checkpoint: `X.weight` and `X.weight_scale`). Each trainer rank cuts what it owns into
-*pieces* (boxes of a tensor) and packs them into *buckets*, contiguous bytes that a transport can move
-without knowing what they mean. Every bucket ends in a trailer, so that its reader can prove it whole
+in a quantised checkpoint: `X.weight` and `X.weight_scale`); a matrix that every expert of a layer has is one
+*stack*, [experts, rows, columns], under a name without the expert's number. Each trainer rank cuts what it owns into
+*pieces* (boxes of a tensor, each of one expert) and packs them into *buckets*, contiguous bytes that a transport can
+move without knowing what they mean. Every bucket ends in a trailer, so that its reader can prove it whole
 and of the right publish before a byte of it is applied.
 
-Invariants (`WeightManifest.check`): the pieces of a tensor tile it exactly once; pieces of a bucket
+Invariants (`WeightManifest.check`): the pieces of a tensor tile it exactly once, each in one matrix; pieces of a bucket
 do not overlap, are aligned to `PIECE_ALIGNMENT` and lie before its trailer; buckets are numbered
 0..n-1 in the order in which a streaming transport sends them.
 
@@ -31,6 +32,22 @@ MAGIC = 0x4D52_4C42_554B_4554
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
+_EXPERTS = ".experts."
+
+
+def stack_of(name: str) -> str:
+    """Name of the stack that holds an expert's tensor; any other name as it is, that of a stack among them."""
+    parent, separator, rest = name.partition(_EXPERTS)
+    number, _, leaf = rest.partition(".")
+    return parent + separator + leaf if number.isdigit() else name
+
+
+def of_expert(stack: str, expert: int) -> str:
+    """Name of one expert's tensor in a stack."""
+    parent, separator, rest = stack.partition(_EXPERTS)
+    return f"{parent}{separator}{expert}.{rest}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One whole tensor as the engine's loader will see it."""
@@ -45,6 +62,16 @@ class TensorSpec:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it holds a matrix of every expert."""
+        return len(self.shape) == 3
+
+    @property
+    def unstacked(self) -> tuple[str, ...]:
+        """Names of the tensors that it holds in a checkpoint: of each expert's matrix, or its own alone."""
+        return tuple(of_expert(self.name, expert) for expert in range(self.shape[0])) if self.is_stack else (self.name,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
@@ -58,6 +85,16 @@ class Box:
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def expert(self) -> int:
+        """Whose matrix of a stack it begins in; 0 in any other tensor."""
+        return self.start[0] if len(self.start) == 3 else 0
+
+    @property
+    def in_matrix(self) -> "Box":
+        """The same box of one expert's matrix; itself in any other tensor."""
+        return Box(start=self.start[-2:], shape=self.shape[-2:])
 
     def common(self, other: "Box") -> "Box":
         """What both have; a dimension of it is 0 where they do not meet."""
@@ -138,7 +175,7 @@ class WeightManifest:
     def check(self) -> None:
         """Raise `RuntimeError` naming the first tensor or bucket that breaks an invariant."""
         covered = [0] * len(self.tensors)
-        boxes: list[list[Piece]] = [[] for _ in self.tensors]
+        boxes: dict[tuple[int, int], list[Box]] = {}
         for expected, bucket in enumerate(self.buckets):
             if bucket.index != expected:
                 raise RuntimeError(f"bucket {expected} of the manifest is numbered {bucket.index}")
@@ -151,27 +188,30 @@ class WeightManifest:
                     lo < 0 or lo + n > full for lo, n, full in zip(piece.start, piece.shape, spec.shape, strict=True)
                 ):
                     raise RuntimeError(f"{spec.name}: box {piece.start}+{piece.shape} is outside {spec.shape}")
+                if spec.is_stack and piece.shape[0] != 1:
+                    raise RuntimeError(f"{spec.name}: box {piece.start}+{piece.shape} is of several experts")
                 end = piece.offset + math.prod(piece.shape) * DTYPE_BYTES[spec.dtype]
                 covered[piece.tensor] += math.prod(piece.shape)
-                boxes[piece.tensor].append(piece)
+                boxes.setdefault((piece.tensor, piece.box.expert), []).append(piece.box)
             if end > bucket.payload_bytes:
                 raise RuntimeError(f"bucket {bucket.index}: pieces end at {end}, payload at {bucket.payload_bytes}")
-        for spec, count, pieces in zip(self.tensors, covered, boxes, strict=True):
+        for spec, count in zip(self.tensors, covered, strict=True):
             if count != math.prod(spec.shape):
                 raise RuntimeError(f"{spec.name}: pieces cover {count} of {math.prod(spec.shape)} elements")
-            if any(a.box.common(b.box).size for i, a in enumerate(pieces) for b in pieces[:i]):
-                raise RuntimeError(f"{spec.name}: pieces overlap")
+        for (tensor, _), of_matrix in boxes.items():
+            if any(a.common(b).size for i, a in enumerate(of_matrix) for b in of_matrix[:i]):
+                raise RuntimeError(f"{self.tensors[tensor].name}: pieces overlap")
 
     def check_wanted(self, engine_rank: int, wanted: Wanted) -> None:
         """Raise `RuntimeError` naming the first tensor of which a rank would not get what it takes."""
-        brought: dict[str, list[Box]] = {spec.name: [] for spec in self.tensors}
+        brought: dict[tuple[str, int], list[Box]] = {}
         for bucket in self.buckets:
             if bucket.wanted_by(engine_rank):
                 for piece in bucket.pieces:
-                    brought[self.tensors[piece.tensor].name].append(piece.box)
+                    brought.setdefault((self.tensors[piece.tensor].name, piece.box.expert), []).append(piece.box)
         for name, boxes in wanted.items():
             for box in boxes:
-                found = sum(box.common(one).size for one in brought.get(name, []))
+                found = sum(box.common(one).size for one in brought.get((name, box.expert), []))
                 if found != box.size:
                     raise RuntimeError(
                         f"{name}: engine rank {engine_rank} would get {found} of the {box.size} elements that it takes"

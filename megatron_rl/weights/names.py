@@ -36,8 +36,13 @@ class Placement:
     """Every tensor-parallel rank holds this box."""
     owned: bool
     """This rank answers for the box: among all ranks that hold one replica of it in parts exactly one owns it."""
-    of_expert: bool
-    """It is an expert's: data-parallel ranks hold the same experts only if `parallel.expert` apart."""
+    expert: int | None
+    """Number of the expert whose matrix it is, in the whole model."""
+
+    @property
+    def of_expert(self) -> bool:
+        """It is an expert's: data-parallel ranks hold the same experts only if `parallel.expert` apart."""
+        return self.expert is not None
 
     @property
     def hf_slices(self) -> tuple[slice, ...]:
@@ -128,7 +133,7 @@ def placements(
                     kind=rule.kind,
                     replicated=replicated,
                     owned=not rule.tied_copy and (not replicated or tensor_rank == 0),
-                    of_expert=rule.per_expert,
+                    expert=hf_numbers[-1] if rule.per_expert else None,
                 )
             )
     return tuple(found)

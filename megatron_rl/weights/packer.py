@@ -123,9 +123,10 @@ class WeightPacker:
         end = 0
         for piece, source in zip(bucket.pieces, sources, strict=True):
             buffer[end : piece.offset] = 0  # equal weights make equal buckets
-            encoded = self._encoded(source, piece.box)
+            box = piece.box.in_matrix
+            encoded = self._encoded(source, box)
             if source.role is Role.CODES:
-                self._look_at(encoded, source.placement, piece.box)
+                self._look_at(encoded, source.placement, box)
             content = encoded.contiguous().view(-1).view(torch.uint8)
             end = piece.offset + content.numel()
             buffer[piece.offset : end].copy_(content)

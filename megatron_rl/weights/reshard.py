@@ -6,9 +6,9 @@ partition: no communication, no torch. Executing the plan is `megatron_rl.weight
 Each box is sent by one rank that owns it (`Placement.owned`), as the rank holds it: nothing is gathered. Data-parallel
 replicas hold the same boxes and share their buckets, so that each sends about as many bytes. In an 8-bit format a
 matrix becomes codes, cut as the matrix is, and a grid of scales, of which each box sends those whose block begins in
-it; where a border between boxes cuts a block, all ranks agree on its scale (`ReshardPlan.shared`). Boxes are cut once
-more where what an engine rank takes begins or ends (`Wanted`, as vLLM's loaders showed it), and each part goes to the
-ranks that take it.
+it; where a border between boxes cuts a block, all ranks agree on its scale (`ReshardPlan.shared`). Experts'
+matrices travel as parts of their layer's stacks. Boxes are cut once more where what an engine rank takes begins or ends
+(`Wanted`, as vLLM's loaders showed it), and each part goes to the ranks that take it.
 
 Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
 order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
@@ -17,7 +17,7 @@ of the first tensor they hold.
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +37,7 @@ from rollout.wire import (
     TensorSpec,
     Wanted,
     WeightManifest,
+    stack_of,
 )
 
 QUANTIZED_KINDS = frozenset({Kind.LINEAR})
@@ -69,8 +70,8 @@ class ReshardPlan:
     format: WeightFormat
     tensors: tuple[TensorSpec, ...]
     shared: tuple[str, ...]
-    """Matrices of which a block is cut by a border between boxes, in the order of the model: scales that ranks which
-    hold parts of them must agree on."""
+    """Matrices (each expert's by itself) of which a block is cut by a border between boxes, in the order of the model:
+    scales that ranks which hold parts of them must agree on."""
     buckets: tuple[Bucket, ...]
     sources: tuple[tuple[PieceSource, ...], ...]
     """[bucket][piece], beside `buckets[i].pieces`."""
@@ -113,6 +114,10 @@ class _Item:
     source: PieceSource
 
 
+_OfExperts = Mapping[tuple[str, int], Sequence[Box]]
+"""What one engine rank takes, by tensor and expert."""
+
+
 def plan_reshard(
     spec: ModelSpec,
     parallel: ParallelConfig,
@@ -134,6 +139,7 @@ def plan_reshard(
     """
     tensors = wire_tensors(spec, format)
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
+    by_expert = [_by_expert(one) for one in wanted]
     shared: set[str] = set()
     filled: list[tuple[int, list[_Item]]] = []
     slots = trainer_slots(parallel, cpu_threads=1)
@@ -156,7 +162,7 @@ def plan_reshard(
                     item
                     for p, layout in layouts
                     if p.owned and spread in (None, p.of_expert)
-                    for item in _items(p, layout, tensors, index, wanted)
+                    for item in _items(p, layout, tensors, index, by_expert)
                 ]
                 replicas = _replicas(slots, slot, parallel.expert if spread else 1)
                 filled += _share(_buckets(items, bucket_bytes), replicas)
@@ -164,7 +170,7 @@ def plan_reshard(
     return ReshardPlan(
         format=format,
         tensors=tensors,
-        shared=tuple(tensor.name for tensor in tensors if tensor.name in shared),
+        shared=tuple(name for tensor in tensors for name in tensor.unstacked if name in shared),
         buckets=tuple(_bucket(number, rank, items) for number, (rank, items) in enumerate(filled)),
         sources=tuple(tuple(item.source for item in items) for _, items in filled),
         num_layers=spec.num_layers,
@@ -175,13 +181,15 @@ def wire_tensors(spec: ModelSpec, format: WeightFormat) -> tuple[TensorSpec, ...
     """Every tensor of a publish, in the order of the model."""
     whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     tensors: list[TensorSpec] = []
-    for name, placement in {placement.hf_name: placement for placement in whole}.items():
+    for name, placement in {stack_of(placement.hf_name): placement for placement in whole}.items():
+        stack = (spec.experts.count,) if spec.experts is not None and placement.of_expert else ()
         shape, layout = placement.hf_full_shape, format.layout
         if layout is not None and _quantizes(format, placement, spec.num_layers):
-            tensors.append(TensorSpec(name=name, shape=shape, dtype=layout.dtype))
-            tensors.append(TensorSpec(name=name + layout.scale_suffix, shape=layout.grid(shape), dtype="float32"))
+            grid = layout.grid(shape)
+            tensors.append(TensorSpec(name=name, shape=stack + shape, dtype=layout.dtype))
+            tensors.append(TensorSpec(name=name + layout.scale_suffix, shape=stack + grid, dtype="float32"))
         else:
-            tensors.append(TensorSpec(name=name, shape=shape, dtype="bfloat16"))
+            tensors.append(TensorSpec(name=name, shape=stack + shape, dtype="bfloat16"))
     return tuple(tensors)
 
 
@@ -198,22 +206,33 @@ def _items(
     layout: CodeLayout | None,
     tensors: tuple[TensorSpec, ...],
     index: dict[str, int],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[_OfExperts],
 ) -> Iterator[_Item]:
     box = Box(start=placement.hf_start, shape=placement.shape)
-    found = [(placement.hf_name, box, Role.VALUES if layout is None else Role.CODES)]
+    stack = stack_of(placement.hf_name)
+    found = [(stack, box, Role.VALUES if layout is None else Role.CODES)]
     if layout is not None:
         rows, columns = layout.begun(placement.hf_start, placement.shape)
         begun = Box(start=(rows.start, columns.start), shape=(rows.stop - rows.start, columns.stop - columns.start))
-        found.append((placement.hf_name + layout.scale_suffix, begun, Role.SCALES))
+        found.append((stack + layout.scale_suffix, begun, Role.SCALES))
     for name, whole, role in found:
         width = DTYPE_BYTES[tensors[index[name]].dtype]
-        for part, ranks in _cut(whole, [one[name] for one in wanted]):
+        if placement.expert is not None:
+            whole = Box(start=(placement.expert, *whole.start), shape=(1, *whole.shape))
+        for part, ranks in _cut(whole, [one.get((name, whole.expert), ()) for one in wanted]):
             source = PieceSource(placement=placement, role=role)
             yield _Item(index[name], part.start, part.shape, part.size * width, ranks, source)
 
 
-def _cut(box: Box, wanted: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+def _by_expert(wanted: Wanted) -> _OfExperts:
+    found: dict[tuple[str, int], list[Box]] = {}
+    for name, boxes in wanted.items():
+        for box in boxes:
+            found.setdefault((name, box.expert), []).append(box)
+    return found
+
+
+def _cut(box: Box, wanted: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Parts of a box, and the engine ranks that want each; what nobody wants goes to rank 0: a publish is whole."""
     if not box.size:
         return

@@ -131,13 +131,13 @@ def test_experts_over_tensor_ranks_are_not_spread_on_a_cpu(
     assert "gloo cannot gather the tokens" in refusal(write_config(""), node, *keys)
 
 
-def test_experts_in_8_bits_are_refused(write_config: Write, node: NodeResources, model_dir: Path) -> None:
+def test_experts_in_8_bits_are_refused_on_a_cpu(write_config: Write, node: NodeResources, model_dir: Path) -> None:
     config = json.loads((model_dir / "config.json").read_text())
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     (model_dir / "config.json").write_text(json.dumps(config | more | {"model_type": "qwen3_moe"}))
     text = refusal(write_config(""), node, "engine.format=int8")
     assert "`engine.format` = int8" in text
-    assert "has 4 experts, which are published in bf16 only" in text
+    assert "the model has 4 experts, and vLLM multiplies experts in 8 bits on GPUs only; set it to bf16" in text
 
 
 @pytest.mark.parametrize(

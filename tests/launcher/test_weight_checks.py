@@ -6,7 +6,7 @@ import pytest
 
 from launcher.environment import NodeResources
 from launcher.weight_checks import weight_format_problems, weight_format_warnings
-from megatron_rl.model_config import ModelSpec
+from megatron_rl.model_config import Experts, ModelSpec
 from rollout.config import EngineConfig
 
 QWEN_7B = ModelSpec(
@@ -29,8 +29,24 @@ QWEN_7B = ModelSpec(
 """Qwen2.5-7B."""
 
 
-def problems(spec: ModelSpec = QWEN_7B, **keys: object) -> list[str]:
-    return weight_format_problems(spec, EngineConfig.model_validate(keys))
+QWEN_30B_A3B = replace(
+    QWEN_7B,
+    family="qwen3_moe",
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    ffn_size=768,
+    qkv_bias=False,
+    qk_norm=True,
+    experts=Experts(count=128, per_token=8, ffn_size=768, normalised=True),
+)
+
+CPU = NodeResources(cpu_cores=2, available_bytes=1 << 34, gpu_bytes=())
+GPU = replace(CPU, gpu_bytes=(80 << 30,))
+
+
+def problems(spec: ModelSpec = QWEN_7B, node: NodeResources = GPU, **keys: object) -> list[str]:
+    return weight_format_problems(spec, EngineConfig.model_validate(keys), node)
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
@@ -63,19 +79,32 @@ def test_a_part_of_a_fused_matrix_cannot_be_excepted() -> None:
     assert problems(format="int8", bf16_modules=("*.q_proj", "*.k_proj", "*.v_proj", "*.down_proj")) == []
 
 
+def test_experts_are_excepted_together_and_cut_into_whole_blocks() -> None:
+    for format in ("int8", "fp8_channel", "fp8_block"):
+        assert problems(QWEN_30B_A3B, format=format, tensor_parallel=2) == []
+        (found,) = problems(QWEN_30B_A3B, CPU, format=format)
+        assert "has 128 experts" in found and "on GPUs only; set it to bf16" in found
+    assert problems(QWEN_30B_A3B, CPU, format="bf16") == []
+    (found,) = problems(QWEN_30B_A3B, format="int8", bf16_modules=("*.experts.down_proj",))
+    assert (
+        "excepts down_proj of model.layers.1.mlp.experts, but vLLM holds gate_proj, up_proj, down_proj as one" in found
+    )
+    assert problems(QWEN_30B_A3B, format="int8", bf16_modules=("*.experts.*",)) == []
+    found = problems(QWEN_30B_A3B, format="fp8_block", tensor_parallel=4)
+    assert any("192 rows of model.layers.1.mlp.experts.gate_proj.weight" in one for one in found)
+    assert any("192 columns of model.layers.1.mlp.experts.down_proj.weight" in one for one in found)
+
+
 def test_a_name_of_nothing_is_refused_with_the_nearest() -> None:
     (found,) = problems(format="int8", bf16_modules=("*.down_prj",))
     assert "'*.down_prj'" in found and "did you mean '*.down_proj'" in found
 
 
 def test_small_models_on_gpus_and_emulation_on_cpus_are_warned_of() -> None:
-    cpu = NodeResources(cpu_cores=2, available_bytes=1 << 34, gpu_bytes=())
-    gpu = replace(cpu, gpu_bytes=(80 << 30,))
-
     def warnings(format: str, node: NodeResources, spec: ModelSpec = QWEN_7B) -> list[str]:
         return weight_format_warnings(spec, EngineConfig.model_validate({"format": format}), node)
 
-    assert "7.6 billion" in warnings("int8", gpu)[0]
-    assert warnings("int8", gpu, replace(QWEN_7B, num_layers=64)) == []
-    assert "emulated" in warnings("fp8_block", cpu)[0]
-    assert warnings("int8", cpu) == warnings("bf16", gpu) == []
+    assert "7.6 billion" in warnings("int8", GPU)[0]
+    assert warnings("int8", GPU, replace(QWEN_7B, num_layers=64)) == []
+    assert "emulated" in warnings("fp8_block", CPU)[0]
+    assert warnings("int8", CPU) == warnings("bf16", GPU) == []

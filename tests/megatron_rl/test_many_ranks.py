@@ -5,6 +5,7 @@ The real plan, packers and arrivals; a transport that is a dictionary, and a col
 
 import dataclasses
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
@@ -64,12 +65,19 @@ def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
 def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every tensor of a publish, by the format's rule on uncut matrices."""
     rule, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
-    found = dict(whole)
+    found = {}
     for spec in plan.tensors:
+        if layout is not None and spec.name.endswith(layout.scale_suffix):
+            continue
+        parts = [[whole[name]] for name in spec.unstacked]
         if rule is not None and layout is not None and spec.dtype == layout.dtype:
-            amax = rule.amax(whole[spec.name], (0, 0))
-            found[spec.name] = rule.codes(whole[spec.name], amax, (0, 0))
-            found[spec.name + layout.scale_suffix] = rule.scales(amax)
+            amaxes = [rule.amax(matrix, (0, 0)) for (matrix,) in parts]
+            parts = [
+                [rule.codes(matrix, amax, (0, 0)), rule.scales(amax)]
+                for (matrix,), amax in zip(parts, amaxes, strict=True)
+            ]
+        for suffix, tensors in zip(("", layout and layout.scale_suffix), zip(*parts, strict=True), strict=False):
+            found[spec.name + suffix] = torch.stack(tensors) if spec.is_stack else tensors[0]
     return found
 
 
@@ -82,7 +90,10 @@ def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Pa
 
 
 def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Wanted]:
-    """What the ranks of an engine take: each tensor cut by rows or columns at random places, or held by all."""
+    """What the ranks of an engine take: each tensor cut by rows or columns at random places, or held by all.
+
+    Of a stack every expert's matrix is cut alike, or whole experts are dealt out.
+    """
     random = torch.Generator().manual_seed(seed)
     found: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(num_ranks)]
     for tensor in wire_tensors(spec, format):
@@ -98,8 +109,16 @@ def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> 
                 start[dim], shape[dim] = first, end - first
                 cuts.append(Box(start=tuple(start), shape=tuple(shape)))
         for boxes, box in zip(found, cuts, strict=True):
-            boxes[tensor.name] = (box,) if box.size else ()
+            boxes[tensor.name] = tuple(_of_single_experts(box)) if box.size else ()
     return found
+
+
+def _of_single_experts(box: Box) -> Iterator[Box]:
+    if len(box.start) < 3:
+        yield box
+        return
+    for expert in range(box.start[0], box.start[0] + box.shape[0]):
+        yield Box(start=(expert, *box.start[1:]), shape=(1, *box.shape[1:]))
 
 
 layouts = st.sampled_from([(t, p, WORLD // t // p) for t in (1, 2, 4, 8) for p in (1, 2, 8)])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 
@@ -22,7 +23,7 @@ def save_checkpoints(root: Path) -> Checkpoints:
 
     found = Checkpoints(root)
     for family in FAMILIES:
-        formats = ("bf16",) if family == "experts" else ("bf16", "int8", "fp8_channel", "fp8_block")
+        formats = ("bf16", "int8", "fp8_channel", "fp8_block")
         for weights, seed in (("A", 1), ("B", 2)):
             tensors = make_weights(family, seed)
             for format in formats:
@@ -45,17 +46,28 @@ class Oracle:
         return self.answers[f"fresh-{family}-{weights}-{format}{'-onednn' * onednn}"][0]
 
 
-def _jobs(checkpoints: Checkpoints) -> list[dict]:
-    def job(kind: str, family: str, weights: str, format: str, **more: object) -> dict:
-        suffix = "".join(f"-{key}" for key in more)
-        directories = [str(checkpoints.path(family, each, format)) for each in weights]
-        return {
-            "name": f"{kind}-{family}-{weights}-{format}{suffix}",
-            "format": format,
-            "directories": directories,
-            **more,
-        }
+def jobs_of_experts(checkpoints: Checkpoints) -> list[dict]:
+    """Jobs of `tests.rollout.oracle` that a CPU cannot do: experts in 8 bits."""
+    formats = ("int8", "fp8_channel", "fp8_block")
+    return [
+        _job(checkpoints, kind, "experts", weights, format)
+        for format in formats
+        for kind, weights in (("fresh", "A"), ("fresh", "B"), ("push", "ABA"))
+    ]
 
+
+def _job(checkpoints: Checkpoints, kind: str, family: str, weights: str, format: str, **more: object) -> dict:
+    suffix = "".join(f"-{key}" for key in more)
+    return {
+        "name": f"{kind}-{family}-{weights}-{format}{suffix}",
+        "format": format,
+        "directories": [str(checkpoints.path(family, each, format)) for each in weights],
+        **more,
+    }
+
+
+def _jobs(checkpoints: Checkpoints) -> list[dict]:
+    job = partial(_job, checkpoints)
     cases = [("qwen3", "bf16"), ("qwen3", "int8"), ("qwen2", "bf16"), ("qwen2", "int8"), ("llama", "int8")]
     cases += [("qwen2", "fp8_channel"), ("blocks", "fp8_block"), ("experts", "bf16")]
     jobs = [job("fresh", family, weights, format) for family, format in cases for weights in ("A", "B")]
@@ -69,9 +81,9 @@ def _jobs(checkpoints: Checkpoints) -> list[dict]:
     return jobs
 
 
-def oracle_files(checkpoints: Checkpoints, folder: Path) -> Sequence[str]:
-    """Write the jobs of `tests.rollout.oracle`; returns its arguments: jobs, answers."""
-    (folder / "jobs.json").write_text(json.dumps(_jobs(checkpoints)))
+def oracle_files(checkpoints: Checkpoints, folder: Path, jobs: Sequence[dict] = ()) -> Sequence[str]:
+    """Write the jobs of `tests.rollout.oracle` (all that a CPU can do) and return its arguments: jobs, answers."""
+    (folder / "jobs.json").write_text(json.dumps(jobs or _jobs(checkpoints)))
     return str(folder / "jobs.json"), str(folder / "answers.json")
 
 

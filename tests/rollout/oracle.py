@@ -57,8 +57,9 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
 
     from rollout.receiver import UpdateOrder
     from rollout.transports.shm import ShmSender
-    from tests.rollout.packing import RUN_ID, pack
+    from tests.rollout.packing import RUN_ID, pack, stacked
 
+    tensors = stacked(tensors)
     wanted = recorded(llm, tensors)
     publish = pack(tensors, version, format, num_ranks=2, wanted=wanted)
     publish.manifest.check()
@@ -83,7 +84,7 @@ def sum_gaps(llm, directories: list[str], directory: str, format: str, version: 
     The right weights are in place again afterwards.
     """
     from rollout.weight_sums import add_up, difference
-    from rollout.wire import Box
+    from tests.rollout.packing import stacked
     from tests.rollout.weight_faults import OF_EXPERTS, meant
 
     tensors = load_file(Path(directory) / "model.safetensors")
@@ -92,7 +93,7 @@ def sum_gaps(llm, directories: list[str], directory: str, format: str, version: 
     found = {}
     for number, fault in enumerate([*OF_EXPERTS][::-1]):  # the right ones last
         push_tensors(llm, OF_EXPERTS[fault](tensors, old), version + number, format)
-        counted = {(name, Box(start=(0,) * one.dim(), shape=tuple(one.shape))) for name, one in tensors.items()}
+        counted = {(name, box) for name, one in stacked(tensors).items() for box in whole_matrices(one)}
         (sums,) = llm.collective_rpc("loaded_sums", args=(pickle.dumps([counted]),))
         found[fault] = list(difference(pickle.loads(sums), add_up([meant(tensors)])))
     return found
@@ -117,15 +118,30 @@ def blocks_changed_by_probe(llm) -> int:
 
 def recorded(llm, tensors) -> list[dict]:
     """What each rank's loaders take of these tensors: all of them, on one rank."""
-    from rollout.wire import Box, TensorSpec
+    from rollout.wire import TensorSpec
 
     specs = tuple(
         TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
         for name, one in tensors.items()
     )
     found = [pickle.loads(rank) for rank in llm.collective_rpc("wanted", args=(pickle.dumps(specs),))]
-    assert found == [{spec.name: (Box(start=(0,) * len(spec.shape), shape=spec.shape),) for spec in specs}]
+    assert found == [{name: tuple(whole_matrices(one)) for name, one in tensors.items()}]
     return found
+
+
+def whole_matrices(tensor) -> list:
+    """The boxes of a tensor that is loaded whole: of a stack one for each expert."""
+    from rollout.wire import Box
+
+    if tensor.dim() < 3:
+        return [Box(start=(0,) * tensor.dim(), shape=tuple(tensor.shape))]
+    return [Box(start=(expert, 0, 0), shape=(1, *tensor.shape[1:])) for expert in range(len(tensor))]
+
+
+def routers(directory: str) -> list[str]:
+    """Modules of a checkpoint that choose experts: they are in BF16 whatever the format."""
+    names = load_file(Path(directory) / "model.safetensors")
+    return [name.removesuffix(".weight") for name in names if name.endswith(".mlp.gate.weight")]
 
 
 def run(job: Job) -> None:
@@ -144,7 +160,8 @@ def run(job: Job) -> None:
     if job.without_quirk:
         setattr(vllm_quirks, job.without_quirk, lambda *args: None)
     fresh = len(job.directories) == 1
-    overrides = {} if fresh or job.format == "bf16" else {"quantization_config": quantization_config(job.format)}
+    quantization = quantization_config(job.format, routers(job.directories[0]))
+    overrides = {} if fresh or job.format == "bf16" else {"quantization_config": quantization}
     llm = LLM(
         job.directories[0],
         skip_tokenizer_init=True,

@@ -1,5 +1,6 @@
 """A publisher in a few lines: cuts tensors as trainer ranks would own them and packs them into buckets."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -30,6 +31,14 @@ class Publish:
             del view
             sender.commit(bucket.index)
         return sender.finish()
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as a publish names them: those of a layer's experts as stacks."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda entry: [int(part) for part in re.findall(r"\d+", entry[0])]):
+        found.setdefault(re.sub(r"(\.experts)\.\d+\.", r"\1.", name), []).append(tensor)
+    return {name: torch.stack(parts) if ".experts." in name else parts[0] for name, parts in found.items()}
 
 
 def pack(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.fingerprint import column_signs, fold, multiply, of_box
+from megatron_rl.weights.publisher import EXPERT_LENIENCY, MAX_WEIGHT_GAP
+from rollout.fingerprint import column_signs, expert_inputs, fold, multiply, of_box, through_expert
 from rollout.weight_sums import NUM_GROUPS, NUM_VECTORS, add_up, difference
 from rollout.wire import Box
 
@@ -86,3 +87,33 @@ def test_vectors_and_small_tensors_have_sums_too(rows: int) -> None:
 
 def test_a_tensor_of_one_side_only_is_named() -> None:
     assert difference({}, sums(MATRIX)) == (1.0, "w is known to one side only")
+
+
+def through_8_bits(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, largest: float) -> torch.Tensor:
+    """What a kernel makes of an expert if each token's activations get 8-bit codes before the last matrix."""
+    inputs = expert_inputs(gate.shape[1])
+    inner = torch.nn.functional.silu(inputs @ gate.t()) * (inputs @ up.t())
+    scale = inner.abs().amax(1, keepdim=True) / largest
+    codes = (inner / scale).round() if largest == 127 else (inner / scale).to(torch.float8_e4m3fn).float()
+    return (codes * scale) @ down.t()
+
+
+@pytest.mark.parametrize("largest", [127.0, 448.0])
+def test_experts_in_8_bits_are_apart_by_far_more_than_their_activations_rounding(largest: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    shape, num_experts = (512, 256), 48
+    experts = [
+        (
+            0.02 * torch.randn(256, 512, generator=random),
+            0.02 * torch.randn(256, 512, generator=random),
+            0.02 * torch.randn(512, 256, generator=random),
+        )
+        for _ in range(num_experts)
+    ]
+    whole = Box(start=(0, 0), shape=shape)
+    meant = [{"w": fold(through_expert(*one), whole, shape)} for one in experts]
+    found = [{"w": fold(through_8_bits(*one, largest), whole, shape)} for one in experts]
+    rounding = [difference(*pair)[0] for pair in zip(found, meant, strict=True)]
+    exchanged = [difference(*pair)[0] for pair in zip(found, meant[1:], strict=False)]
+    assert MAX_WEIGHT_GAP < max(rounding) < MAX_WEIGHT_GAP * EXPERT_LENIENCY / 2
+    assert min(exchanged) > 3 * MAX_WEIGHT_GAP * EXPERT_LENIENCY

@@ -6,13 +6,14 @@ from safetensors.torch import load_file
 from rollout.model_tensors import expected_tensors, linears_in_bf16
 from rollout.process_env import ProcessEnv
 from rollout.weight_format import WeightFormat
+from tests.rollout.packing import stacked
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "experts"])
 def test_expected_tensors_are_those_of_a_checkpoint(checkpoints, family, format):
     directory = checkpoints.path(family, "A", format)
-    stored = load_file(directory / "model.safetensors")
+    stored = stacked(load_file(directory / "model.safetensors"))
     found = expected_tensors(str(checkpoints.path(family, "A", "bf16")), WeightFormat(name=format))
     assert {(spec.name, spec.shape, spec.dtype) for spec in found} == {
         (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in stored.items()
@@ -30,6 +31,15 @@ def test_excepted_layers_and_modules_stay_bfloat16_and_are_named_to_vllm(checkpo
     assert {spec.name for spec in found if spec.name.endswith("_scale")} == {f"{name}.weight_scale" for name in names}
     kept = linears_in_bf16(found)
     assert len(kept) == 8 and "model.layers.1.mlp.down_proj" in kept and "model.layers.0.self_attn.q_proj" in kept
+
+
+def test_experts_and_routers_in_bfloat16_are_named_to_vllm_as_it_asks_for_them(checkpoints):
+    directory = str(checkpoints.path("experts", "A", "bf16"))
+    format = WeightFormat(name="int8", bf16_first_layers=1)
+    kept = linears_in_bf16(expected_tensors(directory, format))
+    assert "model.layers.0.mlp.experts.3.down_proj" in kept
+    routers = [name for name in kept if name.startswith("model.layers.1.")]
+    assert routers == ["model.layers.1.mlp.gate"]
 
 
 def test_every_process_is_told_its_threads_and_to_stay_offline():

@@ -35,17 +35,21 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "blocks": Qwen3Config(**_SIZES, head_dim=128, tie_word_embeddings=False),
     "experts": Qwen3MoeConfig(
         **_SIZES,
-        head_dim=32,
+        head_dim=128,
         tie_word_embeddings=False,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=96,
+        moe_intermediate_size=128,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
 }
-"""`blocks` is cut into whole blocks of 128 x 128 even by two ranks, without which vLLM takes no `fp8_block`."""
+"""`blocks` is cut into whole blocks of 128 x 128 even by two ranks, without which vLLM takes no `fp8_block`, `experts`
+by one."""
+
+
+ROUTER = ".mlp.gate.weight"
 
 
 def make_weights(family: str, seed: int) -> dict[str, torch.Tensor]:
@@ -81,9 +85,10 @@ def in_format(weights: dict[str, torch.Tensor], format: str) -> dict[str, torch.
         return dict(weights)
     quantised: dict[str, torch.Tensor] = {}
     for name, w in weights.items():
-        if ".layers." in name and w.ndim == 2 and format == "fp8_block":
+        matrix = ".layers." in name and w.ndim == 2 and not name.endswith(ROUTER)
+        if matrix and format == "fp8_block":
             quantised[name], quantised[name + "_scale_inv"] = _in_blocks(w.float())
-        elif ".layers." in name and w.ndim == 2:
+        elif matrix:
             largest = 127 if format == "int8" else 448
             scale = w.float().abs().amax(dim=1, keepdim=True) / largest
             codes = (w.float() / scale).clamp(-largest, largest)
@@ -109,15 +114,17 @@ def save_checkpoint(directory: Path, family: str, tensors: dict[str, torch.Tenso
     directory.mkdir(parents=True)
     config = FAMILIES[family].to_dict()
     config["architectures"] = [type(FAMILIES[family]).__name__.replace("Config", "ForCausalLM")]
+    routers = [name.removesuffix(".weight") for name in tensors if name.endswith(ROUTER)]
     if format == "fp8_block":
         blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        blocks["modules_to_not_convert"] = ["lm_head", *routers]
         config["quantization_config"] = {"quant_method": "fp8", **blocks}
     elif format != "bf16":
         number = {"num_bits": 8, "type": "int" if format == "int8" else "float", "symmetric": True}
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": "int-quantized" if format == "int8" else "float-quantized",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *routers],
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],

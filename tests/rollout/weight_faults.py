@@ -25,7 +25,7 @@ def exchanged(first: str, second: str) -> Fault:
     return fault
 
 
-ENDS = ("weight", "weight_scale")
+ENDS = ("weight", "weight_scale", "weight_scale_inv")
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
@@ -86,6 +86,17 @@ def _of_expert(name: str, renamed: dict[str, str]) -> str:
     return f"{prefix}{renamed.get(number, number)}.{rest}"
 
 
+def decoded(tensors: Tensors, name: str) -> torch.Tensor:
+    """What a tensor of a checkpoint stands for."""
+    values = tensors[name].float()
+    if f"{name}_scale" in tensors:
+        return values * tensors[f"{name}_scale"]
+    if f"{name}_scale_inv" in tensors:
+        scales = tensors[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return values * scales[: values.shape[0], : values.shape[1]]
+    return values
+
+
 def meant(tensors: Tensors) -> dict[str, np.ndarray]:
     """Sums of what a checkpoint stands for."""
     found = {}
@@ -93,11 +104,11 @@ def meant(tensors: Tensors) -> dict[str, np.ndarray]:
         if ".experts." in name:
             if name.endswith("down_proj.weight"):
                 expert = name.removesuffix("down_proj.weight")
-                parts = (tensors[f"{expert}{leaf}_proj.weight"].float() for leaf in ("gate", "up", "down"))
+                parts = (decoded(tensors, f"{expert}{leaf}_proj.weight") for leaf in ("gate", "up", "down"))
                 shape = tuple(tensor.shape)
                 found[name] = fold(through_expert(*parts), Box(start=(0, 0), shape=shape), shape)
-        elif not name.endswith("_scale"):
-            values = tensor.float() * tensors[f"{name}_scale"] if f"{name}_scale" in tensors else tensor.float()
+        elif not name.endswith(("_scale", "_scale_inv")):
+            values = decoded(tensors, name)
             whole = Box(start=(0,) * values.dim(), shape=tuple(values.shape))
             found[name] = of_box(values, whole, tuple(values.shape))
     return found

@@ -1,0 +1,46 @@
+"""What loaders copy out of stand-ins is the part that came, whatever view they have made of it."""
+
+import pytest
+import torch
+
+from rollout.slices import StandIns
+from rollout.wire import Box, TensorSpec
+
+MATRIX = torch.arange(24, dtype=torch.float32).view(4, 6)
+STACK = torch.arange(24, 24 + 3 * 24, dtype=torch.float32).view(3, 4, 6)
+SPECS = (
+    TensorSpec(name="matrix.weight", shape=(4, 6), dtype="float32"),
+    TensorSpec(name="m.experts.up.weight", shape=(3, 4, 6), dtype="float32"),
+)
+
+
+def part(name: str, box: Box) -> torch.Tensor:
+    """A view into the middle of something larger, as a bucket's piece is."""
+    whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
+    found = whole[box.slices((0,) * whole.dim())]
+    larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
+    return larger[5:].view(found.shape)
+
+
+VIEWS = {
+    "whole": lambda one: one,
+    "rows": lambda one: one.narrow(0, 1, 2),
+    "columns": lambda one: one[:, 2:5],
+    "one row": lambda one: one[3],
+    "transposed": lambda one: one.t(),
+    "part of the transposed": lambda one: one.t()[1:4, 2:],
+    "flat": lambda one: one.reshape(-1)[7:],
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> None:
+    shown = dict(StandIns(SPECS).items())
+    assert list(shown) == ["matrix.weight", *(f"m.experts.{expert}.up.weight" for expert in range(3))]
+    stand_ins = StandIns(SPECS)
+    with stand_ins.feed(part):
+        for (_, tensor), real in zip(stand_ins.items(), [MATRIX, *STACK], strict=True):
+            expected = VIEWS[how](real)
+            found = torch.zeros(expected.shape)
+            found.copy_(VIEWS[how](tensor))
+            assert torch.equal(found, expected)
