@@ -10,11 +10,32 @@ import pytest
 from launcher.config import ClusterConfig
 from launcher.processes import Processes, processes
 from tests.background import Background, run_script
-from tests.drafting_runs import run_whose_history_is_killed
-from tests.whole_runs import make_example, run_fed_with_changes, run_of_experts, run_to_its_end
+from tests.drafting_runs import run_that_begins_with_traces, run_whose_history_is_killed, run_with_damaged_history
+from tests.whole_runs import (
+    make_example,
+    run_exported_and_evaluated,
+    run_fed_with_changes,
+    run_killed_twice,
+    run_of_experts,
+    run_to_its_end,
+    run_warm_start,
+)
 
 NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""
+
+RUNS: dict[str, Callable[[Path], object]] = {
+    "killed": run_whose_history_is_killed,
+    "damaged_history": run_with_damaged_history,
+    "begun_with_traces": run_that_begins_with_traces,
+    "uninterrupted": run_to_its_end,
+    "killed_twice": run_killed_twice,
+    "fed_with_changes": run_fed_with_changes,
+    "of_experts": run_of_experts,
+    "evaluated": run_exported_and_evaluated,
+    "warm_start": run_warm_start,
+}
+"""Fixtures that wait for a whole run, in the order in which they run; some go on with what an earlier one left."""
 
 
 @pytest.fixture(scope="session")
@@ -61,16 +82,10 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
         target = tmp_path_factory.mktemp("parallel") / "answers.json"
         arguments = str(request.getfixturevalue("checkpoints").root), str(target)
         jobs["parallel_formats"] = partial(run_script, "tests.rollout.parallel_formats", arguments)
-    runs = {
-        "killed": run_whose_history_is_killed,
-        "uninterrupted": run_to_its_end,
-        "fed_with_changes": run_fed_with_changes,
-        "of_experts": run_of_experts,
-    }
-    if asked & {"example", *runs}:
+    if asked & {"example", *RUNS}:
         example = tmp_path_factory.mktemp("example")
         jobs["example"] = partial(make_example, example)
-        jobs |= {name: partial(run, example) for name, run in runs.items() if name in asked}
+        jobs |= {name: partial(run, example) for name, run in RUNS.items() if name in asked}
     running = Background(jobs)
     yield running
     running.end()
@@ -96,25 +111,12 @@ def example(background) -> Path:
     return background.wait("example")
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(background) -> Path:
-    """See `run_to_its_end`."""
-    return background.wait("uninterrupted")
+def _waits_for(name: str) -> Callable[..., object]:
+    @pytest.fixture(scope="session", name=name)
+    def fixture(background: Background) -> object:
+        return background.wait(name)
+
+    return fixture
 
 
-@pytest.fixture(scope="session")
-def killed(background) -> Path:
-    """See `run_whose_history_is_killed`."""
-    return background.wait("killed")
-
-
-@pytest.fixture(scope="session")
-def fed_with_changes(background) -> tuple[Path, str]:
-    """See `run_fed_with_changes`."""
-    return background.wait("fed_with_changes")
-
-
-@pytest.fixture(scope="session")
-def of_experts(background) -> Path:
-    """See `run_of_experts`."""
-    return background.wait("of_experts")
+globals().update({name: _waits_for(name) for name in RUNS})

@@ -1,13 +1,10 @@
 """Whole runs that draft from history: it is remembered, saved, killed, mended, damaged and refused."""
 
-import json
-import shutil
-
 import pytest
 
-from history.snapshot import MANIFEST, read_manifest
-from tests.drafting_runs import KILLED_AFTER, NUM_PROMPTS, NUM_STEPS, drafting
-from tests.whole_runs import DEADLINE_S, finish, rows, start
+from history.snapshot import read_manifest
+from tests.drafting_runs import KILLED_AFTER, NUM_PROMPTS, NUM_STEPS
+from tests.whole_runs import rows
 
 
 @pytest.mark.slow
@@ -29,45 +26,28 @@ def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_history_and_a_damaged_one_is_named_and_gone_without(example, killed):
-    folder = killed / "checkpoints" / str(NUM_STEPS) / "history"
-    manifest = read_manifest(folder)
+def test_a_checkpoint_holds_the_history_and_a_damaged_one_is_named_and_gone_without(killed, damaged_history):
+    manifest = read_manifest(killed / "checkpoints" / str(NUM_STEPS) / "history")
     assert sum(file.num_tokens for file in manifest.files) > 0
-    name = manifest.files[-1].name
-    damaged = bytearray((folder / name).read_bytes())
-    damaged[-1] ^= 1
-    (folder / name).unlink()  # it is linked from other checkpoints
-    (folder / name).write_bytes(damaged)
-    output = finish(start(drafting(example), killed, f"num_steps={NUM_STEPS + 1}"))
-    assert "goes on without its history" in output
-    assert name in output
-    last = rows(killed / "metrics.jsonl")[-1]
-    assert (last["step"], last["history/hit_rate"]) == (NUM_STEPS, 0.0)
+    assert "goes on without its history" in damaged_history.output
+    assert damaged_history.file in damaged_history.output
+    assert (damaged_history.last_row["step"], damaged_history.last_row["history/hit_rate"]) == (NUM_STEPS, 0.0)
 
 
 @pytest.mark.slow
-def test_history_of_another_tokenizer_is_refused_on_one_screen_before_any_engine_starts(example, killed):
-    folder = example / "foreign"
-    shutil.copytree(killed / "checkpoints" / str(NUM_STEPS + 1) / "history", folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": "another"}))
-    run = start(drafting(example), example / "refused", f"history.warm_start={folder}")
-    output, _ = run.communicate(timeout=DEADLINE_S)
-    assert run.returncode == 2
+def test_history_of_another_tokenizer_is_refused_on_one_screen_before_any_engine_starts(killed, damaged_history):
+    output = damaged_history.refusal_output
+    assert damaged_history.refusal == 2
     assert "Traceback" not in output
     assert "another tokenizer" in output
     assert "warm_start" in output
     assert len(output.splitlines()) < 25
-    assert not list((example / "refused" / "logs").glob("engine-*"))
+    assert not list((damaged_history.refused_dir / "logs").glob("engine-*"))
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_the_traces_of_another_finds_history_in_its_first_step(example, killed):
-    run_dir = example / "warm"
-    overrides = ["num_steps=1", "sampling.temperature=0.6", f"history.warm_start={killed / 'traces'}"]
-    finish(start(drafting(example), run_dir, *overrides))
-    (row,) = rows(run_dir / "metrics.jsonl")
-    assert row["history/hit_rate"] == 1.0
+def test_a_run_that_begins_with_the_traces_of_another_finds_history_in_its_first_step(killed, begun_with_traces):
+    assert begun_with_traces["history/hit_rate"] == 1.0
     # a BF16 engine with drafts against an FP32 trainer at a low temperature
-    assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
-    assert row["rollout_corr/k3_kl"] <= 1e-3
+    assert abs(begun_with_traces["rollout_corr/rollout_is_mean"] - 1) < 0.01
+    assert begun_with_traces["rollout_corr/k3_kl"] <= 1e-3

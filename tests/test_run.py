@@ -5,15 +5,10 @@ to its end, and once more with two kills (-9) at points drawn at random, a save 
 """
 
 import json
-import random
-import signal
-import time
 
 import pytest
-import yaml
 
-from rollout.transports.segments import sweep
-from tests.whole_runs import DEADLINE_S, NUM_STEPS, command, configuration, finish, metrics, rows, start, wait_for
+from tests.whole_runs import NUM_STEPS, metrics, rows
 
 
 @pytest.mark.slow
@@ -39,25 +34,9 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, uninterrupted):
-    run_dir = example / "killed"
-    config = configuration(example)
-    seed = random.randrange(1 << 30)
-    print(f"kill points drawn with seed {seed}")
-    generator = random.Random(seed)
-    during_save = generator.choice([1, 2])
-    for kill in (1, 2):
-        process = start(config, run_dir)
-        if kill == during_save:
-            saving = f"{kill + 1}.partial"
-            wait_for(lambda name=saving: any((run_dir / "checkpoints").glob(name)), process)
-            time.sleep(generator.uniform(0, 0.05))
-        else:
-            wait_for(lambda wanted=kill: len(rows(run_dir / "metrics.jsonl")) > wanted, process)
-            time.sleep(generator.uniform(0, 2.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    finish(start(config, run_dir))
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, killed_twice):
+    print(f"kill points drawn with seed {killed_twice.seed}")
+    run_dir = killed_twice.run_dir
     assert metrics(run_dir) == metrics(uninterrupted)
     for step in range(NUM_STEPS):
         name = f"step-{step}.jsonl"
@@ -69,7 +48,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, uninterrupted)
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
     assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
-    assert sweep() == []
+    assert killed_twice.left_behind == set()
 
 
 @pytest.mark.slow
@@ -100,42 +79,20 @@ def test_a_mixture_of_experts_that_are_spread_goes_round_the_ring(of_experts):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_exports_and_evaluates(example, uninterrupted):
-    exported, result, weights = example / "exported", example / "result.json", "model.safetensors"
-    finish(command("export", str(uninterrupted), str(exported)))
-    assert (exported / weights).read_bytes() == (uninterrupted / "policy" / weights).read_bytes()
-    assert (exported / weights).read_bytes() != (example / "model" / weights).read_bytes()
-
-    evaluation = example / "eval.yaml"
-    held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 16}
-    sets = {"greedy": held_out, "sampled": {**held_out, "temperature": 1.0, "samples_per_prompt": 3, "limit": 8}}
-    evaluation.write_text(yaml.safe_dump({"model": str(exported), "sets": sets, "max_prompt_tokens": 96}))
-    output = finish(command("eval", str(evaluation), f"output={result}"))
-    found = {row["set_name"]: row for row in json.loads(result.read_text())}
+def test_a_checkpoint_exports_and_evaluates(example, uninterrupted, evaluated):
+    weights = "model.safetensors"
+    assert evaluated.weights.read_bytes() == (uninterrupted / "policy" / weights).read_bytes()
+    assert evaluated.weights.read_bytes() != (example / "model" / weights).read_bytes()
+    found = {row["set_name"]: row for row in evaluated.rows}
     assert (found["greedy"]["num_prompts"], found["greedy"]["samples_per_prompt"]) == (16, 1)
     assert (found["sampled"]["num_prompts"], found["sampled"]["samples_per_prompt"]) == (8, 3)
     assert all(0 <= row["average"] <= row["passed"] <= 1 and row["format"] == "bf16" for row in found.values())
-    assert "avg@3" in output
+    assert "avg@3" in evaluated.output
 
 
 @pytest.mark.slow
-def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(example):
-    config, target, log = example / "sft.yaml", example / "warmed-up", example / "warmed-up.jsonl"
-    settings = {
-        "model": str(example / "model"),
-        "output_dir": str(target),
-        "num_steps": 8,
-        "batch_size": 32,
-        "log_path": str(log),
-        "data": {"path": str(example / "data" / "warm_start.jsonl"), "max_tokens": 320},
-        "trainer": {"dtype": "fp32", "parallel": {"data": 2}, "optimizer": {"learning_rate": 3e-3}},
-    }
-    config.write_text(yaml.safe_dump(settings))
-    finish(command("sft", str(config)))
-    losses = [row["sft/loss"] for row in rows(log)]
-    assert len(losses) == 8
-    assert losses[-1] < 0.8 * losses[0]
-    refused = command("sft", str(config), f"output_dir={example / 'model'}")
-    output, _ = refused.communicate(timeout=DEADLINE_S)
-    assert refused.returncode == 2
-    assert "Traceback" not in output
+def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(warm_start):
+    assert len(warm_start.losses) == 8
+    assert warm_start.losses[-1] < 0.8 * warm_start.losses[0]
+    assert warm_start.refusal == 2
+    assert "Traceback" not in warm_start.refusal_output

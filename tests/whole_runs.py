@@ -5,17 +5,22 @@ One tiny model (the example's, untrained) and its data.
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from rollout.transports import segments
 from tests.background import popen
 
 NUM_STEPS = 4
+UNINTERRUPTED = "whole"
 DEADLINE_S = 400
 NOT_REPEATABLE = ("timing_s/", "perf/", "time_s")
 
@@ -93,9 +98,100 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 def run_to_its_end(example: Path) -> Path:
     """The directory of a deterministic run that nothing happened to."""
-    run_dir = example / "whole"
+    run_dir = example / UNINTERRUPTED
     finish(start(configuration(example), run_dir))
     return run_dir
+
+
+@dataclass(frozen=True)
+class KilledTwice:
+    """A run that went on after each of two kills (-9)."""
+
+    run_dir: Path
+    seed: int
+    """Of the points at which it was killed."""
+    left_behind: set[str]
+    """Shared memory of processes that have ended."""
+
+
+def run_killed_twice(example: Path) -> KilledTwice:
+    """The run of `run_to_its_end`, killed at two points drawn at random, one of them during a save."""
+    run_dir, config, before = example / "killed", configuration(example), abandoned()
+    seed = random.randrange(1 << 30)
+    generator = random.Random(seed)
+    during_save = generator.choice([1, 2])
+    for kill in (1, 2):
+        process = start(config, run_dir)
+        if kill == during_save:
+            saving = f"{kill + 1}.partial"
+            wait_for(lambda name=saving: any((run_dir / "checkpoints").glob(name)), process)
+            time.sleep(generator.uniform(0, 0.05))
+        else:
+            wait_for(lambda wanted=kill: len(rows(run_dir / "metrics.jsonl")) > wanted, process)
+            time.sleep(generator.uniform(0, 2.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finish(start(config, run_dir))
+    deadline = time.monotonic() + 10
+    while abandoned() - before and time.monotonic() < deadline:  # other tests leave some for a moment
+        time.sleep(0.5)
+    return KilledTwice(run_dir, seed, abandoned() - before)
+
+
+def abandoned() -> set[str]:
+    """Names of shared memory whose process has ended."""
+    found = ((path.name, segments._NAME.fullmatch(path.name)) for path in segments.SHM.iterdir())
+    return {name for name, match in found if match and not Path(f"/proc/{match['pid']}").exists()}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was made of a run's last checkpoint."""
+
+    weights: Path
+    """Exported."""
+    rows: list[dict]
+    output: str
+
+
+def run_exported_and_evaluated(example: Path) -> Evaluated:
+    """The run of `run_to_its_end`, exported, and the export evaluated greedily and sampled."""
+    exported, result, evaluation = example / "exported", example / "result.json", example / "eval.yaml"
+    finish(command("export", str(example / UNINTERRUPTED), str(exported)))
+    held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 16}
+    sets = {"greedy": held_out, "sampled": {**held_out, "temperature": 1.0, "samples_per_prompt": 3, "limit": 8}}
+    evaluation.write_text(yaml.safe_dump({"model": str(exported), "sets": sets, "max_prompt_tokens": 96}))
+    output = finish(command("eval", str(evaluation), f"output={result}"))
+    return Evaluated(exported / "model.safetensors", json.loads(result.read_text()), output)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a supervised warm start said, and a second one that would have overwritten the model it began with."""
+
+    losses: list[float]
+    refusal: int
+    """Exit status of the second."""
+    refusal_output: str
+
+
+def run_warm_start(example: Path) -> WarmStart:
+    """Eight steps of imitation on two ranks."""
+    config, target, log = example / "sft.yaml", example / "warmed-up", example / "warmed-up.jsonl"
+    settings = {
+        "model": str(example / "model"),
+        "output_dir": str(target),
+        "num_steps": 8,
+        "batch_size": 32,
+        "log_path": str(log),
+        "data": {"path": str(example / "data" / "warm_start.jsonl"), "max_tokens": 320},
+        "trainer": {"dtype": "fp32", "parallel": {"data": 2}, "optimizer": {"learning_rate": 3e-3}},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    finish(command("sft", str(config)))
+    refused = command("sft", str(config), f"output_dir={example / 'model'}")
+    output, _ = refused.communicate(timeout=DEADLINE_S)
+    return WarmStart([row["sft/loss"] for row in rows(log)], refused.returncode, output)
 
 
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:

@@ -242,9 +242,7 @@ def _cut(box: Box, wanted: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple
         borders.append(sorted({first, first + size, *(end for end in ends if first < end < first + size)}))
     for corner in itertools.product(*(pairwise(ends) for ends in borders)):
         part = Box(start=tuple(a for a, _ in corner), shape=tuple(b - a for a, b in corner))
-        ranks = tuple(
-            rank for rank, boxes in enumerate(wanted) if any(part.common(one).size == part.size for one in boxes)
-        )
+        ranks = tuple(rank for rank, boxes in enumerate(wanted) if any(one.holds(part) for one in boxes))
         yield part, () if len(ranks) == len(wanted) else ranks or (0,)
 
 

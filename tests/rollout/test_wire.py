@@ -1,6 +1,7 @@
 """The wire format: trailers prove a bucket, `check` proves a manifest."""
 
 import dataclasses
+from itertools import combinations
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.transports.trailer import _multipliers, multilinear, seal, verify
-from rollout.wire import TRAILER, WeightManifest
+from rollout.wire import TRAILER, Box, WeightManifest, of_expert, overlap, stack_of
 from tests.rollout.packing import pack
 
 
@@ -122,3 +123,31 @@ def change_piece(found: WeightManifest, bucket: int, **changes: object) -> Weigh
 def test_a_manifest_that_breaks_an_invariant_is_refused(broken, message):
     with pytest.raises(RuntimeError, match=message):
         broken(manifest()).check()
+
+
+boxes_of_matrix = st.lists(
+    st.tuples(*(st.tuples(st.integers(0, 6), st.integers(0, 4)) for _ in range(2))).map(
+        lambda dims: Box(start=tuple(first for first, _ in dims), shape=tuple(size for _, size in dims))
+    ),
+    max_size=6,
+)
+
+
+@given(boxes_of_matrix)
+def test_boxes_overlap_exactly_if_two_have_an_element_in_common(boxes):
+    assert overlap(boxes) == any(a.common(b).size for a, b in combinations(boxes, 2))
+    rows = [Box(start=box.start[:1], shape=box.shape[:1]) for box in boxes]
+    assert overlap(rows) == any(a.common(b).size for a, b in combinations(rows, 2))
+
+
+@given(boxes_of_matrix)
+def test_a_box_holds_another_exactly_if_they_have_all_of_it_in_common(boxes):
+    for a, b in combinations([box for box in boxes if box.size], 2):
+        assert a.holds(b) == (a.common(b).size == b.size)
+
+
+def test_a_stack_is_named_without_the_number_and_its_matrices_with_it():
+    name = "model.layers.3.mlp.experts.17.up_proj.weight_scale"
+    stack = "model.layers.3.mlp.experts.up_proj.weight_scale"
+    assert stack_of(name) == stack_of(stack) == stack and of_expert(stack, 17) == name
+    assert stack_of("model.layers.3.mlp.gate.weight") == "model.layers.3.mlp.gate.weight"
