@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.process_tree import watch
+
+K3 = "rollout_corr/k3_kl"
 
 
 def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
@@ -36,3 +39,23 @@ def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[di
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """Of all steps of a run."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def trained(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """The steps that had something to learn from; those whose groups were all dropped know no mismatch."""
+    return [row for row in metrics if K3 in row]
+
+
+def mismatch_figures(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """K3 and effective sample size over the steps that trained; nothing where none did."""
+    steps = trained(metrics)
+    if not steps:
+        return {}
+    k3 = [row[K3] for row in steps]
+    return {
+        "k3_median": statistics.median(k3),
+        "k3_min": min(k3),
+        "k3_max": max(k3),
+        # a run without correction has no weights
+        "ess_min": min(row.get("rollout_corr/rollout_is_eff_sample_size", 1.0) for row in steps),
+    }

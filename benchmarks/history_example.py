@@ -10,7 +10,6 @@ Rows: one per run and epoch. Speed on a CPU with this small model shows the mech
 `benchmarks.rollout`).
 """
 
-import json
 import math
 import shutil
 import statistics
@@ -19,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.example_run import K3, read_metrics, trained
 from benchmarks.process_tree import watch
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
@@ -72,7 +72,7 @@ def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False)
     if code:
         raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
     before, after = held_out_accuracy(run_dir)
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    metrics = read_metrics(run_dir)
     for first in range(0, num_steps, of_epoch):
         epoch = metrics[first : first + of_epoch]
         row: dict[str, str | int | float | bool] = {
@@ -83,7 +83,7 @@ def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False)
             "reward": statistics.fmean(row["reward/mean"] for row in epoch),
             "response_tokens": statistics.fmean(row["response_length/mean"] for row in epoch),
             "rollout_s": statistics.fmean(row["timing_s/rollout"] for row in epoch),
-            "k3": statistics.fmean(row["rollout_corr/k3_kl"] for row in epoch),
+            **({"k3": statistics.fmean(row[K3] for row in trained(epoch))} if trained(epoch) else {}),
             "held_out_before": before,
             "held_out_after": after,
         }

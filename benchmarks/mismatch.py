@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.example_run import read_metrics, run_example
+from benchmarks.example_run import K3, mismatch_figures, read_metrics, run_example, trained
 from benchmarks.history_example import warm_start
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
@@ -71,9 +71,7 @@ def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick:
         "format": name,
         "correction": correction,
         "commit": source_commit(),
-        "k3_median": statistics.median(row["rollout_corr/k3_kl"] for row in metrics),
-        "k3_max": max(row["rollout_corr/k3_kl"] for row in metrics),
-        "ess_min": min(row.get("rollout_corr/rollout_is_eff_sample_size", 1.0) for row in metrics),
+        **mismatch_figures(metrics),
         "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),
         "reward_last": metrics[-1]["reward/mean"],
         "held_out_before": before,
@@ -118,8 +116,8 @@ def picture(work: Path, rows: Sequence[Row]) -> str:
     series = []
     for row in rows:
         if row["seed"] == last and row["correction"] == "tis_token":
-            metrics = read_metrics(_run_dir(work, last, str(row["format"]), "tis_token"))
-            k3 = [max(one["rollout_corr/k3_kl"], 1e-8) for one in metrics]
+            metrics = trained(read_metrics(_run_dir(work, last, str(row["format"]), "tis_token")))
+            k3 = [max(one[K3], 1e-8) for one in metrics]
             steps = [one["step"] + 1 for one in metrics]
             series.append(Series(label=str(row["format"]), steps=steps, values=k3))
     return lines("mismatch", series, unit="k3", log=True)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.example_run import mismatch_figures, read_metrics
 from benchmarks.process_tree import Usage, watch
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
@@ -96,17 +97,14 @@ def _run_control(name: str, work: Path, seed_work: Path, overrides: Sequence[str
 
 def _outcome(run_dir: Path) -> dict[str, float]:
     before, after = held_out_accuracy(run_dir)
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    metrics = read_metrics(run_dir)
     samples = [json.loads(line) for line in (run_dir / "samples" / "step-0.jsonl").read_text("utf-8").splitlines()]
     return {
         "held_out_before": before,
         "held_out_after": after,
         "points": round(100 * (after - before), 2),
         "first_step_parsed": round(statistics.fmean("answer" in row["response"] for row in samples), 4),
-        "k3_median": statistics.median(row["rollout_corr/k3_kl"] for row in metrics),
-        "k3_min": min(row["rollout_corr/k3_kl"] for row in metrics),
-        "k3_max": max(row["rollout_corr/k3_kl"] for row in metrics),
-        "ess_min": min(row["rollout_corr/rollout_is_eff_sample_size"] for row in metrics),
+        **mismatch_figures(metrics),
         "step_s_median": round(statistics.median(row["timing_s/step"] for row in metrics), 3),
     }
 
