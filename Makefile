@@ -48,7 +48,7 @@ check: $(STAMP)
 	$(RUN) -m pytest -q tests/test_layering.py tests/test_packaging.py
 
 bench: $(STAMP)
-	@for name in $(basename $(notdir $(shell grep -l "^def main" benchmarks/*.py))); \
+	@for name in $(basename $(notdir $(shell grep -l "^from benchmarks.record import .*arguments" benchmarks/*.py))); \
 	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
 
 test-gpu:

@@ -94,3 +94,15 @@ def test_the_imported_package_is_ours(package: str) -> None:
 def test_the_console_script_is_the_command_line() -> None:
     scripts = {point.name: point.value for point in metadata.entry_points(group="console_scripts")}
     assert scripts["megatron-rl"] == "launcher.cli:main"
+
+
+def test_make_bench_runs_every_command_that_writes_a_record_and_nothing_else() -> None:
+    """Those that their first line says so of; other modules may have a `main` of their own."""
+    shown = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = set(shown.partition("for name in ")[2].partition(";")[0].split())
+    commands = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if f"python -m benchmarks.{path.stem} --json OUT" in path.read_text(encoding="utf-8")
+    }
+    assert found == commands and "publish" in found
