@@ -21,7 +21,7 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import ReshardPlan, wire_tensors
 from rollout.transports import groups, process_group, segments, shm
-from rollout.transports.base import GroupChannel, Inbox, Sender
+from rollout.transports.base import GroupChannel, Inbox, Sender, chain
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import WeightManifest
@@ -111,14 +111,13 @@ class Route:
         return len(self.source_ranks) + self.num_engines * self.num_ranks
 
     def channel(self, engine: int) -> GroupChannel:
-        """Between all senders and one engine."""
-        return GroupChannel(
-            host="127.0.0.1",
-            port=self.ports[engine],
+        """Of one engine, in a chain of all."""
+        return chain(
+            [("127.0.0.1", port) for port in self.ports],
             source_ranks=self.source_ranks,
             num_engine_ranks=self.num_ranks,
             timeout_s=TIMEOUT_S,
-        )
+        )[engine]
 
 
 def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport: str, plain: bool) -> float:
@@ -172,8 +171,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
     sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
     if route.transport == "gloo":
         sender = streaming = process_group.GroupSender(rank=rank, timeout_s=TIMEOUT_S)
-        for engine in range(route.num_engines):
-            streaming.attach(engine, route.channel(engine))
+        streaming.attach(0, route.channel(0))
     meet.wait()
     if route.transport == "gloo":
         meet.wait()

@@ -9,11 +9,13 @@ The folder is complete when `save` returns on every rank; making it *the* checkp
 directory's business.
 """
 
+import queue
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rl.learner import Learner
 
@@ -24,9 +26,19 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 def save(path: Path, learner: Learner) -> None:
     """Write below the empty or missing directory `path`; a collective."""
     path.mkdir(parents=True, exist_ok=True)
+    _gather_results_here()
     state = _sharded_state(learner, is_loading=False)
     state["generators"] = _generators()
     dist_checkpointing.save(state, str(path), content_metadata=METADATA)
+
+
+def _gather_results_here() -> None:
+    """Let Megatron's writers report to this process, which waits for them.
+
+    For saves that go on in the background Megatron starts a process of its own for that, in seconds.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def load(path: Path, learner: Learner) -> None:

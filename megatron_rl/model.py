@@ -237,7 +237,7 @@ def _experts(experts: Experts) -> dict[str, object]:
         # an auxiliary loss would be another objective than the policy's
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": layer_names() == "te",
     }
 
 

@@ -114,21 +114,20 @@ class TrainerActor:
         self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
         return [(host, store.port) for store in self._stores]
 
-    def attach_group(self, channels: list[GroupChannel]) -> None:
-        """Publish through process groups from now on; `channels` in the order of the engines."""
+    def attach_group(self, channel: GroupChannel) -> None:
+        """Publish through the first engine's process group from now on."""
         from rollout.transports.process_group import GroupSender
 
         publish = self._spec.publish
         sender = GroupSender(
             rank=self._rank,
-            backend=channels[0].backend,
+            backend=channel.backend,
             timeout_s=publish.timeout_s,
             delta=publish.delta,
             full_every=publish.delta_full_every,
         )
-        for engine_id, channel in enumerate(channels):
-            if self._rank in channel.source_ranks:
-                sender.attach(engine_id, channel)
+        if self._rank in channel.source_ranks:
+            sender.attach(0, channel)
         self._sender = sender
 
     def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:

@@ -1,6 +1,6 @@
 """Jobs that take minutes and little of the machine: begun with the session, asked for when a test needs them.
 
-Scripts that hold many engines one after another use one core; whole runs spend half of their time starting. What is
+Scripts that hold many engines one after another use one core; whole runs spend half of their time starting, and what is
 tested meanwhile leaves room for them.
 """
 
@@ -36,15 +36,16 @@ class _Job:
 
 
 class Background:
-    """Runs jobs one after another beside the session."""
+    """Runs jobs beside the session: those of a lane one after another."""
 
-    def __init__(self, jobs: Mapping[str, Callable[[], object]]) -> None:
-        self._jobs = {name: _Job(work) for name, work in jobs.items()}
-        threading.Thread(target=self._run, daemon=True).start()
+    def __init__(self, *lanes: Mapping[str, Callable[[], object]]) -> None:
+        self._jobs = {name: _Job(work) for lane in lanes for name, work in lane.items()}
+        for lane in lanes:
+            threading.Thread(target=self._run, args=(list(lane),), daemon=True).start()
 
-    def _run(self) -> None:
-        for job in self._jobs.values():
-            job.run()
+    def _run(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._jobs[name].run()
 
     def wait(self, name: str) -> object:
         """What a job has returned; raises what it has raised."""

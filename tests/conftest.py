@@ -1,6 +1,7 @@
 """What the whole suite shares: one Ray, on it a trainer of two ranks and two engines, and what scripts answered."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from tests.whole_runs import (
     run_exported_and_evaluated,
     run_fed_with_changes,
     run_killed_twice,
-    run_of_experts,
     run_to_its_end,
     run_warm_start,
 )
@@ -25,17 +25,20 @@ NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""
 
 RUNS: dict[str, Callable[[Path], object]] = {
-    "killed": run_whose_history_is_killed,
-    "damaged_history": run_with_damaged_history,
-    "begun_with_traces": run_that_begins_with_traces,
     "uninterrupted": run_to_its_end,
     "killed_twice": run_killed_twice,
     "fed_with_changes": run_fed_with_changes,
-    "of_experts": run_of_experts,
     "evaluated": run_exported_and_evaluated,
     "warm_start": run_warm_start,
 }
 """Fixtures that wait for a whole run, in the order in which they run; some go on with what an earlier one left."""
+
+DRAFTING_RUNS: dict[str, Callable[[Path], object]] = {
+    "killed": run_whose_history_is_killed,
+    "damaged_history": run_with_damaged_history,
+    "begun_with_traces": run_that_begins_with_traces,
+}
+"""The same; they run beside the others, after the scripts."""
 
 
 @pytest.fixture(scope="session")
@@ -67,26 +70,41 @@ def checkpoints(tmp_path_factory):
 def background(request, tmp_path_factory) -> Iterator[Background]:
     """Whatever takes minutes begins at once, if a test that was chosen will ask for it."""
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    jobs: dict[str, Callable[[], object]] = {}
+    scripts: dict[str, Callable[[], object]] = {}
     if "oracle" in asked:
         from tests.rollout.engine_answers import oracle_files
 
         files = oracle_files(request.getfixturevalue("checkpoints"), tmp_path_factory.mktemp("oracle"))
-        jobs["oracle"] = partial(run_script, "tests.rollout.oracle", files)
+        scripts["oracle"] = partial(run_script, "tests.rollout.oracle", files)
     if "answers" in asked:
         from tests.rollout.peaked_model import save_peaked
 
         peaked = save_peaked(tmp_path_factory.mktemp("lossless"))
-        jobs["lossless"] = partial(run_script, "tests.rollout.drafting_jobs", peaked)
+        scripts["lossless"] = partial(run_script, "tests.rollout.drafting_jobs", peaked)
     if "parallel_formats" in asked:
         target = tmp_path_factory.mktemp("parallel") / "answers.json"
         arguments = str(request.getfixturevalue("checkpoints").root), str(target)
-        jobs["parallel_formats"] = partial(run_script, "tests.rollout.parallel_formats", arguments)
-    if asked & {"example", *RUNS}:
+        scripts["parallel_formats"] = partial(run_script, "tests.rollout.parallel_formats", arguments)
+    runs: dict[str, Callable[[], object]] = {}
+    if asked & {"example", *RUNS, *DRAFTING_RUNS}:
         example = tmp_path_factory.mktemp("example")
-        jobs["example"] = partial(make_example, example)
-        jobs |= {name: partial(run, example) for name, run in RUNS.items() if name in asked}
-    running = Background(jobs)
+
+        made = threading.Event()
+
+        def make() -> Path:
+            try:
+                return make_example(example)
+            finally:
+                made.set()
+
+        def after_the_example(run: Callable[[Path], object]) -> object:
+            made.wait()
+            return run(example)
+
+        runs["example"] = make
+        runs |= {name: partial(run, example) for name, run in RUNS.items() if name in asked}
+        scripts |= {name: partial(after_the_example, run) for name, run in DRAFTING_RUNS.items() if name in asked}
+    running = Background(scripts, runs)
     yield running
     running.end()
 
@@ -119,4 +137,4 @@ def _waits_for(name: str) -> Callable[..., object]:
     return fixture
 
 
-globals().update({name: _waits_for(name) for name in RUNS})
+globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})

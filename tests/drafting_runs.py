@@ -26,6 +26,7 @@ def drafting(example: Path, **changes) -> Path:
     few.write_text("".join((example / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
     return configuration(
         example,
+        model=str(example / "model"),
         deterministic=False,
         num_steps=NUM_STEPS,
         data={"train": [{"path": str(few)}], "max_prompt_tokens": 96},

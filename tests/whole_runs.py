@@ -1,6 +1,6 @@
 """Whole runs through the command line, as the tests of runs configure, start and read them.
 
-One tiny model (the example's, untrained) and its data.
+Two tiny models, the example's and a mixture of experts like it, both untrained, and the example's data.
 """
 
 import json
@@ -21,25 +21,27 @@ from tests.background import popen
 
 NUM_STEPS = 4
 UNINTERRUPTED = "whole"
+EXPERTS = "experts"
 DEADLINE_S = 400
 NOT_REPEATABLE = ("timing_s/", "perf/", "time_s")
 
 
 def make_example(work: Path) -> Path:
-    """Data and an untrained model of the arithmetic example; returns `work`."""
+    """Data and an untrained model of the arithmetic example, and a mixture of experts; returns `work`."""
     sizes = ["--train", "64", "--held-out", "16", "--warm-start", "512"]
     for command in (
         ["-m", "examples.arithmetic.make_data", "--out", str(work / "data"), *sizes],
         ["-m", "examples.arithmetic.make_model", "--out", str(work / "model")],
+        ["-m", "tests.expert_model", str(work / "model"), str(work / EXPERTS)],
     ):
         subprocess.run([sys.executable, *command], check=True)
     return work
 
 
 def configuration(example: Path, **changes) -> Path:
-    """A file with a small deterministic run."""
+    """A file with a small deterministic run of the mixture, whose experts are spread over two trainer ranks."""
     config = {
-        "model": str(example / "model"),
+        "model": str(example / EXPERTS),
         "run_dir": "",
         "num_steps": NUM_STEPS,
         "deterministic": True,
@@ -50,7 +52,7 @@ def configuration(example: Path, **changes) -> Path:
         "trainer": {
             "dtype": "fp32",
             "max_micro_batch_tokens": 512,
-            "parallel": {"tensor": 2},
+            "parallel": {"data": 2, "expert": 2},
             "optimizer": {"learning_rate": 1e-3},
         },
         "checkpoint": {"every": 1},
@@ -195,13 +197,23 @@ def run_warm_start(example: Path) -> WarmStart:
 
 
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:
-    """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets."""
+    """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets.
+
+    Its trainer is cut into two tensor-parallel ranks.
+    """
     run_dir = example / "int8"
     config = configuration(
         example,
+        model=str(example / "model"),
         num_steps=2,
         deterministic=False,
         sampling={"temperature": 0.6, "max_response_tokens": 48},
+        trainer={
+            "dtype": "fp32",
+            "max_micro_batch_tokens": 512,
+            "parallel": {"tensor": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        },
         engine={
             "format": "int8",
             "bf16_first_layers": 0,
@@ -216,24 +228,3 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
         wandb={"mode": "disabled"},
     )
     return run_dir, finish(start(config, run_dir))
-
-
-def run_of_experts(example: Path) -> Path:
-    """The directory of a run of a mixture of experts, spread over two trainer ranks."""
-    model, run_dir = example / "experts", example / "of-experts"
-    subprocess.run([sys.executable, "-m", "tests.expert_model", str(example / "model"), str(model)], check=True)
-    config = configuration(
-        example,
-        model=str(model),
-        num_steps=2,
-        deterministic=False,
-        trainer={
-            "dtype": "fp32",
-            "max_micro_batch_tokens": 512,
-            "parallel": {"data": 2, "expert": 2},
-            "optimizer": {"learning_rate": 1e-3},
-        },
-        wandb={"mode": "disabled"},
-    )
-    finish(start(config, run_dir))
-    return run_dir

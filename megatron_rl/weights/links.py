@@ -14,7 +14,7 @@ from megatron_rl.results import StagedWeights
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
 from rollout.engine_state import UpdateTimes
-from rollout.transports.base import Backend, GroupChannel, HandOverChannel, Memory, ShmChannel
+from rollout.transports.base import Backend, HandOverChannel, Memory, ShmChannel, chain
 from rollout.wire import WeightManifest
 
 
@@ -65,7 +65,7 @@ class ShmLink:
 
 
 class GroupLink:
-    """gloo or NCCL; every engine has a process group of its own with the trainer ranks that send."""
+    """gloo or NCCL, in a chain: trainer ranks that send, first engine, second engine, and so on."""
 
     def __init__(
         self,
@@ -83,24 +83,20 @@ class GroupLink:
         self._backend: Backend = backend
 
     def connect(self) -> None:
-        """Join one group per engine; returns when all of them are complete."""
+        """Join one group per engine, with what sends to it; returns when all of them are complete."""
         first, num_engines = self._source_ranks[0], len(self._engines.actors)
         addresses = self._trainer.open_stores(first, num_engines, timeout_s=self._timeout_s)
-        channels = [
-            GroupChannel(
-                backend=self._backend,
-                host=host,
-                port=port,
-                source_ranks=self._source_ranks,
-                num_engine_ranks=self._engines.num_ranks,
-                timeout_s=self._timeout_s,
-            )
-            for host, port in addresses
-        ]
+        channels = chain(
+            addresses,
+            source_ranks=self._source_ranks,
+            num_engine_ranks=self._engines.num_ranks,
+            timeout_s=self._timeout_s,
+            backend=self._backend,
+        )
         joining = [
             actor.init_transport.remote(channel) for actor, channel in zip(self._engines.actors, channels, strict=True)
         ]
-        self._trainer.ranks.call("attach_group", channels)
+        self._trainer.ranks.call("attach_group", channels[0])
         self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:

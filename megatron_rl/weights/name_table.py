@@ -156,13 +156,14 @@ def _qk_norm(part: Literal["q", "k"]) -> Rule:
 
 
 def _feed_forward(hf: str, local: str, *, per_expert: bool) -> tuple[Rule, ...]:
-    """The three matrices of a feed-forward network, or of every expert."""
+    """The three matrices of a feed-forward network, or of every expert, which Transformer Engine multiplies as one."""
     present = _has_experts if per_expert else _is_dense
 
     def fc1(half: Literal["gate", "up"]) -> Rule:
         return Rule(
             hf=f"{hf}{half}_proj.weight",
             local=local + "linear_fc1.weight",
+            te=f"{_MLP}experts.linear_fc1.weight{{}}" if per_expert else None,
             split=Split(half),
             kind=Kind.LINEAR,
             shape=lambda spec: (spec.ffn_size, spec.hidden_size),
@@ -173,6 +174,7 @@ def _feed_forward(hf: str, local: str, *, per_expert: bool) -> tuple[Rule, ...]:
     down = Rule(
         hf=hf + "down_proj.weight",
         local=local + "linear_fc2.weight",
+        te=f"{_MLP}experts.linear_fc2.weight{{}}" if per_expert else None,
         split=Split.COLUMNS,
         kind=Kind.LINEAR,
         shape=lambda spec: (spec.hidden_size, spec.ffn_size),

@@ -34,22 +34,86 @@ class ShmChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChannel:
-    """A process group of the source trainer ranks followed by the engine's ranks, one per engine incarnation."""
+    """A process group of those that send followed by the engine's ranks, one per engine incarnation.
+
+    Those that send are trainer ranks, or the ranks of another engine that pass on, each to the same rank, what they
+    receive.
+    """
 
     backend: Backend = "gloo"
     host: str
     port: int
     """Where the first source rank's store listens (see `rollout.transports.groups.open_store`)."""
     source_ranks: tuple[int, ...]
-    """Trainer ranks that send, in the order of their ranks in the group."""
+    """Ranks that send, of the trainer or of `source_engine`, in the order of their ranks in the group."""
+    source_engine: int | None = None
+    """Number of the engine that passes on; None where the trainer sends."""
     num_engine_ranks: int
     timeout_s: float
     """For joining the group."""
+    onward: "GroupChannel | None" = None
+    """Where the engine passes on what it receives."""
 
     @property
     def world_size(self) -> int:
         """Processes of the group."""
         return len(self.source_ranks) + self.num_engine_ranks
+
+    @property
+    def num_following(self) -> int:
+        """Engines behind this channel's."""
+        return 0 if self.onward is None else 1 + self.onward.num_following
+
+    def peers(self, group_rank: int) -> Sequence[int]:
+        """The ranks of the group that one of them sends to, or receives from."""
+        sources = len(self.source_ranks)
+        if self.source_engine is not None:
+            return [group_rank + sources if group_rank < sources else group_rank - sources]
+        return range(sources, self.world_size) if group_rank < sources else range(sources)
+
+    def source_of(self, bucket: Bucket, engine_rank: int) -> int:
+        """The rank of the group that a rank of the engine receives a bucket from."""
+        return self.source_ranks.index(bucket.source_rank) if self.source_engine is None else engine_rank
+
+    def named(self, group_rank: int) -> str:
+        """A member of the group, for messages."""
+        if group_rank >= len(self.source_ranks):
+            return f"engine rank {group_rank - len(self.source_ranks)}"
+        whose = "trainer" if self.source_engine is None else f"engine {self.source_engine}'s"
+        return f"{whose} rank {self.source_ranks[group_rank]}"
+
+
+def chain(
+    addresses: Sequence[tuple[str, int]],
+    *,
+    source_ranks: tuple[int, ...],
+    num_engine_ranks: int,
+    timeout_s: float,
+    backend: Backend = "gloo",
+) -> tuple[GroupChannel, ...]:
+    """Channels of engines of which each passes on to the next; trainer ranks send to the first.
+
+    Args:
+        addresses: host and port of a store for each engine.
+        source_ranks: trainer ranks that send.
+        num_engine_ranks: of each engine.
+        timeout_s: for joining.
+        backend: of all.
+    """
+    found: list[GroupChannel] = []
+    for engine, (host, port) in reversed([*enumerate(addresses)]):
+        channel = GroupChannel(
+            backend=backend,
+            host=host,
+            port=port,
+            source_ranks=tuple(range(num_engine_ranks)) if engine else source_ranks,
+            source_engine=engine - 1 if engine else None,
+            num_engine_ranks=num_engine_ranks,
+            timeout_s=timeout_s,
+            onward=found[0] if found else None,
+        )
+        found.insert(0, channel)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
         group = _nccl_group(prefix, group_rank, channel)
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"{_peer(channel, group_rank)} waited {channel.timeout_s:g} s at {channel.host}:{channel.port} for "
+            f"{channel.named(group_rank)} waited {channel.timeout_s:g} s at {channel.host}:{channel.port} for "
             f"{_absent(channel) or 'the others'} to join the channel"
         ) from error
     _meet(group, group_rank, channel)
@@ -84,15 +84,13 @@ def _nccl_group(store: PrefixStore, group_rank: int, channel: GroupChannel) -> G
 def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
     """Send a byte over every pair that will send; sources and engine ranks go through each other in one order."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device_of(channel.backend))
-    sources = len(channel.source_ranks)
-    is_source = group_rank < sources
-    transfer, peers = (group.send, range(sources, channel.world_size)) if is_source else (group.recv, range(sources))
+    transfer = group.send if group_rank < len(channel.source_ranks) else group.recv
     deadline = time.monotonic() + channel.timeout_s
-    for peer in peers:
+    for peer in channel.peers(group_rank):
         if not done(transfer([byte], peer, MEET_TAG), deadline, channel.backend):
             raise RuntimeError(
-                f"{_peer(channel, group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
-                f"{_peer(channel, peer)}"
+                f"{channel.named(group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
+                f"{channel.named(peer)}"
             )
 
 
@@ -102,14 +100,7 @@ def _absent(channel: GroupChannel) -> str:
     except (RuntimeError, ValueError):
         return "its store"
     late = [rank for rank in range(channel.world_size) if not store.check([f"present/{rank}"])]
-    return ", ".join(_peer(channel, rank) for rank in late)
-
-
-def _peer(channel: GroupChannel, group_rank: int) -> str:
-    sources = len(channel.source_ranks)
-    if group_rank < sources:
-        return f"trainer rank {channel.source_ranks[group_rank]}"
-    return f"engine rank {group_rank - sources}"
+    return ", ".join(channel.named(rank) for rank in late)
 
 
 def leave(group: Group, backend: Backend) -> None:

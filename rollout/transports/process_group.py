@@ -1,8 +1,10 @@
 """Streaming transport over a process group, gloo or NCCL: buckets go from trainer ranks to engine ranks in index order.
 
-Each engine incarnation has a process group of its own (`rollout.transports.groups`): the source trainer ranks, then the
-engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). With NCCL
-buckets lie on the devices of both ends and never touch the host.
+Each engine incarnation has a process group of its own (`rollout.transports.groups`): those that send, then the
+engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). Engines form a
+chain: trainer ranks send to the first, and every rank passes on what it receives to the same rank of the next engine
+(`Relay`) while it goes on receiving; so nobody sends anything twice, and many engines take hardly longer than one. With
+NCCL buckets lie on the devices of both ends and never touch the host.
 
 No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
 be made (`EngineWeights.init_transport`, `GroupSender.attach`).
@@ -181,6 +183,54 @@ def _tags(index: int) -> tuple[int, int]:
     return 2 * index, 2 * index + 1
 
 
+class Relay:
+    """Passes on what one engine rank receives to the same rank of the next engine.
+
+    What the next engine does not take in time is not sent any more: it says itself what it has waited for in vain, and
+    this engine goes on. With n engines behind it, it waits for n / (n + 1) of the time that a publish has, so that of a
+    chain with one that hangs only the last one before it gives up, and time is left to all before.
+    """
+
+    def __init__(self, channel: GroupChannel, *, engine_rank: int) -> None:
+        behind = channel.num_following + 1
+        self._patience = behind / (behind + 1)
+        self._deadline = 0.0
+        self._backend: Backend = channel.backend
+        self._group: Group | None = join(channel, engine_rank)
+        self._peer = len(channel.source_ranks) + engine_rank
+        self._flights: list[list[tuple[torch.Tensor, dist.Work | None]]] = []
+
+    def expect(self, timeout_s: float) -> None:
+        """Begin a publish that has so much time; the last one has been passed on then."""
+        self._land(left=0)
+        self._deadline = time.monotonic() + self._patience * timeout_s
+
+    def pass_on(self, index: int, parts: Sequence[torch.Tensor]) -> None:
+        """Begin to send a bucket's header and body; the one before the last has arrived then."""
+        if self._group is None:
+            return
+        self._flights.append(
+            [
+                (part, start_send(self._group, part, self._peer, tag))
+                for part, tag in zip(parts, _tags(index), strict=True)
+                if part.numel()
+            ]
+        )
+        self._land(left=1)
+
+    def _land(self, *, left: int) -> None:
+        """Wait until no more than `left` buckets are under way."""
+        while self._group is not None and len(self._flights) > left:
+            if not all(done(work, self._deadline, self._backend) for _, work in self._flights.pop(0)):
+                self.close()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._group is not None:
+            leave(self._group, self._backend)
+        self._group, self._flights = None, []
+
+
 class GroupInbox:
     """An engine rank's end; satisfies `rollout.transports.base.Inbox`. Buckets are taken in index order."""
 
@@ -188,6 +238,7 @@ class GroupInbox:
         self._channel = channel
         self._engine_rank = engine_rank
         self._group = join(channel, len(channel.source_ranks) + engine_rank)
+        self._relay = Relay(channel.onward, engine_rank=engine_rank) if channel.onward is not None else None
         self._device = device_of(channel.backend)
         self._version = WeightVersion(-1)
         self._timeout_s = self._deadline = 0.0
@@ -195,6 +246,8 @@ class GroupInbox:
 
     def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
         """Begin a publish, all of which has to come within `timeout_s`."""
+        if self._relay is not None:
+            self._relay.expect(timeout_s)
         self._version, self._timeout_s = weight_version, timeout_s
         self._deadline = time.monotonic() + timeout_s
 
@@ -206,8 +259,10 @@ class GroupInbox:
             return self._take(bucket)
 
     def close(self) -> None:
-        """Leave the channel."""
+        """Leave the channel, and the one that it is passed on to."""
         leave(self._group, self._channel.backend)
+        if self._relay is not None:
+            self._relay.close()
 
     def _take(self, bucket: Bucket) -> torch.Tensor:
         header_tag, body_tag = _tags(bucket.index)
@@ -217,7 +272,10 @@ class GroupInbox:
             raise RuntimeError(
                 f"bucket {bucket.index}: the header is corrupt, or not that of a bucket of {bucket.num_bytes}"
             )
-        message = Message(kind=Kind(kind), body=self._receive(bucket, num_bytes, body_tag), num_changed=num_changed)
+        body = self._receive(bucket, num_bytes, body_tag)
+        if self._relay is not None:
+            self._relay.pass_on(bucket.index, (header, body))
+        message = Message(kind=Kind(kind), body=body, num_changed=num_changed)
         payload = self._whole(bucket, message, base_version)
         verify(payload, self._version, index=bucket.index)
         if keep:
@@ -226,12 +284,12 @@ class GroupInbox:
 
     def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
         found = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        source = self._channel.source_ranks.index(bucket.source_rank)
+        source = self._channel.source_of(bucket, self._engine_rank)
         backend = self._channel.backend
         if num_bytes and not done(start_recv(self._group, found, source, tag), self._deadline, backend):
             raise RuntimeError(
-                f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer "
-                f"rank {bucket.source_rank} to send bucket {bucket.index} of weight version {self._version}"
+                f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
+                f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"
             )
         return found
 

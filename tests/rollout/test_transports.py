@@ -12,7 +12,8 @@ import torch
 
 from rollout.arrivals import Arrivals
 from rollout.transports import segments as files
-from rollout.transports.base import GroupChannel, Inbox
+from rollout.transports.base import GroupChannel, Inbox, chain
+from rollout.transports.delta import HEADER
 from rollout.transports.groups import join, open_store
 from rollout.transports.hand_over import HandOverInbox, HandOverSender, ShmSegment, map_shm
 from rollout.transports.prefetch import Prefetch
@@ -204,9 +205,9 @@ def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
         assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
 
 
-def raw(inbox: GroupInbox, publish: Publish) -> dict[int, list[tuple[int, bytes]]]:
+def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int, list[tuple[int, bytes]]]:
     """Offset and bytes of every piece by bucket, as they were verified; what lies between pieces is anything."""
-    inbox.expect(publish.manifest.weight_version, timeout_s=20)
+    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
     taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
     return {
         index: [
@@ -312,6 +313,67 @@ def test_whoever_does_not_join_a_channel_is_named():
     channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
         GroupSender(rank=3, timeout_s=1).attach(0, channel)
+
+
+class Chain:
+    """Two trainer ranks, 4 and 6, and engines in a row."""
+
+    def __init__(self, num_engines: int, num_ranks: int, *, timeout_s: float = 20, **more: object) -> None:
+        self.stores = [open_store(host="127.0.0.1", timeout_s=20) for _ in range(num_engines)]
+        addresses = [("127.0.0.1", store.port) for store in self.stores]
+        channels = chain(addresses, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
+        self.senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+        _, _, *inboxes = in_threads(
+            *(lambda s=sender: s.attach(0, channels[0]) for sender in self.senders),
+            *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels for r in range(num_ranks)),
+        )
+        self.engines = [inboxes[first : first + num_ranks] for first in range(0, len(inboxes), num_ranks)]
+
+    def publish(self, publish: Publish) -> list[object]:
+        """What each inbox has got, engine by engine."""
+        _, _, *found = in_threads(
+            *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(self.senders, (4, 6), strict=True)),
+            *(lambda i=inbox: raw(i, publish) for engine in self.engines for inbox in engine),
+        )
+        return found
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_engines_in_a_chain_all_get_everything_and_trainer_ranks_send_it_once(delta):
+    chain = Chain(3, 2, delta=delta)
+    sent = []
+    for version in range(3):
+        publish = publish_of_ranks_4_and_6(version)
+        for parts in publish.payloads.values():
+            offset, data = parts[0]
+            parts[0] = offset, bytes([version]) + data[1:]
+        assert all(found == publish.payloads for found in chain.publish(publish))
+        sent.append(sum(sender.sent_bytes for sender in chain.senders))
+        assert all(len(sender._groups) == 1 for sender in chain.senders)
+    whole = sum(bucket.num_bytes + HEADER.size for bucket in publish.manifest.buckets)
+    assert sent[0] == whole
+    assert sent[2] < whole / 10 if delta else sent[2] == whole
+
+
+def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
+    chain = Chain(3, 1, timeout_s=3)
+    publish = publish_of_ranks_4_and_6(0)
+    chain.engines[1][0].close()
+    behind = chain.engines[2][0]
+    behind.expect(publish.manifest.weight_version, timeout_s=2)
+    _, _, found, message = in_threads(
+        *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        lambda: raw(chain.engines[0][0], publish, timeout_s=3),
+        lambda: refusal(lambda: behind.take(publish.manifest.buckets[0])),
+    )
+    assert found == publish.payloads
+    assert "engine rank 0 waited in vain" in message and "for engine 1's rank 0 to send bucket 0" in message
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value)
 
 
 def test_a_prefetch_takes_no_more_than_its_window_ahead():
