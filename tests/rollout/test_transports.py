@@ -356,14 +356,14 @@ def test_engines_in_a_chain_all_get_everything_and_trainer_ranks_send_it_once(de
 
 
 def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
-    chain = Chain(3, 1, timeout_s=3)
+    chain = Chain(3, 1, timeout_s=12)
     publish = publish_of_ranks_4_and_6(0)
     chain.engines[1][0].close()
     behind = chain.engines[2][0]
     behind.expect(publish.manifest.weight_version, timeout_s=2)
     _, _, found, message = in_threads(
         *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
-        lambda: raw(chain.engines[0][0], publish, timeout_s=3),
+        lambda: raw(chain.engines[0][0], publish, timeout_s=12),
         lambda: refusal(lambda: behind.take(publish.manifest.buckets[0])),
     )
     assert found == publish.payloads
