@@ -118,7 +118,7 @@ class StandIns:
         for stride in whole.stride():
             start.append(left // stride)
             left %= stride
-        stacked = whole.dim() - min(whole.dim(), 2)
+        stacked = max(whole.dim() - 2, 0)
         num_dims = whole.dim() - stacked
         strides = zip(view.shape, view.stride(), whole.stride()[stacked:], strict=False)
         if view.dim() != num_dims or any(size > 1 and ours != theirs for size, ours, theirs in strides):

@@ -60,6 +60,8 @@ class Publisher:
         self._engines = engines
         self._link = link
         self._plan = plan
+        layout = plan.format.layout
+        self._expert_codes = {one.name for one in plan.tensors if one.is_stack and layout and one.dtype == layout.dtype}
         self._run_id = run_id
         self._probe_tokens = probe_tokens(vocab_size, probe_length)
         self._max_probe_gap = max_probe_gap
@@ -110,7 +112,8 @@ class Publisher:
         found = self._engines.wait(summing, "loaded_sums", timeout_s=self._timeout_s)
         judged = [difference(sums, expected, leniency=self._leniency) for sums in found if isinstance(sums, dict)]
         faults = {
-            engine: f"weight version {version}: {where} differs from the trainer's by {gap:.3g} of its size"
+            engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
+            "what is allowed"
             for engine, (gap, where) in enumerate(judged)
             if not gap <= MAX_WEIGHT_GAP
         }
@@ -119,7 +122,7 @@ class Publisher:
         return tuple(gap for gap, _ in judged)
 
     def _leniency(self, name: str) -> float:
-        return EXPERT_LENIENCY if self._plan.format.layout is not None and stack_of(name) != name else 1.0
+        return EXPERT_LENIENCY if stack_of(name) in self._expert_codes else 1.0
 
     def _fence(self, faults: Mapping[int, str]) -> NoReturn:
         fencing = [self._engines.actors[engine].fence.remote(fault) for engine, fault in faults.items()]

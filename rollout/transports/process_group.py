@@ -3,8 +3,8 @@
 Each engine incarnation has a process group of its own (`rollout.transports.groups`): those that send, then the
 engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). Engines form a
 chain: trainer ranks send to the first, and every rank passes on what it receives to the same rank of the next engine
-(`Relay`) while it goes on receiving; so nobody sends anything twice, and many engines take hardly longer than one. With
-NCCL buckets lie on the devices of both ends and never touch the host.
+(`Relay`) while it goes on receiving, so nobody sends anything twice. With NCCL buckets lie on the devices of both ends
+and never touch the host.
 
 No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
 be made (`EngineWeights.init_transport`, `GroupSender.attach`).

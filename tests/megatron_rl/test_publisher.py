@@ -1,15 +1,18 @@
 """A publish is a protocol: its order, and what happens to an engine that cannot prove itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron_rl.model_config import ModelSpec
+from megatron_rl.model_config import Experts, ModelSpec
 from megatron_rl.results import ProbeResult, StagedWeights
 from megatron_rl.weights.code_sums import CodeSums
 from megatron_rl.weights.links import Delivery
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.engine_state import UpdateTimes
+from rollout.weight_format import WeightFormat
 from rollout.weight_sums import NUM_GROUPS
 from tests.megatron_rl.test_reshard import INT8, SPEC, ParallelConfig
 
@@ -48,12 +51,12 @@ class Actor:
 
 
 class Trainer:
-    def __init__(self, log):
-        self.log = log
+    def __init__(self, log, tensor="w"):
+        self.log, self.tensor = log, tensor
 
     def sent_sums(self, *, timeout_s):
         self.log.append("trainer sums up")
-        return [{"w": SUMS / 4}, {"w": SUMS * 3 / 4}]
+        return [{self.tensor: SUMS / 4}, {self.tensor: SUMS * 3 / 4}]
 
     def probe(self, token_ids, *, timeout_s):
         self.log.append(f"trainer probes {len(token_ids)} tokens")
@@ -75,12 +78,12 @@ class Link:
         return Delivery(staged=(staged,), updates=tuple(times))
 
 
-def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, **more) -> Publisher:
+def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, tensor="w", **more) -> Publisher:
     return Publisher(
-        Trainer(log),
+        Trainer(log, tensor),
         Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
         Link(log),
-        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False),
+        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, te_names=False),
         run_id="run",
         vocab_size=spec.vocab_size,
         probe_length=8,
@@ -114,6 +117,30 @@ def test_what_was_in_flight_is_reported_and_waited_for_before_weights_move_if_th
     assert log[:3] == ["check", "drain", "deliver 3 of run"]
     assert (report.num_in_flight, report.num_recomputed_tokens) == (4, 60)
     assert report.metrics()["publish/recomputed_tokens"] == 60
+
+
+MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "difference", "is_served"),
+    [
+        ("model.layers.1.mlp.experts.2.down_proj.weight", 0.1, True),
+        ("model.layers.1.mlp.experts.2.down_proj.weight", 0.6, False),
+        ("model.layers.0.mlp.experts.2.down_proj.weight", 0.1, False),
+        ("model.layers.1.self_attn.o_proj.weight", 0.1, False),
+    ],
+    ids=["an expert in 8 bits", "another expert", "an expert that stays BF16", "any other matrix"],
+)
+def test_only_experts_in_8_bits_may_differ_by_what_their_activations_rounding_explains(tensor, difference, is_served):
+    format = WeightFormat(name="int8", bf16_first_layers=1)
+    sums = [{tensor: SUMS + np.array([difference, 0])[:, None, None]}]
+    one = publisher([], [REFERENCE], MIXTURE, sums=sums, format=format, tensor=tensor)
+    if is_served:
+        one.publish(3)
+    else:
+        with pytest.raises(RuntimeError, match=r"differs from the trainer's by \d+(\.\d+)? times what is allowed"):
+            one.publish(3)
 
 
 def test_engines_forward_only_when_the_trainer_has_made_room():
