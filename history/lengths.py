@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_OLDER = 0.5
+OLDER = 0.5
 """What a visit counts, relative to the one after it."""
 _TAIL = 0.5
 """Expected rest over what exists, in the tail: mean excess of a Pareto distribution of shape 3."""
-_PRIOR_WEIGHT = 0.5
+PRIOR_WEIGHT = 0.5
 """Of the prior, in responses of the last visit."""
 
 PRIOR_MEAN = 1024.0
@@ -61,13 +61,13 @@ class LengthEstimate:
         if steps and len(steps) != len(found):
             raise ValueError(f"{len(found)} lengths have {len(steps)} steps; each needs one")
         visits, visit = np.unique(np.asarray(steps or [0] * len(found)), return_inverse=True)
-        weights = np.power(_OLDER, len(visits) - 1 - visit, dtype=np.float64)
+        weights = np.power(OLDER, len(visits) - 1 - visit, dtype=np.float64)
         order = np.argsort(found, kind="stable")
         found, weights = found[order], weights[order]
-        total = weights.sum() + _PRIOR_WEIGHT
+        total = weights.sum() + PRIOR_WEIGHT
         return cls(
             num_observations=len(found),
-            mean=float((found @ weights + _PRIOR_WEIGHT * prior_mean) / total),
+            mean=float((found @ weights + PRIOR_WEIGHT * prior_mean) / total),
             p50=_quantile(found, weights, 0.5, prior_mean),
             p90=_quantile(found, weights, 0.9, prior_mean),
             max=float(found.max(initial=0)),
@@ -88,9 +88,7 @@ class LengthEstimate:
         excess = np.maximum(np.asarray(self.lengths)[None, :] - emitted[:, None], 0)
         counted = np.asarray(self.weights)[None, :] * (excess > 0)
         tail = np.maximum(self.prior_mean - emitted, 0) + _TAIL * emitted
-        return np.asarray(
-            ((excess * counted).sum(axis=1) + _PRIOR_WEIGHT * tail) / (counted.sum(axis=1) + _PRIOR_WEIGHT)
-        )
+        return np.asarray(((excess * counted).sum(axis=1) + PRIOR_WEIGHT * tail) / (counted.sum(axis=1) + PRIOR_WEIGHT))
 
 
 def _quantile(lengths: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], share: float, prior: float) -> float:

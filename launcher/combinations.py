@@ -23,6 +23,8 @@ def run_combinations(config: RunConfig) -> list[str]:
         _schedule,
         _history,
         _publish,
+        _planner,
+        _mode,
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         lambda config: dotted_paths(
             {
@@ -125,6 +127,51 @@ def _publish(config: RunConfig) -> list[str]:
             "trainer has written, so there is nothing to save; set delta to false or transport to auto"
         ]
     return []
+
+
+def _planner(config: RunConfig) -> list[str]:
+    planner, found = config.planner, []
+    flexible = planner.policy == "flexible"
+    needed = planner.overlap + (planner.head_start > 0 and not flexible)
+    if planner.max_staleness < needed:
+        found.append(
+            f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, to which `planner.overlap` = "
+            f"{planner.overlap} and `planner.head_start` = {planner.head_start} can lead; raise it or lower them"
+        )
+    if flexible and planner.head_start > 0:
+        found.append(
+            f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on what is "
+            "complete first: set head_start to 0, or the policy to adaptive"
+        )
+    if config.deterministic and config.samples_ahead:
+        found.append(
+            f"`deterministic` = true with `planner.overlap` = {planner.overlap} and `planner.head_start` = "
+            f"{planner.head_start}: where new weights meet a response depends on timing; set both to 0 or "
+            "deterministic to false"
+        )
+    return found
+
+
+def _mode(config: RunConfig) -> list[str]:
+    mode, found = config.placement.mode, []
+    if mode == "disaggregated":
+        held = {
+            "engine.sleep_level": config.engine.sleep_level or None,
+            "trainer.offload": config.trainer.offload if config.trainer.offload != "none" else None,
+            "publish.transport": "cuda_ipc" if config.publish.transport == "cuda_ipc" else None,
+        }
+        found += [
+            f"`placement.mode` = disaggregated with `{key}` = {value}: that is for trainer and engines on the same "
+            f"devices; set {key} to its default or the mode to colocated"
+            for key, value in held.items()
+            if value is not None
+        ]
+    elif config.publish.transport == "nccl":
+        found.append(
+            "`publish.transport` = nccl with `placement.mode` = colocated: two processes on one device cannot share a "
+            "communicator; set the mode to disaggregated or the transport to auto"
+        )
+    return found
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

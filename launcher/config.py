@@ -11,7 +11,15 @@ from pydantic import Field
 
 from history.config import Config, HistoryConfig
 from megatron_rl.config import AlgorithmConfig, CheckpointConfig, PublishConfig, TrainerConfig
-from rollout.config import DataConfig, EngineConfig, EvalSetConfig, EvaluationConfig, RewardConfig, SamplingConfig
+from rollout.config import (
+    DataConfig,
+    EngineConfig,
+    EvalSetConfig,
+    EvaluationConfig,
+    PlannerConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 
 
 class WandbConfig(Config):
@@ -38,6 +46,15 @@ class ClusterConfig(Config):
     """Share of a device that a trainer rank reserves where an engine lives on the same device; GPUs only."""
 
 
+class PlacementConfig(Config):
+    """Who shares devices with whom."""
+
+    mode: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: trainer and engines work in turns on the same devices; responses that are unfinished when training
+    begins pause and go on afterwards. `disaggregated`: engines have devices of their own and sample while the trainer
+    trains; of use with `planner.overlap` or `planner.head_start`."""
+
+
 class RunConfig(Config):
     """`megatron-rl run`: reinforcement learning from a Hugging Face directory."""
 
@@ -57,6 +74,10 @@ class RunConfig(Config):
     """How training responses are sampled."""
     engine: EngineConfig = EngineConfig()
     """The vLLM engines."""
+    planner: PlannerConfig = PlannerConfig()
+    """Which engine samples what, and how far engines run ahead of the trainer."""
+    placement: PlacementConfig = PlacementConfig()
+    """Who shares devices with whom."""
     reward: RewardConfig = RewardConfig()
     """How responses are scored."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -75,6 +96,11 @@ class RunConfig(Config):
     """Tracking."""
     cluster: ClusterConfig = ClusterConfig()
     """Where the processes live."""
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether responses may be unfinished while the trainer works."""
+        return self.planner.overlap > 0 or self.planner.head_start > 0
 
     @property
     def drafts(self) -> bool:

@@ -119,7 +119,7 @@ def device_phases(
     While engines sample, of the trainer is there what `trainer.offload` leaves; while it trains, of the engines what
     `engine.sleep_level` leaves; during a publish weights of both, and what is on its way.
     """
-    own_devices = config.publish.transport == "nccl"
+    own_devices = config.placement.mode == "disaggregated"
     trains = _times(trainer, 1, "trainer")
     stays = _times([item for item in trainer if item.what in _STAYS[config.trainer.offload]], 1, "trainer")
     left_to_send = ("parameters",) if config.trainer.offload != "none" else _STAYS["none"]
@@ -143,9 +143,10 @@ def device_phases(
 def _on_the_way(config: RunConfig, own_bytes: int) -> list[MemoryItem]:
     """Of a publish on a device whose engine ranks take `own_bytes`: all of it staged, or two buckets and baselines."""
     publish = config.publish
-    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta):
+    own_devices = config.placement.mode == "disaggregated"
+    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta and not own_devices):
         return [_item("weights on their way", own_bytes, "engine.tensor_parallel")]
-    if publish.transport != "nccl":
+    if publish.transport != "nccl" and not (own_devices and publish.transport == "auto"):
         return []  # through the host
     baselines = [_item("publish baselines", own_bytes, "publish.delta")] if publish.delta else []
     return [_item("buckets on their way", 2 * publish.bucket_bytes, "publish.bucket_bytes"), *baselines]

@@ -1,9 +1,9 @@
 """Decides where each trainer rank and each engine lives: a pure function of the configuration and the node.
 
-One node, colocated: trainer and engines share cores (they work in turns) or devices. With GPUs, engine ranks are laid
+Colocated: trainer and engines share cores (they work in turns) or devices. With GPUs, engine ranks are laid
 over the devices in order, and a trainer rank takes `trainer_gpu_fraction` of the device of its number; what an engine
-reserves on a device is the rest, shared with the other engines there. With `publish.transport` = nccl, engines have the
-devices after the trainer's to themselves: two processes on one device cannot share a communicator. In a Ray that
+reserves on a device is the rest, shared with the other engines there. Disaggregated: engines have the devices
+after the trainer's to themselves; on a CPU both sides work at the same time. In a Ray that
 we start, devices are named; in a cluster that is joined, Ray chooses.
 
 Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; on no device do the fractions sum to more than 1.
@@ -96,7 +96,7 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
         for number in range(engine.num_engines)
     )
     transport = _transport(config, engines)
-    notes = _detour(config, transport) if devices else _crowded(config, node.cpu_cores)
+    notes = [*(_detour(config, transport) if devices else _crowded(config, node.cpu_cores)), *_idle(config)]
     return Placement(
         trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
         engines=engines,
@@ -129,13 +129,22 @@ def _detour(config: RunConfig, transport: Transport) -> list[str]:
 
 
 def _crowded(config: RunConfig, cores: int) -> list[str]:
-    """Trainer and engines work in turns, so each side is held against the cores alone."""
-    sides = {
-        "trainer": config.trainer.parallel.world_size * config.trainer.cpu_threads,
-        "engines": config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores,
-    }
+    """Trainer and engines that work in turns are each held against the cores alone, others together."""
+    trainer = config.trainer.parallel.world_size * config.trainer.cpu_threads
+    engines = config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores
+    at_once = config.placement.mode == "disaggregated" and config.samples_ahead
+    sides = {"trainer and engines": trainer + engines} if at_once else {"trainer": trainer, "engines": engines}
     over = [f"{side} {threads} threads" for side, threads in sides.items() if threads > cores]
     return [f"{' and '.join(over)} on {cores} cores: expect waiting"] if over else []
+
+
+def _idle(config: RunConfig) -> list[str]:
+    if config.placement.mode == "colocated" or config.samples_ahead:
+        return []
+    return [
+        "placement.mode is disaggregated and nothing is sampled ahead: engines idle while the trainer works, and the "
+        "trainer while they do; set planner.overlap"
+    ]
 
 
 def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
@@ -147,11 +156,11 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
             f"trainer.parallel needs {world} devices (tensor {config.trainer.parallel.tensor} x pipeline "
             f"{config.trainer.parallel.pipeline} x data {config.trainer.parallel.data}), but the node has {devices}"
         )
-    if config.publish.transport == "nccl":
+    if config.placement.mode == "disaggregated":
         if world + ranks > devices:
             raise ConfigError(
-                f"`publish.transport` = nccl needs devices for {world} trainer rank(s) and {ranks} engine rank(s) that "
-                f"share none, but the node has {devices}; set it to auto"
+                f"`placement.mode` = disaggregated needs devices for {world} trainer rank(s) and {ranks} engine "
+                f"rank(s) that share none, but the node has {devices}; set it to colocated"
             )
         return 1.0, 1.0
     engines_on_a_device = -(-ranks // devices)
@@ -166,7 +175,7 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
 def _engine_devices(config: RunConfig, devices: int, engine: int) -> tuple[int, ...]:
     """Of each rank of an engine."""
     num_ranks = config.engine.tensor_parallel
-    first = config.trainer.parallel.world_size if config.publish.transport == "nccl" else 0
+    first = config.trainer.parallel.world_size if config.placement.mode == "disaggregated" else 0
     return tuple((first + engine * num_ranks + rank) % devices for rank in range(num_ranks))
 
 
@@ -181,6 +190,8 @@ def _transport(config: RunConfig, engines: Sequence[EngineSlot]) -> Transport:
         raise ConfigError(f"`publish.transport` = cuda_ipc: {why}; set it to auto")
     if asked != "auto":
         return asked
+    if config.placement.mode == "disaggregated" and on_devices:
+        return "nccl"
     if config.cluster.address != "local" or config.publish.delta:
         return "gloo"
     return "cuda_ipc" if on_devices and not alone else "shm"

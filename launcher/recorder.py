@@ -27,6 +27,9 @@ from rollout.types import ScoredGroup
 STATE = "state.json"
 """The controller's part of a checkpoint."""
 
+LENGTHS = "lengths.npz"
+"""The lengths of each prompt's responses; absent in checkpoints of older versions."""
+
 HISTORY = "history"
 """The folder of a checkpoint that holds a snapshot of the history; absent where nothing is remembered."""
 
@@ -114,6 +117,7 @@ class RunRecorder:
         trainer.save(str(folder / "trainer"))
         state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
         replace_text(folder / STATE, json.dumps(state) + "\n")
+        planner.lengths.save(folder / LENGTHS)
         if self._history is not None:
             self._history.save(folder / HISTORY)
         final = self._directory.finish_checkpoint(finished_steps, self._keep_last)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ray
 
+from history.length_book import LengthBook
 from history.service import HistoryService
 from launcher import placement
 from launcher.bf16_evaluation import evaluate_directories
@@ -22,14 +23,15 @@ from launcher.loading import resolved_yaml
 from launcher.processes import START_TIMEOUT_S, Processes, processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
-from launcher.recorder import HISTORY, RunRecorder, read_state
+from launcher.recorder import HISTORY, LENGTHS, RunRecorder, read_state
 from launcher.report import write_report
 from launcher.resume_check import changed_keys
 from launcher.run_directory import RunDirectory
 from launcher.tracking import Tracker
 from megatron_rl.controller import Controller, LoopSettings
 from megatron_rl.model_config import read_model_spec
-from megatron_rl.phases import Phases
+from megatron_rl.phases import Phases, Sides
+from megatron_rl.sides import Alternating, Apart
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.turns import DeviceTurns
@@ -60,6 +62,8 @@ class _Resume:
     """Folder of the trainer's checkpoint."""
     history: str = ""
     """Folder of the history's snapshot; empty where the checkpoint has none."""
+    lengths: Path | None = None
+    """File of the book of lengths; None where the checkpoint has none."""
     order: OrderState | None = None
 
 
@@ -104,6 +108,7 @@ def _resume(directory: RunDirectory) -> _Resume:
         first_step=step,
         trainer=str(folder / "trainer"),
         history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
+        lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
         order=OrderState.from_json(order),
     )
 
@@ -149,10 +154,21 @@ def _train(
     planner = Planner(
         order,
         training.by_id(),
+        config=config.planner,
+        lengths=_lengths(resume),
+        num_steps=config.num_steps,
         prompts_per_step=config.algorithm.prompts_per_step,
         group_size=config.algorithm.group_size,
         sampling=_sampling(config),
         seed=config.seed,
+        first_step=resume.first_step,
+    )
+    pool = EnginePool(
+        engines.actors,
+        [scorer],
+        slots_per_engine=config.engine.max_num_seqs,
+        batches=planner,
+        whole_step=config.deterministic,
     )
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
     recorder = RunRecorder(
@@ -169,12 +185,10 @@ def _train(
     )
     controller = Controller(
         planner=planner,
-        pool=EnginePool(
-            engines.actors, [scorer], slots_per_engine=config.engine.max_num_seqs, whole_step=config.deterministic
-        ),
+        pool=pool,
         trainer=trainer,
         publisher=publisher,
-        phases=Phases(directory.record_span, turns),
+        phases=Phases(directory.record_span, turns, sides=_sides(config, engines, pool)),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,
@@ -193,6 +207,19 @@ def _train(
     if history is not None:
         running.end_history(history)
     running.end([*engines.actors, scorer])
+
+
+def _lengths(resume: _Resume) -> LengthBook:
+    book = LengthBook()
+    if resume.lengths is not None:
+        book.load(resume.lengths)
+    return book
+
+
+def _sides(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> Sides:
+    if config.placement.mode == "disaggregated":
+        return Apart(pool)
+    return Alternating(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
 
 
 def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:

@@ -156,9 +156,9 @@ class PublishConfig(Config):
 
     transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"
     """`shm` and `gloo` go through the host; `cuda_ipc` hands weights over on each device, after trainer ranks have
-    exchanged them over NCCL; `nccl` gives engines devices of their own and sends from device to device. `auto`: in a
-    Ray that the run starts `cuda_ipc` where every engine shares its devices with trainer ranks, else `shm`; `gloo` in
-    a cluster that it joins, and with `delta`."""
+    exchanged them over NCCL; `nccl` sends from device to device where engines have their own (`placement.mode`).
+    `auto`: `nccl` there; else, in a Ray that the run starts, `cuda_ipc` where every engine shares its devices with
+    trainer ranks, and `shm` where one does not; `gloo` in a cluster that it joins, and with `delta`."""
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Upper bound of a bucket; a layer's piece that is larger has a bucket of its own."""
     probe_tokens: int = Field(default=32, gt=1)

@@ -87,9 +87,10 @@ class Controller:
             self.phases.begin_step()
             if self.history is not None:
                 self.history.begin_rollout()
-            self.pool.admit(self.planner.due(step))
+            due = self.planner.due(step, self.pool.loads())
+            self.pool.admit(due.groups, due.plan)
             with self.phases.rollout():
-                groups = self.pool.take("train", step, progress=self._progress("rollout"))
+                groups = self.pool.take_batch(step, progress=self._progress("rollout"))
             if self.history is not None:
                 self.history.remember(step, groups)
             self._make_ready(step + 1)
@@ -98,7 +99,7 @@ class Controller:
                 result = self.trainer.train(batch)
             with self.phases.publish():
                 published = self.publisher.publish(step + 1)
-            self.planner.consumed(PromptId(group.group.prompt.prompt_id) for group in groups)
+            self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
 
@@ -111,7 +112,7 @@ class Controller:
             return
         evaluated = self.evaluator.prompts if self._evaluates_after(finished_steps) else []
         is_over = finished_steps == self.settings.num_steps
-        self.history.want([*evaluated, *([] if is_over else self.planner.peek())])
+        self.history.want([*evaluated, *([] if is_over else self.planner.upcoming(finished_steps))])
 
     def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
         return build_batch(
@@ -126,7 +127,7 @@ class Controller:
     def _record(
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
-        metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds())
+        metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
         if self.history is not None:
             metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)

@@ -1,13 +1,13 @@
 """The phases of a step as context managers: who may use the machine now, and how long it took.
 
-Trainer and engines share the node and work in turns; where they share devices too, one makes room for the other
-first (`megatron_rl.turns`). Every phase is a span (start and end on the wall clock) that goes to `events.jsonl`, and
-its seconds go to the step's metrics.
+What engines do while the trainer works is said by `Sides` (`megatron_rl.sides`); where both share devices, one makes
+room for the other first (`megatron_rl.turns`). Every phase is a span (start and end on the wall clock) that goes to
+`events.jsonl`, and its seconds go to the step's metrics.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 RecordSpan = Callable[[str, str, float, float], None]
@@ -29,12 +29,25 @@ class Turns(Protocol):
         ...
 
 
-class Phases:
-    """Phases of a colocated run."""
+class Sides(Protocol):
+    """What engines with unfinished responses do while the trainer works (`megatron_rl.sides`)."""
 
-    def __init__(self, record_span: RecordSpan, turns: Turns | None = None) -> None:
+    def trainer_works(self) -> AbstractContextManager[None]:
+        """Around training, saving and sending weights."""
+        ...
+
+    def engines_work(self) -> None:
+        """Before engines are waited for."""
+        ...
+
+
+class Phases:
+    """Phases of a run."""
+
+    def __init__(self, record_span: RecordSpan, turns: Turns | None = None, *, sides: Sides) -> None:
         """Without `turns`, trainer and engines stay in memory side by side."""
         self._record_span = record_span
+        self._sides = sides
         self._turns = turns
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
@@ -51,37 +64,42 @@ class Phases:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Engines sample, scorers score."""
+        self._sides.engines_work()
         with self._phase("engines", "rollout"):
             yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
         """The trainer computes."""
-        self._make_room()
-        with self._phase("trainer", "train"):
-            yield
+        with self._sides.trainer_works():
+            self._make_room()
+            with self._phase("trainer", "train"):
+                yield
 
     @contextmanager
     def publish(self) -> Iterator[None]:
         """Weights travel."""
-        if self._turns is not None:
-            with self._phase("engines", "switch"):
-                self._turns.to_publish()
-        with self._phase("publisher", "publish"):
-            yield
+        with self._sides.trainer_works():
+            if self._turns is not None:
+                with self._phase("engines", "switch"):
+                    self._turns.to_publish()
+            with self._phase("publisher", "publish"):
+                yield
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Engines sample evaluation sets."""
+        self._sides.engines_work()
         with self._phase("engines", "evaluate"):
             yield
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """The trainer writes itself to disk."""
-        self._make_room()
-        with self._phase("trainer", "checkpoint"):
-            yield
+        with self._sides.trainer_works():
+            self._make_room()
+            with self._phase("trainer", "checkpoint"):
+                yield
 
     @property
     def needs_publish(self) -> bool:

@@ -85,6 +85,25 @@ class EngineConfig(Config):
     """Further engine arguments, handed to vLLM as they are and checked by its own classes."""
 
 
+class PlannerConfig(Config):
+    """Which engine samples what, and how far engines run ahead of the trainer."""
+
+    policy: Literal["static", "lpt", "histopipe", "adaptive", "flexible"] = "adaptive"
+    """`static`: equal counts in the order of the data. `lpt`: longest expected first, onto balanced engines.
+    `histopipe`: RhymeRL's runs of equal expected length, in alternating order. `adaptive`: as `lpt`, and an engine that
+    has nothing left of a step takes what waits for another. `flexible`: as `adaptive`, and a step trains on the
+    groups that are complete first."""
+    overlap: int = Field(default=0, ge=0)
+    """Steps that are admitted before their turn: 0 waits for every response before training, 1 samples the next step
+    meanwhile. Responses become so many policy versions stale."""
+    head_start: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a step's groups, those with the longest expected responses, that is admitted one step earlier still;
+    only while lengths are foretold well enough. Not for `flexible`."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most policy versions that may be published between a response's first token and its training; has to allow
+    for `overlap`, and for one more with `head_start`."""
+
+
 class RewardConfig(Config):
     """How responses are scored."""
 

@@ -56,7 +56,10 @@ class Engine:
         self._ledger = ResponseLedger()
         self.weights = EngineWeights(spec, self._handle, self._ledger, self._settle)
         self._roll_call: RollCall | None = None
+        self._stands_still = False
         self._num_requests = 0
+        self._num_ended = 0
+        self._ended = asyncio.Condition()
         self._submitting = asyncio.Lock()
         self._stop_ids: tuple[int, ...] = ()
         self._on_ended: EndedListener | None = None
@@ -144,9 +147,21 @@ class Engine:
         output = response.queue.get_nowait() or await response.queue.get()
         assert isinstance(output, RequestOutput)
         finished = self._ledger.finish(response, output, self.weights.version)
+        await self._note_ended(1)
         if self._on_ended is not None:
             self._on_ended(group, sample, finished.response_ids, finished.reason)
         return finished
+
+    async def _note_ended(self, count: int) -> None:
+        async with self._ended:
+            self._num_ended += count
+            self._ended.notify_all()
+
+    async def ended_at_least(self, count: int) -> int:
+        """Responses that have ended since the engine began; returns when they are at least `count`."""
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._num_ended >= count)
+            return self._num_ended
 
     def tell_ended(self, listener: EndedListener) -> None:
         """Call `listener` for every response that ends from now on, on the engine's event loop; it must not wait."""
@@ -171,9 +186,19 @@ class Engine:
         self._roll_call = None
         await self._settle()
 
+    async def stand_still(self) -> None:
+        """Sample nothing until `go_on`; responses in flight keep their tokens, their keys and values, and wait."""
+        self._stands_still = True
+        await self._settle()
+
+    async def go_on(self) -> None:
+        """Sample again, as soon as there are weights to serve."""
+        self._stands_still = False
+        await self._settle()
+
     async def _settle(self) -> None:
-        """Make vLLM run exactly if the engine serves and is not held."""
-        if self.weights.status is EngineStatus.SERVING and self._roll_call is None:
+        """Make vLLM run exactly if the engine serves, is not held and does not stand still."""
+        if self.weights.status is EngineStatus.SERVING and self._roll_call is None and not self._stands_still:
             await self._llm.resume_generation()
         elif self.weights.status is EngineStatus.SERVING:
             await self._llm.pause_generation(mode="keep", clear_cache=False)

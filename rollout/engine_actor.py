@@ -50,6 +50,10 @@ class EngineActor:
         """See `Engine.generate_group`."""
         return await self._engine.generate_group(group)
 
+    async def ended_at_least(self, count: int) -> int:
+        """See `Engine.ended_at_least`."""
+        return await self._engine.ended_at_least(count)
+
     async def abort(self, group_id: GroupId) -> int:
         """See `Engine.abort`."""
         return await self._engine.abort(group_id)
@@ -61,6 +65,14 @@ class EngineActor:
     async def release(self, group_ids: Sequence[GroupId]) -> None:
         """See `Engine.release`."""
         await self._engine.release(group_ids)
+
+    async def stand_still(self) -> None:
+        """See `Engine.stand_still`."""
+        await self._engine.stand_still()
+
+    async def go_on(self) -> None:
+        """See `Engine.go_on`."""
+        await self._engine.go_on()
 
     async def init_transport(self, channel: Channel) -> None:
         """See `EngineWeights.init_transport`."""

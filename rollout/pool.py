@@ -1,24 +1,57 @@
 """All engines of a run behind one queue: groups go in, scored groups come out.
 
-Groups are placed whole. An engine is given a new group when it has fewer response slots in use than it
-decodes at once, so that engines which finish early draw more: the queue itself balances. The exception
-is a deterministic run (`whole_step=True`), where everything admitted is handed over before the engine
-samples its first token, because the composition of a batch must not depend on timing.
+Groups are placed whole. Who starts what is `rollout.dispatcher`'s: an engine is given its next group when half of it
+finds free slots. Slots become free response by response, not group by group, so an engine that is full is asked to
+say when enough of its responses have ended (`EngineActor.ended_at_least`). The exception is a deterministic run
+(`whole_step=True`), where everything admitted is handed over before the engine samples its first token, because the
+composition of a batch must not depend on timing.
 
-A group passes three places, each in exactly one of `_queue`, `_generating`, `_scoring`, `_scored`;
-`check_integrity` asserts it. Only references to tokens pass through here.
+A group passes four places, each in exactly one of the dispatcher, `_generating`, `_scoring`, `_scored`;
+`check_integrity` asserts it. Only references to tokens pass through here. One thread at a time: `aside` lends the
+pool to one of its own.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import ray
 
+from rollout.dispatcher import Dispatcher, free_slots_for
+from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Score, ScoredGroup
 
 Progress = Callable[[int, int], None]
 """Called with (groups finished, groups wanted) whenever a group is scored."""
+
+TRAIN = "train"
+"""`PromptGroup.purpose` of what is trained on."""
+
+_POLL_S = 0.2
+_FIRST = -1
+"""Step of what is taken before all others: evaluations."""
+
+
+class Batches(Protocol):
+    """Who says which groups are trained on together, and is told what happens to them (`rollout.planner.Planner`)."""
+
+    def started(self, group_id: GroupId) -> None:
+        """An engine has taken a group."""
+        ...
+
+    def completed(self, group_id: GroupId) -> None:
+        """A group is sampled and scored."""
+        ...
+
+    def batch(self, step: int) -> list[GroupId] | None:
+        """The groups of a step's batch, or None while it has to be waited for."""
+        ...
+
+    def progress(self, step: int) -> tuple[int, int]:
+        """(groups of the batch that are complete, groups that it needs)"""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +77,49 @@ class EnginePool:
         scorers: Sequence[ray.actor.ActorHandle],
         *,
         slots_per_engine: int,
+        batches: Batches | None = None,
         whole_step: bool = False,
     ) -> None:
-        """`engines` are `rollout.engine.EngineActor`, `scorers` are `rollout.scoring.ScorerActor` handles."""
+        """`engines` are `rollout.engine.EngineActor`, `scorers` are `rollout.scoring.ScorerActor` handles.
+
+        Without `batches` there is no training, and `take_batch` may not be called.
+        """
         self._engines = tuple(engines)
         self._scorers = tuple(scorers)
         self._slots = slots_per_engine
+        self._batches = batches
         self._whole_step = whole_step
-        self._queue: deque[PromptGroup] = deque()
+        self._waiting: dict[GroupId, PromptGroup] = {}
+        self._dispatcher = Dispatcher(len(self._engines))
+        self._sent = [0] * len(self._engines)
+        self._ended = [0] * len(self._engines)
+        self._asked: dict[ray.ObjectRef, int] = {}
         self._generating: dict[ray.ObjectRef, _Generating] = {}
         self._scoring: dict[ray.ObjectRef, _Scoring] = {}
         self._scored: dict[GroupId, ScoredGroup] = {}
-        self._scores: dict[GroupId, tuple[Score, ...]] = {}
         self._next_scorer = 0
 
-    def admit(self, groups: Sequence[PromptGroup]) -> None:
-        """Queue `groups`, in order, and start as many as there is room for."""
-        self._queue.extend(groups)
+    def loads(self) -> list[EngineLoad]:
+        """What each engine has to do, as planning sees it."""
+        return self._dispatcher.loads(self._slots)
+
+    def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
+        """Queue `groups` as planned, and start as many as there is room for.
+
+        Without a plan they come before everything that waits, and any engine takes the next one.
+        """
+        plan = plan or self._in_order(groups)
+        self._waiting.update((group.group_id, group) for group in groups)
+        self._dispatcher.admit(plan)
         if self._whole_step:
             (engine,) = self._engines
             ray.get(engine.hold.remote())
-            entering = list(self._queue)
-            while self._queue:
-                self._start(self._queue.popleft(), engine=0)
+            entering: list[GroupId] = []
+            while (forecast := self._dispatcher.take(0)) is not None:
+                entering.append(forecast.group_id)
+                self._start(forecast, engine=0)
             # calls may overtake each other on their way, so the engine is told whom to wait for, and in which order
-            ray.get(engine.release.remote([group.group_id for group in entering]))
+            ray.get(engine.release.remote(entering))
         else:
             self._dispatch()
 
@@ -80,57 +131,139 @@ class EnginePool:
         """
         wanted = sorted(group.group_id for group in self._admitted() if (group.purpose, group.step) == (purpose, step))
         while missing := sum(group_id not in self._scored for group_id in wanted):
-            if progress is not None:
-                progress(len(wanted) - missing, len(wanted))
+            _tell(progress, len(wanted) - missing, len(wanted))
             self._advance()
-        if progress is not None:
-            progress(len(wanted), len(wanted))
+        _tell(progress, len(wanted), len(wanted))
         return [self._scored.pop(group_id) for group_id in wanted]
+
+    def take_batch(self, step: int, *, progress: Progress | None = None) -> list[ScoredGroup]:
+        """Wait until a step's batch can be made up (`Batches.batch`); its groups leave the pool, in order of admission.
+
+        Raises:
+            RuntimeError: an engine or a scorer died or raised; the error names it and the group.
+        """
+        assert self._batches is not None, "a pool without `batches` does not train"
+        while (wanted := self._batches.batch(step)) is None:
+            _tell(progress, *self._batches.progress(step))
+            self._advance()
+        _tell(progress, len(wanted), len(wanted))
+        return [self._scored.pop(group_id) for group_id in wanted]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While the caller does something else, engines are given what waits, and what is finished is scored.
+
+        Raises:
+            RuntimeError: an engine or a scorer died or raised meanwhile; at the end.
+        """
+        ends, failures = threading.Event(), list[RuntimeError]()
+
+        def work() -> None:
+            try:
+                while not ends.is_set():
+                    if self._generating or self._scoring:
+                        self._advance(timeout_s=_POLL_S)
+                    else:
+                        ends.wait(_POLL_S)
+            except RuntimeError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="pool", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def check_integrity(self) -> None:
         """Assert that every group is in exactly one place and that no engine holds more than its slots allow."""
         ids = [group.group_id for group in self._admitted()]
         assert len(ids) == len(set(ids)), "a group is in two places"
-        if not self._whole_step:
-            for engine in range(len(self._engines)):
-                held = [item.group for item in self._generating.values() if item.engine == engine]
-                assert len(held) <= 1 or self._load(engine) - len(held[-1].seeds) < self._slots
+        self._dispatcher.check_integrity()
+        for engine in range(len(self._engines)):
+            assert 0 <= self._ended[engine] <= self._sent[engine], "more responses have ended than were begun"
+
+    def _in_order(self, groups: Sequence[PromptGroup]) -> RolloutPlan:
+        forecasts = [
+            GroupForecast(
+                group_id=group.group_id,
+                step=_FIRST,
+                num_responses=len(group.seeds),
+                tokens=float(group.sampling.max_response_tokens),
+            )
+            for group in groups
+        ]
+        number = len(self._engines)
+        return RolloutPlan(queues=tuple(tuple(forecasts[engine::number]) for engine in range(number)), shares_work=True)
 
     def _admitted(self) -> list[PromptGroup]:
         return [
-            *self._queue,
+            *self._waiting.values(),
             *(item.group for item in self._generating.values()),
             *(item.group for item in self._scoring.values()),
             *(scored.group for scored in self._scored.values()),
         ]
 
-    def _load(self, engine: int) -> int:
-        return sum(len(item.group.seeds) for item in self._generating.values() if item.engine == engine)
+    def _used(self, engine: int) -> int:
+        """Slots of an engine that are taken, as far as it has said."""
+        return self._sent[engine] - self._ended[engine]
 
     def _dispatch(self) -> None:
-        while self._queue:
-            engine = min(range(len(self._engines)), key=self._load)
-            if self._load(engine) >= self._slots:
-                return
-            self._start(self._queue.popleft(), engine=engine)
+        """Give the emptiest engines something to do until none has room; those that could have more are asked for
+        it.
+        """
+        hungry = set(range(len(self._engines)))
+        while hungry:
+            engine = min(hungry, key=lambda number: (self._used(number), number))
+            forecast = self._dispatcher.peek(engine)
+            needed = 0 if forecast is None else free_slots_for(forecast.num_responses, self._slots)
+            if forecast is None or self._slots - self._used(engine) < needed:
+                hungry.discard(engine)
+                if forecast is not None and engine not in self._asked.values():
+                    enough = self._sent[engine] - (self._slots - needed)
+                    self._asked[self._engines[engine].ended_at_least.remote(enough)] = engine
+                continue
+            self._dispatcher.take(engine)
+            self._start(forecast, engine=engine)
 
-    def _start(self, group: PromptGroup, *, engine: int) -> None:
+    def _start(self, forecast: GroupForecast, *, engine: int) -> None:
+        group = self._waiting.pop(forecast.group_id)
         summary, columns = self._engines[engine].generate_group.options(num_returns=2).remote(group)
         self._generating[summary] = _Generating(group=group, engine=engine, columns=columns)
+        self._sent[engine] += len(group.seeds)
+        if self._batches is not None and group.purpose == TRAIN:
+            self._batches.started(group.group_id)
 
-    def _advance(self) -> None:
-        waiting = [*self._generating, *self._scoring]
-        ready, _ = ray.wait(waiting, num_returns=1, fetch_local=False)
+    def _advance(self, timeout_s: float | None = None) -> None:
+        waiting = [*self._generating, *self._scoring, *self._asked]
+        if not waiting:
+            raise RuntimeError(
+                f"nothing is being sampled, and {len(self._waiting)} groups wait for a batch that needs more"
+            )
+        ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
         more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
-            if ref in self._generating:
+            if ref in self._asked:
+                self._note_ended(ref)
+            elif ref in self._generating:
                 self._finish_generating(ref)
             else:
                 self._finish_scoring(ref)
         self._dispatch()
 
+    def _note_ended(self, ref: ray.ObjectRef) -> None:
+        engine = self._asked.pop(ref)
+        try:
+            self._ended[engine] = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"engine {engine} does not say how many of its responses have ended: {error}") from error
+
     def _finish_generating(self, ref: ray.ObjectRef) -> None:
         item = self._generating.pop(ref)
+        self._dispatcher.finish(item.group.group_id)
         try:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -153,3 +286,10 @@ class EnginePool:
             scores=scores,
             columns=ColumnsRef(item.columns),
         )
+        if self._batches is not None and item.group.purpose == TRAIN:
+            self._batches.completed(item.group.group_id)
+
+
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)

@@ -14,6 +14,7 @@ from tests.background import Background, run_script
 from tests.drafting_runs import run_that_begins_with_traces, run_whose_history_is_killed, run_with_damaged_history
 from tests.whole_runs import (
     make_example,
+    run_ahead,
     run_exported_and_evaluated,
     run_fed_with_changes,
     run_killed_twice,
@@ -28,6 +29,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "killed_twice": run_killed_twice,
     "fed_with_changes": run_fed_with_changes,
+    "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,
     "warm_start": run_warm_start,
 }

@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from megatron_rl.spmd import SpmdGroup
+from rollout.plan import GroupForecast, RolloutPlan
 from rollout.pool import EnginePool
 from rollout.types import Score, ScoreStatus
 from tests.megatron_rl.scored_groups import scored_group
@@ -36,7 +37,7 @@ class Engine:
     """Answers groups after a moment each; notes how many responses it held at once."""
 
     def __init__(self):
-        self.held = self.most = 0
+        self.held = self.most = self.ended = 0
         self.calls = []
 
     @ray.method(num_returns=2)
@@ -48,10 +49,18 @@ class Engine:
         self.most = max(self.most, self.held)
         await asyncio.sleep(0.02)
         self.held -= len(group.seeds)
+        self.ended += len(group.seeds)
         if group.prompt.ground_truth == "poison":
             raise RuntimeError("out of keys and values")
         made = scored_group(group.group_id)
         return made.summary, made.columns
+
+    async def ended_at_least(self, count):
+        import asyncio
+
+        while self.ended < count:
+            await asyncio.sleep(0.001)
+        return self.ended
 
     async def hold(self):
         self.calls.append(("hold", None))
@@ -137,3 +146,82 @@ def test_an_engine_that_fails_is_named_with_its_group():
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
     with pytest.raises(RuntimeError, match=r"(?s)engine 0: group 0 failed.*out of keys and values"):
         pool.take("train", 0)
+
+
+class Batches:
+    """Trains on what is complete first, so many groups at a time; notes what it was told."""
+
+    def __init__(self, size):
+        self.size = size
+        self.told = []
+        self.complete = []
+
+    def started(self, group_id):
+        self.told.append(("started", group_id))
+
+    def completed(self, group_id):
+        self.told.append(("completed", group_id))
+        self.complete.append(group_id)
+
+    def progress(self, step):
+        return min(len(self.complete), self.size), self.size
+
+    def batch(self, step):
+        if len(self.complete) < self.size:
+            return None
+        chosen, self.complete = self.complete[: self.size], self.complete[self.size :]
+        return chosen
+
+
+def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
+    batches = Batches(5)
+    pool = EnginePool([Engine.remote() for _ in range(2)], [Scorer.remote()], slots_per_engine=8, batches=batches)
+    admitted = groups(15)
+    pool.admit(admitted)
+    taken = [scored.group.group_id for step in range(3) for scored in pool.take_batch(step)]
+    assert sorted(taken) == list(range(15))
+    for group_id in range(15):
+        assert batches.told.index(("started", group_id)) < batches.told.index(("completed", group_id))
+    pool.check_integrity()
+
+
+def test_a_plan_says_which_engine_starts_what_and_in_which_order():
+    engines = [Engine.remote() for _ in range(2)]
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4)
+    admitted = groups(6, step=0)
+    forecasts = [GroupForecast(group_id=g.group_id, step=0, num_responses=4, tokens=9.0) for g in admitted]
+    queues = (tuple(forecasts[i] for i in (5, 0)), tuple(forecasts[i] for i in (4, 3, 2, 1)))
+    pool.admit(admitted, RolloutPlan(queues=queues, shares_work=False))
+    assert len(pool.take("train", 0)) == 6
+    calls = [[group_id for name, group_id in calls if name == "generate"] for _, calls in
+             ray.get([engine.report.remote() for engine in engines])]  # fmt: skip
+    assert calls == [[5, 0], [4, 3, 2, 1]]
+
+
+def test_while_the_caller_does_something_else_groups_are_started_and_scored():
+    batches = Batches(12)
+    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4, batches=batches)
+    pool.admit(groups(12))
+    with pool.aside():
+        deadline = time.monotonic() + 60
+        while len(batches.complete) < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(batches.complete) == 12
+    assert len(pool.take_batch(0)) == 12
+
+
+def test_what_fails_aside_is_told_when_the_caller_comes_back():
+    engine = Engine.remote()
+    ray.get(engine.report.remote())  # it is there
+    pool = EnginePool([engine], [Scorer.remote()], slots_per_engine=4)
+    (group,) = groups(1)
+    pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
+    with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.aside():
+        time.sleep(3.0)
+
+
+def test_a_batch_that_nothing_can_complete_is_said_and_not_waited_for():
+    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4, batches=Batches(2))
+    pool.admit(groups(1))
+    with pytest.raises(RuntimeError, match="nothing is being sampled"):
+        pool.take_batch(0)

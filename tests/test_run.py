@@ -53,6 +53,26 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, killed_t
 
 
 @pytest.mark.slow
+def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_another_mode(ahead):
+    found = rows(ahead / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    assert [row["batch/responses"] for row in found] == [16.0] * NUM_STEPS
+    assert [row["batch/aborted_responses"] for row in found] == [0.0] * NUM_STEPS
+    # each start samples its first step under the newest weights, and the second beside the training of the first
+    assert [row["batch/max_staleness"] for row in found] == [0, 1, 0, 1]
+    assert all(0 <= row["rollout_corr/k3_kl"] < 0.02 for row in found)
+    sampled = [rows(ahead / "samples" / f"step-{step}.jsonl") for step in range(NUM_STEPS)]
+    assert len({row["prompt_id"] for step in sampled for row in step}) == 4 * NUM_STEPS
+    for step, responses in enumerate(sampled):
+        for row in responses:
+            versions = [version for version, _ in row["versions"]]
+            assert versions == sorted(versions) and set(versions) <= {step - 1, step}
+            assert sum(count for _, count in row["versions"]) == row["length"]
+    # in turns, what was unfinished went on under the new weights
+    assert any(len(row["versions"]) == 2 for row in sampled[3])
+
+
+@pytest.mark.slow
 def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer_at_a_low_temperature(fed_with_changes):
     run_dir, output = fed_with_changes
     assert "12 x CPUInt8" in output

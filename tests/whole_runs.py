@@ -196,6 +196,26 @@ def run_warm_start(example: Path) -> WarmStart:
     return WarmStart([row["sft/loss"] for row in rows(log)], refused.returncode, output)
 
 
+def run_ahead(example: Path) -> Path:
+    """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more."""
+    run_dir = example / "ahead"
+    config = configuration(
+        example,
+        model=str(example / "model"),
+        deterministic=False,
+        # three groups at a time, so that the first of a step are begun before the last of the one before are over
+        engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20},
+        algorithm={"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
+        trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
+        planner={"overlap": 1, "max_staleness": 1},
+        wandb={"mode": "disabled"},
+    )
+    finish(start(config, run_dir, "num_steps=2", "placement.mode=disaggregated"))
+    output = finish(start(config, run_dir, "placement.mode=colocated"))
+    assert "placement.mode: disaggregated -> colocated" in output
+    return run_dir
+
+
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:
     """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets.
 

@@ -47,6 +47,22 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         (["data.train.0.path=nowhere.jsonl"], ["`data.train.0.path` = nowhere.jsonl", "no such file"]),
         (["evaluation.sets.held.path=nowhere.jsonl"], ["`evaluation.sets.held.path` = nowhere.jsonl"]),
         (["reward.function=no_such.module.score"], ["`reward.function` = no_such.module.score", "no module"]),
+        (["planner.overlap=1"], ["`planner.max_staleness` = 0 is below 1", "`planner.overlap` = 1"]),
+        (
+            ["planner.overlap=1", "planner.head_start=0.2", "planner.max_staleness=1"],
+            ["`planner.max_staleness` = 1 is below 2", "`planner.head_start` = 0.2"],
+        ),
+        (["planner.policy=flexible", "planner.head_start=0.2"], ["`planner.head_start` = 0.2", "flexible"]),
+        (
+            ["deterministic=true", "planner.overlap=1", "planner.max_staleness=1"],
+            ["`deterministic` = true", "`planner.overlap` = 1"],
+        ),
+        (
+            ["placement.mode=disaggregated", "publish.transport=cuda_ipc"],
+            ["disaggregated", "`publish.transport` = cuda"],
+        ),
+        (["placement.mode=disaggregated", "engine.sleep_level=1"], ["disaggregated", "`engine.sleep_level` = 1"]),
+        (["publish.transport=nccl"], ["`publish.transport` = nccl", "`placement.mode` = colocated"]),
         (["history.stock_engines=[1]"], ["`history.stock_engines` names engine 1", "`engine.num_engines` = 1"]),
         (["history.warm_start=nowhere"], ["`history.warm_start` = nowhere", "manifest.json", "jsonl"]),
         (["model=nowhere"], ["`model` = nowhere", "no such directory"]),

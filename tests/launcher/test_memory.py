@@ -128,7 +128,8 @@ def test_what_travels_is_staged_or_two_buckets_and_what_changes_only_is_kept_twi
     staged = phases_of(tmp_path)[TRAVELS]
     assert staged["weights on their way"] == staged["engine weights"]
     assert "weights on their way" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
-    apart = phases_of(tmp_path, publish={"transport": "nccl", "delta": True, "bucket_bytes": 1 << 20})
+    publish = {"transport": "auto", "delta": True, "bucket_bytes": 1 << 20}
+    apart = phases_of(tmp_path, publish=publish, placement={"mode": "disaggregated"})
     assert set(apart) == {"where engines are", "where the trainer is"}
     for items in apart.values():
         assert items["buckets on their way"] == 2 << 20

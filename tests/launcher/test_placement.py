@@ -11,6 +11,8 @@ from launcher.placement import Placement, plan
 from megatron_rl.config import ParallelConfig
 from megatron_rl.slots import trainer_slots
 
+AHEAD = {"overlap": 1, "max_staleness": 1}
+
 
 def run_config(**parts: object) -> RunConfig:
     return RunConfig.model_validate(
@@ -107,6 +109,15 @@ def test_weights_travel_the_fastest_way_that_reaches_every_engine(
     assert plan(config, replace(node, gpu_bytes=(1 << 36,) * devices)).transport == chosen
 
 
+def test_two_sides_that_work_at_once_share_the_cores_and_ones_that_never_do_are_said(node: NodeResources) -> None:
+    apart = {"placement": {"mode": "disaggregated"}, "engine": {"cpu_cores": 2}}
+    (crowded,) = plan(run_config(**apart, planner=AHEAD), node).notes
+    assert crowded == "trainer and engines 3 threads on 2 cores: expect waiting"
+    (idle,) = plan(run_config(**apart), node).notes
+    assert "engines idle while the trainer works" in idle and "planner.overlap" in idle
+    assert plan(run_config(engine={"cpu_cores": 2}, planner=AHEAD), node).notes == ()
+
+
 def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     four = replace(node, gpu_bytes=(1 << 36,) * 4)
     parts = {"engine": {"num_engines": 1, "tensor_parallel": 2}, "trainer": {"parallel": {"tensor": 2}}}
@@ -118,7 +129,8 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     assert note == "weights go through the host (shm): publish.transport is shm"
     (note,) = plan(run_config(**parts | {"trainer": {}}), four).notes
     assert note == "weights go through the host (shm): an engine is on a device where no trainer rank is"
-    apart = plan(run_config(**parts, publish={"transport": "nccl"}), four)
+    apart = plan(run_config(**parts, placement={"mode": "disaggregated"}, planner=AHEAD), four)
+    assert (apart.transport, apart.notes) == ("nccl", ())
     assert [slot.devices for slot in apart.trainers] == [(0,), (1,)]
     assert [slot.devices for slot in apart.engines] == [(2, 3)]
     assert {slot.num_gpus for slot in (*apart.engines, *apart.trainers)} == {1.0}
@@ -126,8 +138,10 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
 
 def test_a_transport_that_the_devices_cannot_have_is_refused(node: NodeResources) -> None:
     two = replace(node, gpu_bytes=(1 << 36,) * 2)
-    with pytest.raises(ConfigError, match=r"nccl needs devices for 1 trainer rank\(s\) and 2 engine rank\(s\)"):
-        plan(run_config(publish={"transport": "nccl"}, engine={"num_engines": 2}), two)
+    with pytest.raises(
+        ConfigError, match=r"disaggregated needs devices for 1 trainer rank\(s\) and 2 engine rank\(s\)"
+    ):
+        plan(run_config(placement={"mode": "disaggregated"}, engine={"num_engines": 2}), two)
     for transport in ("nccl", "cuda_ipc"):
         with pytest.raises(ConfigError, match=f"{transport} moves weights between GPUs"):
             plan(run_config(publish={"transport": transport}), node)

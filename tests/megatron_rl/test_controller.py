@@ -72,11 +72,12 @@ def controller(
     )
     return Controller(
         planner=Stand(
-            due=log.call("due"),
-            consumed=lambda ids: log.append(f"consumed {len(list(ids))}"),
-            peek=lambda: ["train"],
+            due=log.call("due", Stand(groups=groups, plan="plan")),
+            consumed=lambda groups: log.append(f"consumed {len(groups)}"),
+            upcoming=lambda step: ["train"],
+            metrics=lambda: {},
         ),
-        pool=Stand(admit=log.call("admit"), take=lambda purpose, step, progress: groups),
+        pool=Stand(loads=lambda: [], admit=log.call("admit"), take_batch=lambda step, progress: groups),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
         phases=phases,

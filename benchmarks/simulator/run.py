@@ -1,0 +1,169 @@
+"""One run of engines and a trainer in simulated time, steered by the product's admission, policies and dispatcher."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.simulator.engines import GROUP_ENDED, REACHED, Engines, Speed
+from benchmarks.simulator.workload import Workload
+from rollout.admission import Admission, FixedBatches, FlexibleBatches, check_batches
+from rollout.dispatcher import Dispatcher, free_slots_for
+from rollout.plan import GroupForecast
+from rollout.policies import plan
+from rollout.types import GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where a run takes place."""
+
+    num_engines: int
+    num_slots: int
+    speed: Speed
+    train_s_per_token: float
+    publish_s: float = 2.0
+    """Engines stand still so long at every publish."""
+    is_colocated: bool = False
+    """Engines stand still while the trainer works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a run is planned."""
+
+    policy: str
+    overlap: int = 0
+    head_start: float = 0.0
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    step_s: float
+    """Seconds of a step, over the whole run."""
+    idle: float
+    """Share of engine time in which nothing ran."""
+    mean_staleness: float
+    max_staleness: int
+    num_stolen: int
+    num_waits: int
+    consumed_lengths: npt.NDArray[np.float64]
+
+
+def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
+    """Run every step of `workload`."""
+    group_size = workload.lengths.shape[1]
+    min_free_slots = free_slots_for(group_size, cluster.num_slots)
+    numbers = np.arange(workload.lengths.size).reshape(workload.lengths.shape)
+    engines = Engines(
+        num_engines=cluster.num_engines,
+        num_slots=cluster.num_slots,
+        speed=cluster.speed,
+        lengths=workload.lengths.ravel(),
+        groups=np.repeat(np.arange(len(workload.lengths)), group_size),
+        waiting_capacity=2 * group_size + 64,
+    )
+    admission = _admission(workload, scheme)
+    dispatcher = Dispatcher(cluster.num_engines)
+    batches: list[list[GroupId]] = []
+    started: dict[GroupId, int] = {}
+    published_s = [0.0]
+    now, train_until = 0.0, np.inf
+    tokens_of = workload.lengths.sum(axis=1)
+
+    def feed(engine: int) -> None:
+        while engines.free_slots(engine) >= min_free_slots:
+            group = dispatcher.take(engine)
+            if group is None:
+                engines.asked[engine] = 0
+                return
+            started[group.group_id] = len(published_s) - 1
+            admission.started(group.group_id, len(published_s) - 1)
+            engines.give(engine, numbers[group.group_id], at_s=now)
+        engines.asked[engine] = min_free_slots
+
+    def admit() -> None:
+        groups = admission.due(len(published_s) - 1)
+        dispatcher.admit(plan(scheme.policy, groups, dispatcher.loads(cluster.num_slots)))
+        for engine in range(cluster.num_engines):
+            feed(engine)
+
+    admit()
+    while len(batches) < workload.num_steps or train_until < np.inf:
+        if train_until == np.inf:
+            batch = admission.batch(len(batches))
+            if batch is not None:
+                batches.append(batch)
+                train_until = now + cluster.train_s_per_token * float(tokens_of[np.array(batch)].sum())
+                if cluster.is_colocated:
+                    for engine in range(cluster.num_engines):
+                        engines.pause(engine, now, train_until)
+        why, engine, group, at_s = engines.run(train_until)
+        now = at_s
+        if why == REACHED:
+            assert np.isfinite(train_until), (
+                f"nothing runs, {len(dispatcher)} groups wait, batch {len(batches)} is not complete"
+            )
+            for number in range(cluster.num_engines):
+                engines.pause(number, now, now + cluster.publish_s)
+            now += cluster.publish_s
+            published_s.append(now)
+            train_until = np.inf
+            admit()
+            continue
+        if why == GROUP_ENDED:
+            admission.completed(GroupId(group))
+            dispatcher.finish(GroupId(group))
+        if engines.asked[engine]:
+            feed(engine)
+    check_batches(batches, started, groups_per_step=workload.groups_per_step, max_staleness=scheme.max_staleness)
+    return _outcome(workload, cluster, scheme, engines, admission, dispatcher, batches, published_s)
+
+
+def _admission(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleBatches:
+    group_size = workload.lengths.shape[1]
+
+    def draw(step: int) -> list[GroupForecast]:
+        first = step * workload.groups_per_step
+        return [
+            GroupForecast(group_id=GroupId(p), step=step, num_responses=group_size, tokens=float(workload.forecasts[p]))
+            for p in range(first, first + workload.groups_per_step)
+        ]
+
+    if scheme.policy == "flexible":
+        return FlexibleBatches(
+            draw=draw,
+            num_steps=workload.num_steps,
+            groups_per_step=workload.groups_per_step,
+            overlap=scheme.overlap,
+            max_staleness=scheme.max_staleness,
+        )
+    return FixedBatches(draw=draw, num_steps=workload.num_steps, overlap=scheme.overlap, head_start=scheme.head_start)
+
+
+def _outcome(
+    workload: Workload,
+    cluster: Cluster,
+    scheme: Scheme,
+    engines: Engines,
+    admission: Admission,
+    dispatcher: Dispatcher,
+    batches: list[list[GroupId]],
+    published_s: list[float],
+) -> Outcome:
+    begun = np.searchsorted(np.array(published_s), engines.started_s, side="right") - 1
+    begun_by_group = begun.reshape(workload.lengths.shape)
+    staleness = np.concatenate([u - begun_by_group[np.array(batch)].ravel() for u, batch in enumerate(batches)])
+    elapsed = published_s[-1]
+    return Outcome(
+        step_s=elapsed / workload.num_steps,
+        idle=1 - float(engines.busy_s().sum()) / (elapsed * cluster.num_engines),
+        mean_staleness=float(staleness.mean()),
+        max_staleness=int(staleness.max()),
+        num_stolen=dispatcher.num_stolen,
+        num_waits=admission.num_waits if isinstance(admission, FlexibleBatches) else 0,
+        consumed_lengths=np.sort(np.concatenate([workload.lengths[np.array(batch)].ravel() for batch in batches])),
+    )

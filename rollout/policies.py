@@ -1,0 +1,72 @@
+"""Which engine takes which groups, in which order: the placement policies, by name.
+
+    static      group i to engine i mod n, in the order of the data: what synchronous systems do
+    lpt         longest expected first, each to the engine that is free first (Graham 1969)
+    histopipe   RhymeRL, section 4: groups in order of expected length are cut into runs of equal expected work, one
+                an engine; which end the long ones are at changes with every step
+    adaptive    as `lpt`, and an engine that has nothing left of a step takes what waits for another
+
+All see whole steps and are told nothing of when a step may start (`rollout.admission`).
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
+
+Queues = list[list[GroupForecast]]
+Policy = Callable[[Sequence[GroupForecast], Sequence[EngineLoad]], Queues]
+
+
+def static(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+    """Equal counts, in the order of the data."""
+    return [list(groups[engine :: len(engines)]) for engine in range(len(engines))]
+
+
+def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+    """Steps in order; within a step the longest expected first, each to the engine that is predicted to be free
+    first.
+    """
+    free_at = [(load.queued_tokens / load.speed, engine) for engine, load in enumerate(engines)]
+    heapq.heapify(free_at)
+    queues: Queues = [[] for _ in engines]
+    for group in sorted(groups, key=lambda group: (group.step, -group.tokens, group.group_id)):
+        free, engine = free_at[0]
+        queues[engine].append(group)
+        heapq.heapreplace(free_at, (free + group.work / engines[engine].speed, engine))
+    return queues
+
+
+def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+    """Runs of equal expected work along the order of expected lengths; ascending over the engines in odd steps."""
+    queues: Queues = [[] for _ in engines]
+    for step in sorted({group.step for group in groups}):
+        of_step = sorted((g for g in groups if g.step == step), key=lambda group: (group.tokens, group.group_id))
+        total, before = sum(group.work for group in of_step), 0.0
+        for group in of_step:
+            rank = min(int(len(engines) * (before + group.work / 2) / total), len(engines) - 1)
+            queues[rank if step % 2 else len(engines) - 1 - rank].append(group)
+            before += group.work
+    return queues
+
+
+POLICIES: dict[str, tuple[Policy, bool]] = {
+    "static": (static, False),
+    "lpt": (longest_first, False),
+    "histopipe": (rank_groups, False),
+    "adaptive": (longest_first, True),
+    "flexible": (longest_first, True),
+}
+"""Placement, and whether engines take each other's work."""
+
+
+def plan(policy: str, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> RolloutPlan:
+    """Place `groups` by the policy of that name.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"planner.policy `{policy}` is not one of {', '.join(POLICIES)}")
+    place, shares_work = POLICIES[policy]
+    return RolloutPlan(queues=tuple(tuple(queue) for queue in place(groups, engines)), shares_work=shares_work)

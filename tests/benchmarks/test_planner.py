@@ -1,0 +1,113 @@
+"""The simulator against one that goes forward by forward, and the benchmark's bounds."""
+
+import numpy as np
+import pytest
+
+from benchmarks.planner import SCHEMES, Case, run, speed_of, workload_of
+from benchmarks.simulator.bounds import longest_s, saturated_s
+from benchmarks.simulator.engines import REACHED, Engines, Speed
+from benchmarks.simulator.run import Cluster, Scheme, simulate
+from benchmarks.simulator.workload import draw, single_responses
+
+
+def naive_ends(lengths, *, num_slots, speed: Speed, pause=(np.inf, 0.0)):
+    """Ends of responses on one engine that takes them in order, forward by forward."""
+    clock, waiting, running, ends = 0.0, list(range(len(lengths))), {}, {}
+    gained = dict.fromkeys(waiting, 0.0)
+    while waiting or running:
+        if clock >= pause[0]:
+            clock, pause = max(clock, pause[1]), (np.inf, 0.0)
+        while waiting and len(running) < num_slots:
+            running[waiting.pop(0)] = True
+        rows = len(running)
+        clock += speed.fixed_s[rows] + speed.context_s * sum(gained[r] for r in running)
+        for response in list(running):
+            gained[response] += speed.gains[rows]
+            if gained[response] >= lengths[response] - 1e-9:
+                ends[response] = clock
+                del running[response]
+    return [ends[r] for r in range(len(lengths))]
+
+
+def engine_of(lengths, speed, num_slots) -> Engines:
+    groups = np.arange(len(lengths))
+    return Engines(
+        num_engines=1,
+        num_slots=num_slots,
+        speed=speed,
+        lengths=np.asarray(lengths, dtype=np.float64),
+        groups=groups,
+        waiting_capacity=len(lengths),
+    )
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.5])
+@pytest.mark.parametrize("pause", [(np.inf, 0.0), (0.7, 3.0)])
+def test_an_engine_ends_responses_when_one_that_goes_forward_by_forward_does(gain, pause):
+    lengths = np.random.default_rng(0).integers(1, 120, 40).astype(float)
+    rows = np.arange(9)
+    speed = Speed(fixed_s=0.01 + 0.001 * rows, context_s=2e-5, gains=np.where(rows > 4, gain, 1.2 * gain))
+    engine = engine_of(lengths, speed, 8)
+    engine.give(0, np.arange(40), at_s=0.0)
+    while (engine.run(pause[0]))[0] != REACHED:
+        pass
+    if np.isfinite(pause[0]):
+        engine.pause(0, *pause)
+        while engine.run(1e9)[0] != REACHED:
+            pass
+    expected = naive_ends(lengths, num_slots=8, speed=speed, pause=pause)
+    # a response's context counts whole tokens in one and what a forward yields in the other
+    np.testing.assert_allclose(engine.ended_s, expected, rtol=0.004 if gain == 1.0 else 0.02)
+
+
+def test_full_engines_take_the_time_of_the_bound_and_never_less():
+    lengths = np.full(64 * 8, 2000.0)
+    speed = speed_of("none")
+    engine = engine_of(lengths, speed, 64)
+    engine.give(0, np.arange(len(lengths)), at_s=0.0)
+    while engine.run(1e9)[0] != REACHED:
+        pass
+    bound = saturated_s(lengths, fixed_s=speed.fixed_s, context_s=speed.context_s, gains=speed.gains, num_engines=1)
+    assert bound <= engine.ended_s.max() < 1.001 * bound
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_trains_on_what_was_drawn_and_beats_no_bound(name):
+    row = run(Case(scheme=name, num_engines=4, num_steps=6))
+    assert row["consumed_as_submitted"]
+    assert row["max_staleness"] <= SCHEMES[name].max_staleness
+    assert row["step_s"] > row["saturated_step_s"]
+    assert 0 < row["bubble"] < 1 and 0 <= row["idle"] <= row["bubble"]
+
+
+def test_overlap_helps_and_a_longest_response_alone_bounds_a_synchronous_step():
+    workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=8))
+    speed = speed_of("none")
+    cluster = Cluster(num_engines=4, num_slots=64, speed=speed, train_s_per_token=1e-6)
+    plain = simulate(workload, cluster, Scheme(policy="adaptive"))
+    ahead = simulate(workload, cluster, Scheme(policy="adaptive", overlap=1, max_staleness=1))
+    assert ahead.step_s < 0.8 * plain.step_s
+    steps = workload.lengths.reshape(workload.num_steps, -1)
+    alone = [
+        longest_s(s, fixed_s=speed.fixed_s, context_s=speed.context_s, gains=speed.gains, max_staleness=0)
+        for s in steps
+    ]
+    assert plain.step_s > np.mean(alone)
+
+
+def test_forecasts_are_as_good_as_was_asked_for():
+    known = draw(1, num_steps=1, groups_per_step=20_000, group_size=1, prompt_share=1.0, prompt_correlation=0.9)
+    found = np.corrcoef(np.log(known.forecasts), np.log(known.lengths[:, 0]))[0, 1]
+    assert found == pytest.approx(0.9, abs=0.02)
+    grouped = draw(1, num_steps=1, groups_per_step=4000, group_size=8, prompt_share=0.6, prompt_correlation=0.95)
+    singles = single_responses(grouped)
+    found = np.corrcoef(np.log(singles.forecasts), np.log(singles.lengths[:, 0]))[0, 1]
+    assert found == pytest.approx(0.95 * 0.6**0.5, abs=0.02)
+    assert singles.groups_per_step == 32_000
+
+
+def test_drafts_of_the_record_make_engines_faster():
+    plain, ours, paper = (speed_of(drafter) for drafter in ("none", "ours", "histospec"))
+    for rows in (1, 16, 64):
+        speeds = [rows * speed.gains[rows] / speed.fixed_s[rows] for speed in (plain, paper, ours)]
+        assert speeds == sorted(speeds)
