@@ -174,7 +174,7 @@ def _train(
         ),
         trainer=trainer,
         publisher=publisher,
-        phases=Phases(directory.record_span, turns),
+        phases=Phases(recorder.record_span, turns),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,
