@@ -9,7 +9,8 @@ and ends are rounded alike (microseconds since the run's first event).
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ WAITS = {
     Part.CHECKPOINT: "waits: checkpoint",
 }
 SAMPLING = "samples"
+MAX_SKEW_S = 1e-3
+"""Spans that overlap by less follow each other: their ends are of another clock than their starts."""
 _AT_WORK = (Part.SATURATED, Part.UNDERFILLED, Part.GAP)
 _PID = 1
 Event = dict[str, object]
@@ -52,9 +55,9 @@ def chrome_trace(run: RunTimeline) -> Event:
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
         events += _slices(timeline, forwards, row=number, origin_s=origin_s)
         events += _running(forwards, engine=number, origin_s=origin_s)
-    for span in run.spans:
-        row = rows.setdefault(_row_of(span), len(rows))
-        events.append(_slice(span.what, span.start_s, span.end_s, row=row, origin_s=origin_s))
+    for name, what, start_s, stop_s in _lanes(run.spans):
+        row = rows.setdefault(name, len(rows))
+        events.append(_slice(what, start_s, stop_s, row=row, origin_s=origin_s))
     for step in run.steps:
         row = rows.setdefault("steps", len(rows))
         # a step's row is written a moment after its last span has ended
@@ -70,6 +73,18 @@ def chrome_trace(run: RunTimeline) -> Event:
         "otherData": {"started_at_s": origin_s, "notes": list(run.notes)},
         "traceEvents": [*names, *events],
     }
+
+
+def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
+    """Row, what, start and end of each span; a row's spans that overlap lie in further rows."""
+    ended_s: dict[str, float] = {}
+    for span in spans:
+        first = lane = _row_of(span)
+        while ended_s.get(lane, -math.inf) - span.start_s > MAX_SKEW_S:
+            lane = f"{first}, {2 if lane == first else int(lane.rpartition(' ')[2]) + 1}"
+        start_s = min(max(span.start_s, ended_s.get(lane, -math.inf)), span.end_s)
+        ended_s[lane] = max(span.end_s, ended_s.get(lane, -math.inf))
+        yield lane, span.what, start_s, span.end_s
 
 
 def _row_of(span: Span) -> str:
@@ -89,6 +104,8 @@ def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s:
     started = np.sort(forwards["started_at_s"])
     for first, last in zip(firsts, [*firsts[1:], len(kind)], strict=True):
         start_s, end_s = float(timeline.edges_s[first]), float(timeline.edges_s[last])
+        if start_s == end_s:
+            continue
         if kind[first] == 0:
             seconds = np.diff(timeline.edges_s[first : last + 1]) @ timeline.shares[first:last]
             num_forwards = int(np.diff(np.searchsorted(started, [start_s, end_s])).item())

@@ -102,10 +102,16 @@ def _span(line: str) -> Span | None:
 
 
 def _steps(metrics: Sequence[Mapping[str, float]]) -> list[Step]:
-    """Steps as their timelines had them; as long as the steps themselves in a run that recorded no timelines."""
-    found = []
+    """Steps as their timelines had them; as long as the steps themselves in a run that recorded no timelines.
+
+    None begins before the one before has ended: a row is written a moment, and not always the same, after its step.
+    """
+    found: list[Step] = []
     for row in metrics:
         length_s = row.get("timeline/elapsed_s", row.get("timing_s/step", 0.0))
         if length_s > 0 and "time_s" in row:
-            found.append(Step(number=int(row["step"]), start_s=row["time_s"] - length_s, end_s=row["time_s"]))
+            end_s = row["time_s"]
+            start_s = max(end_s - length_s, found[-1].end_s if found else -math.inf)
+            if end_s > start_s:
+                found.append(Step(number=int(row["step"]), start_s=start_s, end_s=end_s))
     return found

@@ -83,6 +83,34 @@ def test_counters_follow_the_running_requests_and_end_at_none(trace):
         assert counts.count(0) == 6 and counts[-1] == 0
 
 
+def test_spans_that_overlap_lie_in_rows_of_their_own_and_a_skew_of_clocks_makes_none(tmp_path: Path):
+    with RunDirectory(tmp_path) as run:
+        run.record_span("engines", "rollout", 100.0, 110.0)
+        run.record_span("engines", "rollout", 104.0, 114.0)
+        run.record_span("engines", "rollout", 105.0, 115.0)
+        run.record_span("engines", "rollout", 109.9999, 120.0)
+    path = write_trace(tmp_path, read(tmp_path))
+    assert path is not None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    names = {event["tid"]: event["args"]["name"] for event in events(found, "M") if event["name"] == "thread_name"}
+    assert [(names[each["tid"]], each["ts"], each["dur"]) for each in events(found, "X")] == [
+        ("controller", 0, 10_000_000),
+        ("controller, 2", 4_000_000, 10_000_000),
+        ("controller, 3", 5_000_000, 10_000_000),
+        ("controller", 10_000_000, 10_000_000),
+    ]
+
+
+def test_steps_follow_each_other_although_their_rows_were_written_a_moment_later():
+    rows = [
+        {"step": 0.0, "time_s": 110.05, "timeline/elapsed_s": 10.0},
+        {"step": 1.0, "time_s": 120.01, "timeline/elapsed_s": 10.0},
+        {"step": 2.0, "timing_s/step": 5.0},
+    ]
+    found = [(step.number, step.start_s, step.end_s) for step in read_timeline(Path("nowhere"), rows).steps]
+    assert found == [(0, pytest.approx(100.05), 110.05), (1, 110.05, 120.01)]
+
+
 def test_counters_of_long_runs_are_thinned_out(tmp_path: Path):
     with RunDirectory(tmp_path):
         pass
