@@ -124,6 +124,7 @@ def _summary(record: Record) -> str:
         ("response_length/mean", "response tokens", ".0f"),
         ("history/tokens_per_forward", "tokens per forward", ".2f"),
         ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
+        ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
         if values := _values(record.metrics, metric):
             found.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))

@@ -1,8 +1,8 @@
-"""Draws where the engines' time went: one row for each engine, then trainer and publisher, over the last few steps.
+"""Draws where the engines' time went: one row for each engine, then everybody else, over the last few steps.
 
 A row of an engine is filled from below by what the engine did in each instant, so that a full engine is a dark block, a
 draining one a dark block that shrinks below light blue, and a bubble is a block of another colour that says what was
-waited for. Rows of trainer and publisher are blank where they do nothing.
+waited for. Rows of trainer, publisher and evaluation are blank where nothing of theirs goes on.
 """
 
 import io
@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 
 from launcher.report_plots import GRID, STYLE
 from launcher.run_timeline import RunTimeline, Step
-from megatron_rl.timeline import PARTS, Part
+from megatron_rl.timeline import PARTS, Part, Span
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,15 +51,23 @@ LABELS: Mapping[Part, str] = {
     Part.CHECKPOINT: "idle: checkpoint",
     Part.OTHER: "idle: other",
 }
-DONE = {"train": "#059669", "publish": "#7c3aed", "checkpoint": "#475569", "switch": "#f59e0b"}
-"""What trainer and publisher do, by span; the others are waits of the controller."""
+DONE = {
+    "train": ("trains", "#059669"),
+    "publish": ("publishes", "#7c3aed"),
+    "checkpoint": ("saves", "#475569"),
+    "switch": ("changes memory", "#f59e0b"),
+    "evaluate": ("evaluates", "#0e7490"),
+}
+"""Label and colour of what is done beside sampling, by span."""
 
 
 def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
     """One `<svg>` of `steps`, which follow each other; `name` must be unique in the page."""
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     engines = run.engines(start_s, end_s)[:MAX_ENGINES]
-    rows = [f"engine {number}" for number in range(len(engines))] + ["trainer", "publisher"]
+    spans = [span for span in run.spans if span.what in DONE and span.end_s > start_s and span.start_s < end_s]
+    actors = ["trainer", "publisher", *(["evaluation"] if any(span.what == "evaluate" for span in spans) else [])]
+    rows = [*(f"engine {number}" for number in range(len(engines))), *actors]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(11.2, 1.3 + 0.42 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
@@ -69,7 +77,10 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
             shares = engine.binned(edges_s)
             seen |= {part for part, column in zip(PARTS, shares.T, strict=True) if column.any()}
             _fill_row(axes, row, edges_s - start_s, shares)
-        done = _spans(axes, run, len(engines), start_s, end_s)
+        for span in spans:
+            begin, end = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
+            bottom = rows.index(_actor(span)) - 0.4
+            axes.broken_barh([(begin, end - begin)], (bottom, 0.8), color=DONE[span.what][1], linewidth=0)
         _steps(axes, steps, start_s)
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -80,7 +91,8 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
         # without a speed nobody knows how full an engine was that ran
         labels = LABELS if run.speed is not None else {**LABELS, Part.SATURATED: "runs forwards"}
         handles = [Patch(color=COLOURS[part], label=labels[part]) for part in PARTS if part in seen]
-        handles += [Patch(color=DONE[what], label=_label(what)) for what in DONE if what in done]
+        done = {span.what for span in spans}
+        handles += [Patch(color=colour, label=label) for what, (label, colour) in DONE.items() if what in done]
         figure.legend(handles=handles, frameon=False, fontsize=8, ncols=6, loc="outside upper left")
         return _svg(figure)
 
@@ -112,20 +124,11 @@ def _steps_of(edges: Floats, level: Floats, first: int, last: int) -> Floats:
     return np.stack([at, level[np.repeat(np.r_[first, cuts], 2)]], axis=1)
 
 
-def _spans(axes: Axes, run: RunTimeline, first_row: int, start_s: float, end_s: float) -> set[str]:
-    """Rows of trainer and publisher; returns what they were seen to do."""
-    done = set()
-    for span in run.spans:
-        begin, end = max(span.start_s, start_s), min(span.end_s, end_s)
-        if span.what in DONE and end > begin:
-            row = first_row + (0 if span.who == "trainer" else 1)
-            axes.broken_barh([(begin - start_s, end - begin)], (row - 0.4, 0.8), color=DONE[span.what], linewidth=0)
-            done.add(span.what)
-    return done
-
-
-def _label(what: str) -> str:
-    return {"train": "trains", "publish": "publishes", "checkpoint": "saves", "switch": "changes memory"}[what]
+def _actor(span: Span) -> str:
+    """The row of a span; engines change their memory for a publish."""
+    if span.what == "evaluate":
+        return "evaluation"
+    return "trainer" if span.who == "trainer" else "publisher"
 
 
 def _steps(axes: Axes, steps: Sequence[Step], start_s: float) -> None:

@@ -30,7 +30,7 @@ def decode(start_s: float, lengths: np.ndarray, slots: int = 64) -> Forwards:
 
 
 def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
-    """Metrics, spans and forwards of `num_steps` steps; a checkpoint after the third."""
+    """Metrics, spans and forwards of `num_steps` steps; an evaluation and a checkpoint after the third."""
     random = np.random.default_rng(seed)
     timeline = StepTimeline(NUM_ENGINES)
     now = ORIGIN_S
@@ -58,4 +58,5 @@ def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
             metrics = timeline.close(now, now - began)
             run.append_metrics(step, {"reward/mean": 0.5, "timing_s/step": now - began, **metrics, "time_s": now})
             if step == 2:
+                span("engines", "evaluate", 1.0)
                 span("trainer", "checkpoint", 1.5)

@@ -148,9 +148,16 @@ def test_the_time_of_engines_is_drawn_with_a_legend_and_the_whole_run_lies_besid
     assert page.open == []
     assert "The last 3 steps" in text
     assert text.count("<svg") == 4
-    rows = [f"engine {number}" for number in range(NUM_ENGINES)] + ["trainer", "publisher", "step 4", "step 6"]
-    legend = ["saturated", "under-filled", "idle: others still sample", "idle: trainer works", "trains", "publishes"]
-    for said in [*rows, *legend, "tail wait", "bubble"]:
+    rows = [f"engine {number}" for number in range(NUM_ENGINES)] + [
+        "trainer",
+        "publisher",
+        "evaluation",
+        "step 4",
+        "step 6",
+    ]
+    legend = ["saturated", "under-filled", "idle: others still sample", "idle: trainer works"]
+    done = ["trains", "publishes", "saves", "evaluates"]
+    for said in [*rows, *legend, *done, "tail wait", "bubble", "bubble of the engines&#x27; time"]:
         assert f">{said}<" in text
     assert (tmp_path / "timeline.json").exists()
 
