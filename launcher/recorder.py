@@ -7,6 +7,7 @@ before the next step's samples and before a checkpoint.
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import ray
 
 from history.service import HistoryService
 from launcher.durable import replace_text
+from launcher.forward_files import append_forwards
 from launcher.progress import RunProgress
 from launcher.run_directory import RunDirectory
+from launcher.step_timeline import StepTimeline
 from launcher.tracking import Tracker
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_trace import Forwards
@@ -60,6 +63,7 @@ class RunRecorder:
         self._progress = progress
         self._scorer = scorer
         self._engines = tuple(engines)
+        self._timeline = StepTimeline(len(self._engines))
         self._history = history
         self._stock_engines = tuple(stock_engines)
         self._table_rows = table_rows
@@ -72,9 +76,16 @@ class RunRecorder:
         """Move the bar."""
         self._progress.phase(phase, done, total)
 
+    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+        """Keep a span (`megatron_rl.phases.RecordSpan`)."""
+        self._directory.record_span(who, what, start_s, end_s)
+        self._timeline.add_span(who, what, start_s, end_s)
+
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Keep a step's metrics, samples, traces and forwards."""
+        ended_s = time.time()
         forwards = self._keep_forwards()
+        metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
         if self._stock_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._stock_engines))}
         self._directory.append_metrics(step, metrics)
@@ -89,11 +100,11 @@ class RunRecorder:
         self._unlogged = (step, metrics)
 
     def _keep_forwards(self) -> list[Forwards]:
-        """Append every engine's forwards since the last step (`rollout.engine_trace.FORWARD`) to `traces/`."""
+        """Append every engine's forwards since the last call to its file in `traces/`."""
         drained: list[Forwards] = ray.get([engine.drain_trace.remote() for engine in self._engines])
         for number, forwards in enumerate(drained):
-            with (self._directory.path / "traces" / f"engine-{number}.forwards").open("ab") as file:
-                file.write(forwards.tobytes())
+            append_forwards(self._directory.path / "traces", number, forwards)
+        self._timeline.add_forwards(drained)
         return drained
 
     def flush(self) -> None:
@@ -106,7 +117,8 @@ class RunRecorder:
         self._pending = self._unlogged = None
 
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
-        """Keep an evaluation."""
+        """Keep an evaluation, and the forwards that it took: after the last one no step comes to fetch them."""
+        self._keep_forwards()
         self._directory.append_evaluation([row.as_row() for row in rows])
         self._progress.evaluation(rows)
 

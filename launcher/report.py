@@ -2,8 +2,9 @@
 
     python -m launcher.report RUN_DIR
 
-Reads only what the run recorded (`metrics.jsonl`, `evaluation.jsonl`, `samples/`, `config.yaml`, `environment.json`),
-so it can be made again at any time, also while the run is going on. What was not recorded is left out of the page.
+Beside it goes `timeline.json`, for ui.perfetto.dev. Reads only what the run recorded (`metrics.jsonl`, `events.jsonl`,
+`evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`), so it can be made again at any time, also
+while the run is going on. What was not recorded is left out of the page.
 """
 
 import argparse
@@ -18,9 +19,12 @@ import yaml
 
 from history.draft_stats import SOURCES
 from launcher.before_after import Change, changes
+from launcher.chrome_trace import write_trace
 from launcher.durable import read_rows, replace_text
-from launcher.report_page import page, section, table, tiles
+from launcher.report_page import grid, page, section, table, tiles
 from launcher.report_plots import Series, lines, stacked
+from launcher.report_timeline import timeline_section
+from launcher.run_timeline import RunTimeline, read_timeline
 from rollout.evaluation import EvaluationRow
 
 K3_BOUND = 5e-3
@@ -37,6 +41,7 @@ class Record:
 
     name: str
     metrics: Metrics
+    timeline: RunTimeline
     evaluation: Sequence[EvaluationRow]
     samples: Mapping[int, Sequence[Mapping[str, object]]]
     """Of the first and the last step."""
@@ -53,9 +58,11 @@ def read_record(run_dir: Path) -> Record:
     numbered = sorted((int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl"))
     environment = run_dir / "environment.json"
     config = run_dir / "config.yaml"
+    metrics = [_numbers(row) for row in read_rows(run_dir / "metrics.jsonl")]
     return Record(
         name=run_dir.resolve().name,
-        metrics=[_numbers(row) for row in read_rows(run_dir / "metrics.jsonl")],
+        metrics=metrics,
+        timeline=read_timeline(run_dir, metrics),
         evaluation=[EvaluationRow.from_row(row) for row in read_rows(run_dir / "evaluation.jsonl")],
         samples={step: read_rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]},
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
@@ -64,7 +71,10 @@ def read_record(run_dir: Path) -> Record:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` and returns its path; raises `FileNotFoundError` if nothing was recorded."""
+    """Writes `report.html`, whose path it returns, and `timeline.json`.
+
+    Raises `FileNotFoundError` if nothing was recorded.
+    """
     record = read_record(run_dir)
     target = run_dir / "report.html"
     body = "".join(
@@ -72,12 +82,14 @@ def write_report(run_dir: Path) -> Path:
             _summary(record),
             _evaluation(record),
             _charts(record.metrics),
+            timeline_section(record.timeline, record.metrics),
             _drafts(record.metrics),
             _publishing(record.metrics),
             _samples(record),
             _settings(record),
         )
     )
+    write_trace(run_dir, record.timeline)
     replace_text(target, page(title=record.name, subtitle=_subtitle(record), body=body))
     return target
 
@@ -112,6 +124,7 @@ def _summary(record: Record) -> str:
         ("response_length/mean", "response tokens", ".0f"),
         ("history/tokens_per_forward", "tokens per forward", ".2f"),
         ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
+        ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
         if values := _values(record.metrics, metric):
             found.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
@@ -182,7 +195,7 @@ def _charts(metrics: Metrics) -> str:
         ("Entropy", _chart(metrics, "entropy", {"actor/entropy": "entropy"}, unit="nats a token")),
         ("Gradient norm", _chart(metrics, "grad", {"actor/grad_norm": "norm"})),
     ]
-    return section("Training", _grid(charts))
+    return section("Training", grid(charts))
 
 
 def _drafts(metrics: Metrics) -> str:
@@ -217,7 +230,7 @@ def _drafts(metrics: Metrics) -> str:
             ),
         ),
     ]
-    return section("Drafts from history", _grid(charts))
+    return section("Drafts from history", grid(charts))
 
 
 def _publishing(metrics: Metrics) -> str:
@@ -235,7 +248,7 @@ def _publishing(metrics: Metrics) -> str:
             _chart(metrics, "changed", {"publish/changed_share": "share"}, unit="share of codes"),
         ),
     ]
-    return section("Publishing", _grid(charts)) if any(chart for _, chart in charts) else ""
+    return section("Publishing", grid(charts)) if any(chart for _, chart in charts) else ""
 
 
 def _losses(metrics: Metrics) -> str:
@@ -254,12 +267,6 @@ def _sources(metrics: Metrics) -> str:
     }
     steps = [row["step"] + 1 for row in rows]
     return stacked("sources", steps, parts, unit="tokens a step") if rows else ""
-
-
-def _grid(charts: Sequence[tuple[str, str]]) -> str:
-    """The charts that there are."""
-    figures = "".join(f"<figure><figcaption>{title}</figcaption>{chart}</figure>" for title, chart in charts if chart)
-    return f'<div class="grid">{figures}</div>'
 
 
 def _chart(

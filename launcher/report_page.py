@@ -18,6 +18,7 @@ h3 { margin: 20px 0 8px; font-size: 15px; }
 .tile .value { font-size: 20px; font-weight: 650; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 12px; }
 figure svg { width: 100%; height: auto; } figure.wide { margin-top: 12px; max-width: 560px; }
+figure.full { margin-bottom: 12px; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px; }
 table { border-collapse: collapse; width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 10px; }
 th, td { padding: 8px 12px; text-align: left; border-bottom: 1px solid var(--line); }
@@ -64,3 +65,9 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<table><thead><tr>{cells('th', heading)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def grid(charts: Sequence[tuple[str, str]]) -> str:
+    """Titles and fragments side by side; a chart without a fragment is left out."""
+    figures = "".join(f"<figure><figcaption>{title}</figcaption>{chart}</figure>" for title, chart in charts if chart)
+    return f'<div class="grid">{figures}</div>'

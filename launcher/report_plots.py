@@ -71,12 +71,19 @@ def _decades(axes: Axes) -> None:
     axes.minorticks_off()
 
 
-def stacked(name: str, steps: Sequence[float], parts: Mapping[str, Sequence[float]], *, unit: str) -> str:
+def stacked(
+    name: str,
+    steps: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    unit: str,
+    colours: Sequence[str] = COLOURS,
+) -> str:
     """Bars over steps, one colour per part."""
 
     def draw(axes: Axes) -> None:
         bottom = [0.0] * len(steps)
-        for colour, (label, values) in zip(COLOURS, parts.items(), strict=False):
+        for colour, (label, values) in zip(colours, parts.items(), strict=False):
             axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=0.85)
             bottom = [low + value for low, value in zip(bottom, values, strict=True)]
         axes.set_ylabel(unit)

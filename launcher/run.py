@@ -188,7 +188,7 @@ def _train(
         pool=pool,
         trainer=trainer,
         publisher=publisher,
-        phases=Phases(directory.record_span, turns, sides=_sides(config, engines, pool)),
+        phases=Phases(recorder.record_span, turns, sides=_sides(config, engines, pool)),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,

@@ -2,7 +2,7 @@
 
     config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
     samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
-    wandb/  report.html  LOCK
+    wandb/  report.html  timeline.json  LOCK
 
 Invariants: one process writes at a time (`LOCK` is an advisory lock of the kernel, so a killed run leaves none behind);
 `metrics.jsonl` holds each step at most once, in order; rows of steps that a resume repeats are moved aside, never lost;
@@ -20,6 +20,7 @@ from typing import Self
 from launcher.checkpoints import Checkpoints
 from launcher.durable import append_line, drop_torn_line, read_rows, replace_rows, replace_text
 from launcher.errors import RunDirectoryError
+from launcher.forward_files import drop_torn_record
 from launcher.run_lock import RunLock
 
 FOLDERS = ("samples", "traces", "logs", "checkpoints", "wandb")
@@ -44,6 +45,7 @@ class RunDirectory:
             (self.path / folder).mkdir(exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl"):
             drop_torn_line(self.path / name)
+        drop_torn_record(self.path / "traces")
 
     def __enter__(self) -> Self:
         return self

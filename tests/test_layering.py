@@ -73,7 +73,10 @@ PURE = {
     "megatron_rl/weights/names.py",
     "megatron_rl/weights/reshard.py",
     "megatron_rl/weights/publish_report.py",
+    "megatron_rl/timeline.py",
     "rollout/engine_spec.py",
+    "rollout/engine_speed.py",
+    "rollout/engine_trace.py",
 }
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "wandb", "matplotlib")
 

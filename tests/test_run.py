@@ -23,6 +23,7 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
         assert 0 <= row["rollout_corr/k3_kl"] < 1e-3
         assert 0 < row["publish/weight_gap_max"] < 0.01
+        assert 0 < row["timeline/trainer_wait_share"] < row["timeline/idle_share"] < 1
     for step in range(NUM_STEPS):
         samples = rows(uninterrupted / "samples" / f"step-{step}.jsonl")
         assert len(samples) == 16
@@ -30,6 +31,9 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
         traces = rows(uninterrupted / "traces" / f"step-{step}.jsonl")
         assert [len(trace["response_ids"]) for trace in traces] == [row["length"] for row in samples]
     assert (uninterrupted / "policy" / "model.safetensors").exists()
+    timeline = json.loads((uninterrupted / "timeline.json").read_text())
+    names = {event["args"]["name"] for event in timeline["traceEvents"] if event["name"] == "thread_name"}
+    assert names >= {"engine 0", "trainer", "publisher", "steps"} and timeline["otherData"]["notes"] == []
     assert "http://" not in (uninterrupted / "report.html").read_text().replace("http://www.w3.org", "")
     assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["3", "4", "latest"]
 

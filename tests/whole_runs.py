@@ -23,7 +23,7 @@ NUM_STEPS = 4
 UNINTERRUPTED = "whole"
 EXPERTS = "experts"
 DEADLINE_S = 400
-NOT_REPEATABLE = ("timing_s/", "perf/", "time_s")
+NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
 
 
 def make_example(work: Path) -> Path:

@@ -9,9 +9,12 @@ from launcher.config import RunConfig
 from launcher.durable import replace_rows
 from launcher.loading import resolved_yaml
 from launcher.report import main, write_report
+from launcher.report_timeline import last_steps
 from launcher.run_directory import RunDirectory
+from launcher.run_timeline import Step
 from megatron_rl.weights.code_sums import CodeSums, code_metrics
 from rollout.evaluation import EvaluationRow
+from tests.launcher.synthetic_run import NUM_ENGINES, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -135,6 +138,46 @@ def test_publishing_has_its_own_charts(tmp_path: Path) -> None:
     assert "Publishing" in text
     for said in ("pack", "apply", "layer", "dB"):
         assert f">{said}<" in text
+
+
+def test_the_time_of_engines_is_drawn_with_a_legend_and_the_whole_run_lies_beside_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    page = Balance()
+    page.feed(text)
+    assert page.open == []
+    assert "The last 3 steps" in text
+    assert text.count("<svg") == 4
+    rows = [f"engine {number}" for number in range(NUM_ENGINES)] + [
+        "trainer",
+        "publisher",
+        "evaluation",
+        "step 4",
+        "step 6",
+    ]
+    legend = ["saturated", "under-filled", "idle: others still sample", "idle: trainer works"]
+    done = ["trains", "publishes", "saves", "evaluates"]
+    for said in [*rows, *legend, *done, "tail wait", "bubble", "bubble of the engines&#x27; time"]:
+        assert f">{said}<" in text
+    assert (tmp_path / "timeline.json").exists()
+
+
+def test_what_is_missing_of_a_timeline_is_said_in_a_sentence(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=2)
+    with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"who": "tra')
+    assert "1 of 7 lines of events.jsonl could not be read" in write_report(tmp_path).read_text(encoding="utf-8")
+    for path in (tmp_path / "traces").iterdir():
+        path.unlink()
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "No forwards of engines were recorded" in text and ">trains<" in text
+
+
+def test_steps_before_a_long_pause_are_not_drawn_beside_those_after_it() -> None:
+    steps = [Step(number=n, start_s=s, end_s=s + 10) for n, s in enumerate((0, 10, 90_000, 90_011))]
+    assert [step.number for step in last_steps(steps)] == [2, 3]
+    assert [step.number for step in last_steps(steps[:2])] == [0, 1]
+    assert last_steps([]) == []
 
 
 def test_a_run_without_drafts_has_no_charts_of_them(tmp_path: Path) -> None:
