@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.dispatcher import Dispatcher
 from rollout.plan import EngineLoad, GroupForecast, check_plan
-from rollout.policies import POLICIES, plan
+from rollout.policies import LENGTH_COST, POLICIES, plan
 from rollout.types import GroupId
 
 
@@ -57,15 +57,15 @@ def test_an_engine_that_is_busy_gets_less():
     assert (len(busy), len(idle)) == (1, 9)
 
 
-def test_rank_groups_have_equal_work_and_change_ends_with_every_step():
+def test_rank_groups_cost_alike_and_change_ends_with_every_step():
     engines = [EngineLoad(num_slots=8)] * 4
     lengths = [100 * (i + 1) for i in range(40)]
     even, odd = (plan("histopipe", forecasts(lengths, step=step), engines).queues for step in (0, 1))
     assert [[g.tokens for g in queue] for queue in even] == [[g.tokens for g in queue] for queue in reversed(odd)]
     ascending = [group.tokens for queue in odd for group in queue]
     assert ascending == sorted(ascending)
-    work = [sum(group.work for group in queue) for queue in odd]
-    assert max(work) / min(work) < 1.4
+    costs = [sum(group.tokens**LENGTH_COST for group in queue) for queue in odd]
+    assert max(costs) / min(costs) < 1.4
     assert len(odd[0]) > 3 * len(odd[-1])
 
 
