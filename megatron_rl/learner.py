@@ -12,6 +12,7 @@ the proximal policy is that of before the step's first mini batch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,10 +23,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.batching import TrainBatch
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.correction import PackedLogprobs, correction_weights, final_weights, normalization_sums
+from megatron_rl.cost_model import MeasuredTimes
 from megatron_rl.gradients import gradients_are_finite
 from megatron_rl.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
 from megatron_rl.logprobs import TokenScores
 from megatron_rl.loss import LossInputs, LossOutput, LossSettings, coefficients, load_loss, sft_loss
+from megatron_rl.micro_batch_clock import MicroBatchClock
 from megatron_rl.mismatch import MismatchSums
 from megatron_rl.packed_batch import PackedBatch
 from megatron_rl.pipeline import OnScores, run_schedule
@@ -80,6 +83,11 @@ class Learner:
         self._device = device
         self._loss = load_loss(algorithm.loss)
         self._is_last = parallel_state.is_pipeline_last_stage()
+        self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        self._times = MeasuredTimes()
+        """Of this rank's micro batches since it started; reported, and read by nothing that decides anything."""
+        self._is_warm = False
+        """An optimizer step has been made: what happens once (allocations, choices of kernels) is over."""
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
         """Train on one step's batch; metrics are complete on the last pipeline stage only."""
@@ -221,7 +229,12 @@ class Learner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True)
+        clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
+        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
+        if clock is not None:
+            for batch, seconds in zip(packed, clock.seconds(), strict=False):
+                self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
+        self._is_warm = True
         if not gradients_are_finite(self.chunks):
             return outputs, None
         self.schedule.step(increment=1)
@@ -230,12 +243,23 @@ class Learner:
 
     def _result(self, tally: _Tally) -> StepResult:
         attempts = tally.updates + tally.skipped
-        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured()
         if tally.grad_norms:
             metrics["actor/grad_norm"] = sum(tally.grad_norms) / len(tally.grad_norms)
         if self._is_last and attempts:
             metrics |= self._reduced(tally, attempts)
         return StepResult(metrics=metrics, num_optimizer_steps=tally.updates, num_skipped_updates=tally.skipped)
+
+    def _measured(self) -> dict[str, float]:
+        """What this rank's micro batches were found to cost; empty in a pipeline, or while that cannot be told."""
+        found = self._times.fit()
+        if found is None:
+            return {}
+        return {
+            "perf/attention_parity_tokens": found.parity_tokens,
+            "perf/train_seconds_per_mtoken": found.seconds_per_token * 1e6,
+            "perf/micro_batch_overhead_s": found.overhead_s,
+        }
 
     def _reduced(self, tally: _Tally, attempts: int) -> dict[str, float]:
         """Metrics of the step over data-parallel ranks; loss metrics are means over its optimizer steps."""
