@@ -12,6 +12,7 @@ from launcher.config import SftConfig
 from launcher.errors import ConfigError, judging_user_input
 from launcher.processes import Processes, processes
 from launcher.progress import RunProgress
+from megatron_rl.balancing import load_kernels
 from megatron_rl.config import AlgorithmConfig, PublishConfig
 from megatron_rl.cost_model import cost_model
 from megatron_rl.imitation import imitation_batches
@@ -65,6 +66,7 @@ def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, Im
     """Tokenise in a process of its own: transformers imports torch."""
     task = ray.remote(load_imitation_rows).options(runtime_env={"env_vars": running.environment.scorer()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
+    load_kernels()  # the task takes longer
     with judging_user_input():
         return ref, ray.get(ref)
 

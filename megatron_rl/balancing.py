@@ -150,7 +150,7 @@ def _place(
     if tokens.sum() <= _SCARCE * max_tokens * num_bins:
         bin_of, fits = cheapest_fit(tokens, sample_costs, num_bins, max_tokens)
     bin_of = bin_of if fits else tight.copy()
-    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=num_bins)
+    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=num_bins).astype(np.float64)
     dearest_first: _Longs = np.argsort(-bin_costs, kind="stable")
     seats = deal(bin_costs, dearest_first, num_ranks)
     seated = bin_costs[seats]
