@@ -7,7 +7,8 @@ coefficients, which ours is given. Samples: responses are lognormal (sigma 0.9, 
 
 Rows `ranks`: one micro batch a rank without a bound of tokens. `micro_batches`: at most 33,792 tokens each.
 `pipeline`: at most 67,584; durations are those of a simulated 1F1B schedule in which each stage takes a micro batch's
-cost and the overhead of `CostModel`. `first_call`: seconds of CPU of a new process until it has placed its first
+cost and the overhead of `CostModel`. `seconds` are until the last rank knows its micro batches, `total_seconds` those
+of all ranks one after another: the peer's ranks plan their own side by side, ours are planned in one place. `first_call`: seconds of CPU of a new process until it has placed its first
 samples, compiling or from the cache.
 """
 
@@ -86,7 +87,7 @@ def ours(case: Case, *, costs: CostModel, name: str = "ours") -> Method:
         started = time.perf_counter()
         ranks = balance(lengths, num_ranks=case.ranks, max_tokens=case.max_tokens, costs=costs)
         seconds = time.perf_counter() - started
-        return verl.Planned(ranks=ranks, seconds=seconds, cpu_seconds=seconds)
+        return verl.Planned(ranks=ranks, seconds=seconds, total_seconds=seconds)
 
     return Method(name=name, place=place, per_round=5)
 
@@ -160,7 +161,7 @@ def measure(case: Case, peer: verl.Balancing | None, *, rounds: int) -> list[Row
             "repeats": len(found),
             "seconds": median(plan.seconds for plan in found),
             "slowest_seconds": max(plan.seconds for plan in found),
-            "cpu_seconds": median(plan.cpu_seconds for plan in found),
+            "total_seconds": median(plan.total_seconds for plan in found),
             **judged(case, lengths, found[0].ranks),
         }
         for name, found in plans.items()

@@ -119,7 +119,10 @@ class MeasuredTimes:
         self.moments += row * seconds
 
     def fit(self) -> MeasuredCosts | None:
-        """None while too few, or too similar, micro batches were timed to tell the three parts apart."""
+        """None while too few, or too similar, micro batches were timed to tell the three parts apart.
+
+        An overhead is no less than 0: where least squares says so, the other two are fitted without it.
+        """
         if self.gram[0, 0] < _LEAST_TIMES:
             return None
         scale = np.sqrt(np.diagonal(self.gram))
@@ -127,6 +130,9 @@ class MeasuredTimes:
         if np.linalg.cond(scaled) > _WORST_CONDITION:
             return None
         overhead, linear, quadratic = (np.linalg.solve(scaled, self.moments / scale) / scale).tolist()
+        if overhead < 0:
+            overhead = 0.0
+            linear, quadratic = (np.linalg.solve(scaled[1:, 1:], (self.moments / scale)[1:]) / scale[1:]).tolist()
         if linear <= 0 or quadratic <= 0:
             return None
         return MeasuredCosts(overhead_s=overhead, seconds_per_token=linear, seconds_per_square=quadratic)

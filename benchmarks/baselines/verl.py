@@ -53,8 +53,8 @@ class Planned:
     seconds: float
     """Until every rank knows its micro batches: ranks plan their own side by side, and agree on the number after each
     attempt, so each attempt counts with its slowest rank."""
-    cpu_seconds: float
-    """Of all ranks together."""
+    total_seconds: float
+    """Of all ranks, one after another."""
 
 
 def build(directory: Path) -> None:
@@ -99,7 +99,7 @@ def plan_ranks(module: Balancing, lengths: Sequence[int], *, num_ranks: int, equ
     started = time.perf_counter()
     parts = module.get_seqlen_balanced_partitions(workloads(lengths), num_ranks, equal_size)
     seconds = time.perf_counter() - started
-    return Planned(ranks=[[part] for part in parts], seconds=seconds, cpu_seconds=seconds)
+    return Planned(ranks=[[part] for part in parts], seconds=seconds, total_seconds=seconds)
 
 
 def plan_micro_batches(module: Balancing, lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Planned:
@@ -112,19 +112,19 @@ def plan_micro_batches(module: Balancing, lengths: Sequence[int], *, num_ranks: 
     shares = [[lengths[i] for i in parts[0]] for parts in by_rank.ranks]
     costs = [workloads(share) for share in shares]
     count = max(min(len(share), module.ceildiv(sum(share), max_tokens)) for share in shares)
-    seconds, cpu_seconds = by_rank.seconds, by_rank.cpu_seconds
+    seconds, total_seconds = by_rank.seconds, by_rank.total_seconds
     while True:
         found, times = [], []
         for cost in costs:
             started = time.perf_counter()
             found.append(module.get_seqlen_balanced_partitions(cost, count, False))
             times.append(time.perf_counter() - started)
-        seconds, cpu_seconds = seconds + max(times), cpu_seconds + sum(times)
+        seconds, total_seconds = seconds + max(times), total_seconds + sum(times)
         if all(_is_within(bins, share, max_tokens) for bins, share in zip(found, shares, strict=True)):
             break
         count += 1
     ranks = [[[parts[0][i] for i in one] for one in bins] for bins, parts in zip(found, by_rank.ranks, strict=True)]
-    return Planned(ranks=ranks, seconds=seconds, cpu_seconds=cpu_seconds)
+    return Planned(ranks=ranks, seconds=seconds, total_seconds=total_seconds)
 
 
 def _is_within(bins: Bins, lengths: Sequence[int], max_tokens: int) -> bool:

@@ -76,7 +76,7 @@ def test_the_peer_takes_more_micro_batches_until_each_is_within_the_bound(tmp_pa
     planned = verl.plan_micro_batches(peer, [9, 1, 9, 1, 1, 1, 1, 1], num_ranks=2, max_tokens=9)
     assert [len(rank) for rank in planned.ranks] == [4, 4]
     assert sorted(i for rank in planned.ranks for one in rank for i in one) == list(range(8))
-    assert planned.cpu_seconds >= planned.seconds > 0
+    assert planned.total_seconds >= planned.seconds > 0
 
 
 def test_rows_and_goals_are_those_of_the_record(tmp_path):

@@ -79,11 +79,11 @@ def test_a_pipeline_is_filled_once_for_every_further_stage():
     assert CostModel(parity_tokens=10, overhead_tokens=1, pipeline=3, virtual=2).rank_time([[10, 10]]) == 41 + 41
 
 
-def timed(count: int, *, noise: float = 0.0, most: int = 5) -> MeasuredTimes:
+def timed(count: int, *, noise: float = 0.0, overhead_s: float = 0.02) -> MeasuredTimes:
     generator, times = np.random.default_rng(0), MeasuredTimes()
     for _ in range(count):
-        lengths = generator.integers(100, 8000, size=int(generator.integers(1, most + 1)))
-        seconds = 0.02 + 1e-5 * lengths.sum() + 5e-10 * np.square(lengths).sum()
+        lengths = generator.integers(100, 8000, size=int(generator.integers(1, 6)))
+        seconds = overhead_s + 1e-5 * lengths.sum() + 5e-10 * np.square(lengths).sum()
         times.add(lengths, float(seconds * (1 + noise * generator.standard_normal())))
     return times
 
@@ -98,6 +98,12 @@ def test_coefficients_are_found_again():
 def test_noise_moves_the_parity_length_little():
     found = timed(500, noise=0.02).fit()
     assert found is not None and found.parity_tokens == pytest.approx(20_000, rel=0.1)
+
+
+def test_an_overhead_is_not_negative():
+    found = timed(50, overhead_s=-0.01).fit()
+    assert found is not None and found.overhead_s == 0.0
+    assert 0 < found.seconds_per_token < 1e-5
 
 
 def test_too_few_or_equal_micro_batches_say_nothing():
