@@ -8,8 +8,8 @@ coefficients, which ours is given. Samples: responses are lognormal (sigma 0.9, 
 Rows `ranks`: one micro batch a rank without a bound of tokens. `micro_batches`: at most 33,792 tokens each.
 `pipeline`: at most 67,584; durations are those of a simulated 1F1B schedule in which each stage takes a micro batch's
 cost and the overhead of `CostModel`. `seconds` are until the last rank knows its micro batches, `total_seconds` those
-of all ranks one after another: the peer's ranks plan their own side by side, ours are planned in one place. `first_call`: seconds of CPU of a new process until it has placed its first
-samples, compiling or from the cache.
+of all ranks one after another: the peer's ranks plan their own side by side, ours are planned in one place.
+`first_call`: seconds of CPU of a new process until it has placed its first samples, compiling or from the cache.
 """
 
 import os
