@@ -99,8 +99,7 @@ def load_kernels() -> None:
 
     For a moment at which a process waits for others anyway; otherwise the first `balance` does it.
     """
-    for pipeline in (1, 2):
-        balance([3, 2, 1], num_ranks=1, max_tokens=4, costs=CostModel(parity_tokens=1, pipeline=pipeline))
+    balance([3, 2, 1], num_ranks=1, max_tokens=4, costs=CostModel(parity_tokens=1))
 
 
 def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostModel) -> list[int]:

@@ -232,7 +232,7 @@ class Learner:
         clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
         outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
         if clock is not None:
-            for batch, seconds in zip(packed, clock.seconds(), strict=False):
+            for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last one has no time
                 self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
         self._is_warm = True
         if not gradients_are_finite(self.chunks):
