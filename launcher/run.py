@@ -28,7 +28,9 @@ from launcher.report import write_report
 from launcher.resume_check import changed_keys
 from launcher.run_directory import RunDirectory
 from launcher.tracking import Tracker
+from megatron_rl.balancing import load_kernels
 from megatron_rl.controller import Controller, LoopSettings
+from megatron_rl.cost_model import cost_model
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.phases import Phases, Sides
 from megatron_rl.sides import Alternating, Apart
@@ -143,6 +145,7 @@ def _train(
     if config.engine.sleep_level:  # both at once would need room for both
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
         engines.call("sleep", timeout_s=START_TIMEOUT_S)
+    load_kernels()  # while the engines start
     trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
@@ -344,6 +347,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         checkpoint_every=config.checkpoint.every,
         max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
         data_parallel=config.trainer.parallel.data,
+        costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
         seed=config.seed,
     )
 

@@ -12,8 +12,11 @@ from launcher.config import SftConfig
 from launcher.errors import ConfigError, judging_user_input
 from launcher.processes import Processes, processes
 from launcher.progress import RunProgress
+from megatron_rl.balancing import load_kernels
 from megatron_rl.config import AlgorithmConfig, PublishConfig
+from megatron_rl.cost_model import cost_model
 from megatron_rl.imitation import imitation_batches
+from megatron_rl.model_config import read_model_spec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows, load_imitation_rows
@@ -46,6 +49,7 @@ def sft(config: SftConfig) -> None:
             num_steps=config.num_steps,
             num_ranks=config.trainer.parallel.data,
             max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
+            costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
             seed=config.seed,
         )
         log = _Log(config, progress)
@@ -62,6 +66,7 @@ def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, Im
     """Tokenise in a process of its own: transformers imports torch."""
     task = ray.remote(load_imitation_rows).options(runtime_env={"env_vars": running.environment.scorer()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
+    load_kernels()  # the task takes longer
     with judging_user_input():
         return ref, ray.get(ref)
 

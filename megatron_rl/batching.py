@@ -29,8 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.advantages import GroupOutcome, Rewards, advantages, load_advantage
-from megatron_rl.balancing import ATTENTION_PARITY_TOKENS, balance
+from megatron_rl.balancing import balance
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.cost_model import CostModel
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
 
 
@@ -82,7 +83,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """What became of the step's groups and responses; goes to the metrics."""
+    """What became of the step's groups and responses, and how they are packed; goes to the metrics."""
 
     groups: int
     responses: int
@@ -100,6 +101,12 @@ class BatchCounts:
     max_staleness: int
     """Over trained responses; 0 when there are none."""
     mean_staleness: float
+    micro_batches: int
+    """Of one data-parallel rank in one epoch."""
+    micro_batch_fill: float
+    """Trained prompt and response tokens over what all ranks' micro batches may hold; 0 without any."""
+    rank_imbalance: float
+    """Predicted time of the slowest data-parallel rank over the mean, minus 1; of the worst mini batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +127,10 @@ def build_batch(
     algorithm: AlgorithmConfig,
     dp_size: int,
     max_micro_batch_tokens: int,
+    costs: CostModel,
     seed: int,
-    parity_tokens: int = ATTENTION_PARITY_TOKENS,
 ) -> TrainBatch:
-    """The batch of one step; `parity_tokens` is the length at which attention costs as much as the linear layers.
+    """The batch of one step; `costs` are what samples are balanced by.
 
     Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or an advantage
     function that does not return one finite number per response.
@@ -134,18 +141,18 @@ def build_batch(
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(surviving))
     num_mini_batches = min(algorithm.num_mini_batches, len(surviving))
     runs = np.array_split(order, num_mini_batches) if num_mini_batches else []
+    mini_batches = tuple(
+        _mini_batch(
+            [sample for group in run for sample in surviving[int(group)]],
+            dp_size=dp_size,
+            max_tokens=max_micro_batch_tokens,
+            costs=costs,
+        )
+        for run in runs
+    )
+    packing = _Packing.of(mini_batches, max_tokens=max_micro_batch_tokens, costs=costs)
     return TrainBatch(
-        policy_version=policy_version,
-        mini_batches=tuple(
-            _mini_batch(
-                [sample for group in run for sample in surviving[int(group)]],
-                dp_size=dp_size,
-                max_tokens=max_micro_batch_tokens,
-                parity_tokens=parity_tokens,
-            )
-            for run in runs
-        ),
-        counts=_counts(ordered, surveys),
+        policy_version=policy_version, mini_batches=mini_batches, counts=_counts(ordered, surveys, packing)
     )
 
 
@@ -214,9 +221,9 @@ def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version
     )
 
 
-def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, parity_tokens: int) -> MiniBatch:
+def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, costs: CostModel) -> MiniBatch:
     lengths = [sample.num_tokens for sample in samples]
-    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, parity_tokens=parity_tokens)
+    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, costs=costs)
     return MiniBatch(
         micro_batches=tuple(
             tuple(MicroBatch(samples=tuple(samples[i] for i in indices)) for indices in rank) for rank in placed
@@ -226,7 +233,32 @@ def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: 
     )
 
 
-def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey]) -> BatchCounts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packing:
+    """How mini batches are packed; fields as in `BatchCounts`."""
+
+    micro_batches: int
+    fill: float
+    imbalance: float
+
+    @classmethod
+    def of(cls, mini_batches: Sequence[MiniBatch], *, max_tokens: int, costs: CostModel) -> "_Packing":
+        micro_batches = sum(len(mini.micro_batches[0]) for mini in mini_batches)
+        room = max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
+        held = sum(micro.num_tokens for mini in mini_batches for rank in mini.micro_batches for micro in rank)
+        imbalances = [_imbalance(mini, costs) for mini in mini_batches]
+        return cls(micro_batches=micro_batches, fill=held / room if room else 0.0, imbalance=max(imbalances, default=0))
+
+
+def _imbalance(mini: MiniBatch, costs: CostModel) -> float:
+    times = [
+        costs.rank_time([[sample.num_tokens for sample in micro.samples] for micro in rank])
+        for rank in mini.micro_batches
+    ]
+    return max(times) / (sum(times) / len(times)) - 1
+
+
+def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey], packing: _Packing) -> BatchCounts:
     trained = [sample for survey in surveys for sample in survey.samples]
     staleness = [sample.staleness for sample in trained] or [0]
     return BatchCounts(
@@ -240,4 +272,7 @@ def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey]) -> BatchC
         trained_tokens=sum(sample.num_response_tokens for sample in trained),
         max_staleness=max(staleness),
         mean_staleness=sum(staleness) / len(staleness),
+        micro_batches=packing.micro_batches,
+        micro_batch_fill=packing.fill,
+        rank_imbalance=packing.imbalance,
     )

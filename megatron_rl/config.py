@@ -64,6 +64,9 @@ class TrainerConfig(Config):
     """Adam and its schedule."""
     max_micro_batch_tokens: int = Field(default=8192, gt=0)
     """Prompt plus response tokens of one forward; a longer sample is alone in its micro batch."""
+    attention_parity_tokens: int = Field(default=0, ge=0)
+    """Length at which attention costs as much as the linear layers, by which micro batches are balanced; 0: counted
+    from the architecture. Without a pipeline, steps report what was measured (`perf/attention_parity_tokens`)."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)
     """Tokens whose vocabulary logits exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"

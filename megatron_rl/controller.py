@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megatron_rl.batching import TrainBatch, build_batch
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.cost_model import CostModel
 from megatron_rl.phases import Phases
 from megatron_rl.results import StepResult
 from megatron_rl.step_metrics import step_metrics
@@ -56,6 +57,8 @@ class LoopSettings:
     """0: after the last step only."""
     max_micro_batch_tokens: int
     data_parallel: int
+    costs: CostModel
+    """What samples are spread over ranks and micro batches by."""
     seed: int
 
 
@@ -121,6 +124,7 @@ class Controller:
             algorithm=self.algorithm,
             dp_size=self.settings.data_parallel,
             max_micro_batch_tokens=self.settings.max_micro_batch_tokens,
+            costs=self.settings.costs,
             seed=derive_seed(self.settings.seed, purpose="batch", step=step, prompt_id=PromptId(""), sample=0),
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.balancing import balance
+from megatron_rl.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +32,15 @@ def imitation_batches(
     num_steps: int,
     num_ranks: int,
     max_micro_batch_tokens: int,
+    costs: CostModel,
     seed: int,
 ) -> Iterator[ImitationBatch]:
     """The steps of a warm start; `lengths` are prompt plus response tokens of each row."""
     order = _endless_order(len(lengths), seed)
     for _ in range(num_steps):
         rows = [next(order) for _ in range(batch_size)]
-        placed = balance([lengths[row] for row in rows], num_ranks=num_ranks, max_tokens=max_micro_batch_tokens)
+        row_lengths = [lengths[row] for row in rows]
+        placed = balance(row_lengths, num_ranks=num_ranks, max_tokens=max_micro_batch_tokens, costs=costs)
         yield ImitationBatch(
             micro_batches=tuple(tuple(tuple(rows[i] for i in micro) for micro in rank) for rank in placed),
             num_tokens=sum(response_lengths[row] for row in rows),

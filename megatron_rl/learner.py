@@ -12,6 +12,7 @@ the proximal policy is that of before the step's first mini batch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,11 +23,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.batching import TrainBatch
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.correction import PackedLogprobs, correction_weights, final_weights, normalization_sums
+from megatron_rl.cost_model import MeasuredTimes
 from megatron_rl.gradients import gradients_are_finite
 from megatron_rl.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
 from megatron_rl.logprobs import TokenScores
 from megatron_rl.loss import LossInputs, LossOutput, LossSettings, coefficients, load_loss, sft_loss
+from megatron_rl.micro_batch_clock import MicroBatchClock
 from megatron_rl.mismatch import MismatchSums
+from megatron_rl.mismatch_by_age import SumsByAge
 from megatron_rl.packed_batch import PackedBatch
 from megatron_rl.pipeline import OnScores, run_schedule
 from megatron_rl.results import StepResult
@@ -37,6 +41,7 @@ class _Tally:
     """What a step adds up to on this rank."""
 
     mismatch: MismatchSums
+    by_age: SumsByAge
     sums: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     updates: int = 0
@@ -80,11 +85,16 @@ class Learner:
         self._device = device
         self._loss = load_loss(algorithm.loss)
         self._is_last = parallel_state.is_pipeline_last_stage()
+        self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        self._times = MeasuredTimes()
+        """Of this rank's micro batches since it started; reported, and read by nothing that decides anything."""
+        self._is_warm = False
+        """An optimizer step has been made: what happens once (allocations, choices of kernels) is over."""
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
         """Train on one step's batch; metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
-        tally = _Tally(MismatchSums.empty(config=algorithm.correction))
+        tally = _Tally(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
         if not batch.mini_batches:
             return self._result(tally)
         mini_batches = [
@@ -119,11 +129,11 @@ class Learner:
         if not self._is_last:
             return [[] for _ in mini_batches]
         pairs = [
-            [micro.against(_real(micro, logprobs)) for micro, logprobs in zip(mini.micro_batches, of_mini, strict=True)]
+            [(micro, micro.against(_real(micro, one))) for micro, one in zip(mini.micro_batches, of_mini, strict=True)]
             for mini, of_mini in zip(mini_batches, old, strict=True)
         ]
-        sums = self._normalization([pair for of_mini in pairs for pair in of_mini])
-        return [[self._micro_weights(pair, tally, sums) for pair in of_mini] for of_mini in pairs]
+        sums = self._normalization([pair for of_mini in pairs for _, pair in of_mini])
+        return [[self._micro_weights(micro, pair, tally, sums) for micro, pair in of_mini] for of_mini in pairs]
 
     def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
         """Sum and count of the step's weights over data-parallel ranks, where the algorithm normalises by them."""
@@ -136,10 +146,14 @@ class Learner:
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         return sums
 
-    def _micro_weights(self, pair: PackedLogprobs, tally: _Tally, sums: torch.Tensor | None) -> torch.Tensor:
+    def _micro_weights(
+        self, micro: LoadedMicroBatch, pair: PackedLogprobs, tally: _Tally, sums: torch.Tensor | None
+    ) -> torch.Tensor:
         config = self._algorithm.correction
         tally.mismatch = tally.mismatch.merge(MismatchSums.of(pair, config=config))
-        return final_weights(pair, config=config, sums=sums)
+        weights = final_weights(pair, config=config, sums=sums)
+        tally.by_age.add(pair, weights, micro.staleness)
+        return weights
 
     def _update(
         self,
@@ -155,7 +169,9 @@ class Learner:
             logprobs = _real(micro, scores.logprobs)
             old_logprobs = logprobs.detach() if old is None else _real(micro, old[number])
             micro_weights = (
-                self._micro_weights(micro.against(old_logprobs), tally, None) if weights is None else weights[number]
+                self._micro_weights(micro, micro.against(old_logprobs), tally, None)
+                if weights is None
+                else weights[number]
             )
             output = self._micro_loss(mini, micro, logprobs, _real(micro, scores.entropy), old_logprobs, micro_weights)
             return output.loss, output
@@ -207,7 +223,7 @@ class Learner:
             output = sft_loss(scores.logprobs, coefficients=share)
             return output.loss, output
 
-        tally = _Tally(MismatchSums.empty(config=self._algorithm.correction))
+        tally = _Tally(MismatchSums.empty(config=self._algorithm.correction), SumsByAge.empty(0))
         outputs, grad_norm = self._optimizer_step(packed, loss, temperature=1.0)
         for output in outputs:
             tally.add(output.metrics)
@@ -221,7 +237,12 @@ class Learner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True)
+        clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
+        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
+        if clock is not None:
+            for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last one has no time
+                self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
+        self._is_warm = True
         if not gradients_are_finite(self.chunks):
             return outputs, None
         self.schedule.step(increment=1)
@@ -230,12 +251,23 @@ class Learner:
 
     def _result(self, tally: _Tally) -> StepResult:
         attempts = tally.updates + tally.skipped
-        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured()
         if tally.grad_norms:
             metrics["actor/grad_norm"] = sum(tally.grad_norms) / len(tally.grad_norms)
         if self._is_last and attempts:
             metrics |= self._reduced(tally, attempts)
         return StepResult(metrics=metrics, num_optimizer_steps=tally.updates, num_skipped_updates=tally.skipped)
+
+    def _measured(self) -> dict[str, float]:
+        """What this rank's micro batches were found to cost; empty in a pipeline, or while that cannot be told."""
+        found = self._times.fit()
+        if found is None:
+            return {}
+        return {
+            "perf/attention_parity_tokens": found.parity_tokens,
+            "perf/train_seconds_per_mtoken": found.seconds_per_token * 1e6,
+            "perf/micro_batch_overhead_s": found.overhead_s,
+        }
 
     def _reduced(self, tally: _Tally, attempts: int) -> dict[str, float]:
         """Metrics of the step over data-parallel ranks; loss metrics are means over its optimizer steps."""
@@ -243,14 +275,17 @@ class Learner:
         names = sorted(tally.sums)
         own = torch.tensor([tally.sums[name] for name in names], dtype=torch.float64)
         summed, maximised = tally.mismatch.vectors()
-        sums = torch.cat([own, summed]).to(self._device)
+        by_age = tally.by_age.sums
+        sums = torch.cat([own, by_age.flatten(), summed]).to(self._device)
         maximised = maximised.to(self._device)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
         sums, maximised = sums.cpu(), maximised.cpu()
-        mismatch = tally.mismatch.from_vectors(sums[len(names) :], maximised)
+        ages_end = len(names) + by_age.numel()
+        mismatch = tally.mismatch.from_vectors(sums[ages_end:], maximised)
+        by_age = sums[len(names) : ages_end].reshape(by_age.shape)
         losses = {name: float(value) / attempts for name, value in zip(names, sums, strict=False)}
-        return losses | mismatch.finalize()
+        return losses | mismatch.finalize() | SumsByAge(by_age).metrics()
 
 
 def _real(micro: LoadedMicroBatch, values: torch.Tensor) -> torch.Tensor:

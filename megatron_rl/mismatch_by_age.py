@@ -1,7 +1,7 @@
 """The gap between sampler and trainer, response by response as old as they are.
 
-Quantisation and staleness both move `old_logprobs` from `rollout_logprobs`, and one weight repairs both. Apart they can be
-told by how old a response is: what those of staleness 0 show is quantisation alone.
+Quantisation and staleness both move `old_logprobs` from `rollout_logprobs`, and one weight repairs both. Apart they
+can be told by how old a response is: what those of staleness 0 show is quantisation alone.
 
 Shape legend: T response tokens of a micro batch, B its sequences, A ages (0 .. the step's largest staleness).
 """
@@ -41,7 +41,9 @@ class SumsByAge:
         self.sums += torch.zeros_like(self.sums, device=weights.device).index_add(0, ages, of_tokens.T).cpu()
 
     def metrics(self) -> dict[str, float]:
-        """Mean weight, effective sample size (share) and k3 of each age that occurs; none if all responses are fresh."""
+        """Mean weight, effective sample size (share) and k3 of each age that occurs; none if all responses are
+        fresh.
+        """
         found: dict[str, float] = {}
         if len(self.sums) == 1:
             return found

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.logprobs import TokenScores
+from megatron_rl.micro_batch_clock import MicroBatchClock
 from megatron_rl.packed_batch import PackedBatch
 
 Outcome = TypeVar("Outcome")
@@ -27,17 +28,20 @@ def run_schedule(
     *,
     temperature: float,
     backward: bool,
+    clock: MicroBatchClock | None = None,
 ) -> list[Outcome]:
     """Forward, and backward if asked, over all micro batches; entered by every rank of the pipeline at once.
 
     Every data-parallel rank must bring equally many micro batches, at least one. Returns what `on_scores`
-    kept, in order, on the last stage; an empty list elsewhere.
+    kept, in order, on the last stage; an empty list elsewhere. `clock` is told when each forward begins.
     """
 
     def forward_step(
         numbered: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
     ) -> tuple[object, Callable[[TokenScores], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
         number, batch = next(numbered)
+        if clock is not None:
+            clock.begin()
 
         def loss(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
             value, outcome = on_scores(number, scores)

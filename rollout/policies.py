@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 
 LENGTH_COST = 1.4
-"""Power of its length that a response costs an engine which has only such: long ones leave slots empty, and their context
-is long. Simulated; RhymeRL's second tier, more engines for the long ones until ends rise linearly by rank, is this by
-rule: searching for that line with forecast ends did worse (0.8 of the speed), because forecasts of the longest are low."""
+"""Power of its length that a response costs an engine which has only such: long ones leave slots empty, and their
+context is long. Simulated; RhymeRL's second tier, more engines for the long ones until ends rise linearly by rank, is
+this by rule: searching for that line with forecast ends did worse (0.8 of the speed), because forecasts of the
+longest are low."""
 
 Queues = list[list[GroupForecast]]
 Policy = Callable[[Sequence[GroupForecast], Sequence[EngineLoad]], Queues]

@@ -10,6 +10,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from megatron_rl.batching import build_batch
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.cost_model import CostModel
 from rollout.engine_state import EngineStatus
 
 PROMPT_AND_ON = [5, 9, 17, 33, 60, 7, 81, 120, 3, 44]
@@ -38,7 +39,15 @@ def probed(ring) -> np.ndarray:
 
 def learn(ring, groups) -> None:
     algorithm = AlgorithmConfig(group_size=4, drop_zero_variance=False)
-    batch = build_batch(groups, ring.version, algorithm=algorithm, dp_size=1, max_micro_batch_tokens=256, seed=0)
+    batch = build_batch(
+        groups,
+        ring.version,
+        algorithm=algorithm,
+        dp_size=1,
+        max_micro_batch_tokens=256,
+        costs=CostModel(parity_tokens=1000),
+        seed=0,
+    )
     result = ring.trainer.train(batch)
     assert (result.num_optimizer_steps, result.num_skipped_updates) == (1, 0)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.balancing import balance
 from megatron_rl.batching import MiniBatch, TrainBatch, TrainingSample, build_batch
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.cost_model import CostModel
 from rollout.types import (
     ColumnsRef,
     FinishReason,
@@ -25,6 +25,7 @@ from rollout.types import (
 )
 
 MAX_RESPONSE_TOKENS = 64
+COSTS = CostModel(parity_tokens=50)
 
 
 def scored_group(group_id, lengths, rewards, *, reasons=None, versions=None, num_prompt_tokens=5):
@@ -85,6 +86,10 @@ def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini
             assert micro.num_tokens <= max_tokens or len(micro.samples) == 1
         assert mini.num_sequences == len(samples_of(mini))
         assert mini.num_response_tokens == sum(sample.num_response_tokens for sample in samples_of(mini))
+    micros = [micro for mini in batch.mini_batches for rank in mini.micro_batches for micro in rank]
+    assert counts.micro_batches * dp_size == len(micros)
+    assert (counts.micro_batch_fill > 0) == bool(micros)
+    assert 0 <= counts.rank_imbalance <= dp_size - 1
     by_id = {group.group.group_id: group for group in groups}
     for sample in trained:
         summary = by_id[sample.group_id].summary
@@ -96,7 +101,13 @@ def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini
 def build(groups, *, dp_size=2, max_tokens=100, policy_version=0, seed=0, **algorithm):
     config = AlgorithmConfig(**algorithm)
     batch = build_batch(
-        groups, policy_version, algorithm=config, dp_size=dp_size, max_micro_batch_tokens=max_tokens, seed=seed
+        groups,
+        policy_version,
+        algorithm=config,
+        dp_size=dp_size,
+        max_micro_batch_tokens=max_tokens,
+        costs=COSTS,
+        seed=seed,
     )
     check_invariants(batch, groups, dp_size=dp_size, max_tokens=max_tokens, num_mini_batches=config.num_mini_batches)
     return batch
@@ -229,24 +240,9 @@ def test_parts_that_disagree_in_size_are_refused():
         build([scored_group(7, [3, 4], [0.0])])
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 4),
-    max_tokens=st.integers(20, 150),
-)
-def test_balancing_places_every_sample_once_in_as_many_micro_batches_as_best_fit_needs(lengths, num_ranks, max_tokens):
-    ranks = balance(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert sorted(i for rank in ranks for micro in rank for i in micro) == list(range(len(lengths)))
-    assert len({len(rank) for rank in ranks}) == 1
-    # Reference: a twice-full bound that any best-fit placement keeps (two bins at most half full would have merged).
-    needed = 2 * sum(min(n, max_tokens) for n in lengths) / max_tokens + 1
-    assert len(ranks[0]) <= -(-needed // num_ranks)
-
-
-def test_balancing_balances_the_cost_of_ranks_where_equal_counts_could_not():
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.lognormal(np.log(4000), 0.9, size=512), 32_768).astype(int).tolist()
-    ranks = balance(lengths, num_ranks=8, max_tokens=40_000, parity_tokens=30_720)
-    costs = [sum(lengths[i] * (1 + lengths[i] / 30_720) for micro in rank for i in micro) for rank in ranks]
-    assert max(costs) / np.mean(costs) < 1.02
+def test_how_a_batch_is_packed_is_counted():
+    batch = build([scored_group(0, [5, 15], [0.0, 1.0], num_prompt_tokens=5)], dp_size=2, max_tokens=40)
+    counts = batch.counts
+    assert (counts.micro_batches, counts.micro_batch_fill) == (1, 30 / 80)
+    short, long = COSTS.rank_time([[10]]), COSTS.rank_time([[20]])
+    assert counts.rank_imbalance == pytest.approx(long / ((short + long) / 2) - 1)

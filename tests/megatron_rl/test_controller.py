@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller import Controller, LoopSettings
+from megatron_rl.cost_model import CostModel
 from megatron_rl.results import StepResult
 from megatron_rl.weights.publish_report import PublishReport
 from tests.megatron_rl.scored_groups import scored_group
@@ -97,6 +98,7 @@ def controller(
             checkpoint_every=checkpoint_every,
             max_micro_batch_tokens=64,
             data_parallel=1,
+            costs=CostModel(parity_tokens=100),
             seed=0,
         ),
         history=history,

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from megatron_rl.batching import build_batch
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.correction import PackedLogprobs, correction_weights
+from megatron_rl.cost_model import CostModel
 from megatron_rl.loss import LossInputs, LossSettings, cispo, clipped_surrogate, coefficients, gspo, load_loss, sft_loss
 from tests.megatron_rl.test_batching import scored_group
 
+COSTS = CostModel(parity_tokens=1000)
 CLIP = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=0.0, entropy_bonus=0.0)
 LOSSES = [clipped_surrogate, gspo, cispo]
 
@@ -238,7 +240,9 @@ def test_gradient_and_metrics_are_equal_under_any_split(seed, dp_size, max_token
     config = AlgorithmConfig(aggregation=aggregation, correction=CorrectionConfig(mode=mode, cap=1.01, low=1 / 1.01))
 
     def batch(dp_size, max_tokens):
-        return build_batch(groups, 0, algorithm=config, dp_size=dp_size, max_micro_batch_tokens=max_tokens, seed=1)
+        return build_batch(
+            groups, 0, algorithm=config, dp_size=dp_size, max_micro_batch_tokens=max_tokens, costs=COSTS, seed=1
+        )
 
     whole, whole_metrics = gradient_of(batch(1, 10**6), tokens, config, loss)
     split, split_metrics = gradient_of(batch(dp_size, max_tokens), tokens, config, loss)

@@ -18,6 +18,7 @@ from megatron_rl.config import (
     PublishConfig,
     TrainerConfig,
 )
+from megatron_rl.cost_model import CostModel
 from megatron_rl.imitation import imitation_batches
 from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows
@@ -29,6 +30,7 @@ from tests.megatron_rl.scored_groups import scored_group
 from tests.megatron_rl.tiny_models import reference_logits, save_model
 
 TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
+COSTS = CostModel(parity_tokens=1000)
 LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
 SPREAD = [TP2, ParallelConfig(data=2, expert=2), ParallelConfig(pipeline=2, data=2, expert=2)]
 """Experts over tensor-parallel ranks, and over data-parallel ones; gloo cannot do both."""
@@ -57,7 +59,15 @@ def trainer_spec(
 
 def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: int = 4, max_tokens: int = 40):
     scored = [scored_group(number) for number in range(groups)]
-    return build_batch(scored, 0, algorithm=algorithm, dp_size=parallel.data, max_micro_batch_tokens=max_tokens, seed=3)
+    return build_batch(
+        scored,
+        0,
+        algorithm=algorithm,
+        dp_size=parallel.data,
+        max_micro_batch_tokens=max_tokens,
+        costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        seed=3,
+    )
 
 
 def train_and_publish(position, parallel, spec, batches):
@@ -355,6 +365,7 @@ def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mea
                 num_steps=3,
                 num_ranks=parallel.data,
                 max_micro_batch_tokens=18,
+                costs=COSTS,
                 seed=0,
             )
         )
