@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Fp8, OptimizerConfig
+from megatron_rl.weights.te_primary import forget_first_weights
 
 
 def wrap(
@@ -71,7 +72,10 @@ def build_optimizer(
         use_distributed_optimizer=config.distributed,
         fp8_recipe=None if fp8 == "none" else "blockwise",
     )
-    return get_megatron_optimizer(config=megatron_config, model_chunks=model)
+    optimizer = get_megatron_optimizer(config=megatron_config, model_chunks=model)
+    for chunk in model:
+        forget_first_weights(chunk.parameters())
+    return optimizer
 
 
 def build_schedule(

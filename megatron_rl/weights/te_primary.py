@@ -13,7 +13,7 @@ Known by their fields and not by their class, so that nothing is imported where 
 Shape legend: N output channels, K inputs; P x Q the grid of blocks of 128 x 128.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
@@ -39,6 +39,9 @@ class Primary(Protocol):
     _is_2D_scaled: bool  # noqa: N815  upstream's name
     _quantizer: _Quantizer
     _high_precision_init_val: torch.Tensor
+
+    def clear_high_precision_init_val(self) -> None:
+        """Forget the first weights."""
 
     @property
     def shape(self) -> torch.Size:
@@ -122,7 +125,7 @@ def decoded(parameter: Primary) -> torch.Tensor:
 def fill(parameter: Primary, weight_NK: torch.Tensor) -> None:
     """Give an FP8 parameter its first weights, of which the optimizer will take its masters.
 
-    Megatron's distributed optimizer makes FP32 masters of `get_high_precision_init_val()` and clears it
+    Megatron's distributed optimizer makes FP32 masters of `get_high_precision_init_val()`
     (`DistributedOptimizer._build_model_and_main_param_groups`); Transformer Engine keeps there what the parameter was
     initialised to, which was never anything. Masters made of decoded codes would begin with the rounding of FP8.
 
@@ -142,6 +145,13 @@ def fill(parameter: Primary, weight_NK: torch.Tensor) -> None:
         raise RuntimeError("an FP8 parameter keeps no preserve_high_precision_init_val; its master would be wrong")
     parameter.quantize_(weight_NK.to(parameter.device))
     parameter._high_precision_init_val = weight_NK
+
+
+def forget_first_weights(parameters: Iterable[torch.Tensor]) -> None:
+    """Let go of what `fill` has kept, once there are masters; Megatron does so only where it has made one itself."""
+    for parameter in parameters:
+        if is_primary(parameter):
+            parameter.clear_high_precision_init_val()
 
 
 def buffers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

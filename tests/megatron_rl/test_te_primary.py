@@ -84,6 +84,8 @@ def test_the_first_weights_are_quantised_and_kept_for_the_masters():
     te_primary.fill(parameter, weight)
     assert parameter.get_high_precision_init_val() is weight
     assert torch.equal(te_primary.decoded(parameter), requantised(weight))
+    te_primary.forget_first_weights([torch.nn.Parameter(weight), parameter])
+    assert parameter.get_high_precision_init_val() is None
 
 
 def test_scales_that_are_no_powers_of_two_are_refused_by_the_variable_that_makes_them():
