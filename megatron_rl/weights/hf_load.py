@@ -121,13 +121,13 @@ def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelS
     with open_tensors(directory) as tensors:
         check_tensors(tensors, spec, directory)
         for name, parameter in parameters.items():
-            is_fp8 = te_primary.is_primary(parameter)
-            weight = torch.empty(parameter.shape, dtype=parameter.dtype) if is_fp8 else parameter
+            fp8 = parameter if te_primary.is_primary(parameter) else None
+            weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()
             for box in boxes[name]:
                 weight[box.megatron_slices].copy_(tensors.box(box))
-            if te_primary.is_primary(parameter):
-                te_primary.fill(parameter, weight)
+            if fp8 is not None:
+                te_primary.fill(fp8, weight)
 
 
 def _check_coverage(parameters: Mapping[str, torch.nn.Parameter], placements: tuple[Placement, ...]) -> None:

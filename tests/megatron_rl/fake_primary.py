@@ -26,9 +26,9 @@ class Fields:
     """As `Float8BlockwiseQTensor` lays out codes and scales."""
 
     _is_2D_scaled = True  # noqa: N815  upstream's name
-    _quantizer = Quantizer()
 
     def begin(self, weight):
+        self._quantizer = Quantizer()
         self._rowwise_data = torch.empty(weight.shape, dtype=torch.uint8)
         self.quantize_(weight)
         self._high_precision_init_val = weight
