@@ -24,6 +24,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.names import Placement, rank_placements
 from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.primary_plan import parameter_shapes
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.config import EngineConfig, Format
 from rollout.engine_spec import EngineSpec
@@ -184,16 +185,6 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
             scales_s = time.perf_counter() - began
             address = packer.send(sender, order)
             pipe.send((address, scales_s, packer.pack_s, packer.send_s))
-
-
-def parameter_shapes(held: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
-    """Of a rank that holds these boxes and nothing else."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for one in held:
-        ends = tuple(start + n for start, n in zip(one.megatron_start, one.shape, strict=True))
-        known = shapes.get(one.megatron_name, ends)
-        shapes[one.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
-    return shapes
 
 
 def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:

@@ -13,6 +13,7 @@ from launcher.config import EvalConfig, RunConfig, SftConfig
 from launcher.data_checks import imitation_file, prompt_file
 from launcher.environment import NodeResources
 from launcher.errors import ConfigError
+from launcher.fp8_checks import fp8_problems, fp8_warnings
 from launcher.loading import listing
 from launcher.memory_plan import MemoryPlan, run_memory, sft_memory
 from launcher.tokenizer_check import tokenizer_problems
@@ -41,6 +42,7 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
     problems += weight_format_problems(spec, config.engine, node)
+    problems += fp8_problems(spec, config.trainer, node)
     problems += _device_phases(config, node)
     memory = run_memory(config, spec, node)
     problems += memory.problems()
@@ -65,7 +67,8 @@ def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
 
 def run_warnings(config: RunConfig, node: NodeResources) -> list[str]:
     """What should be known of a run that `check_run` lets pass, a sentence each."""
-    return weight_format_warnings(read_model_spec(Path(config.model)), config.engine, node)
+    spec = read_model_spec(Path(config.model))
+    return weight_format_warnings(spec, config.engine, node) + fp8_warnings(spec, config.trainer, config.engine)
 
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
@@ -86,6 +89,7 @@ def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
     if Path(config.output_dir).resolve() == Path(config.model).resolve():
         problems.append(f"`output_dir` = {config.output_dir} is the model itself; name another directory")
     problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
+    problems += fp8_problems(spec, config.trainer, node)
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)

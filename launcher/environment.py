@@ -32,6 +32,8 @@ class NodeResources:
     """Memory that can be allocated without swapping, the container's limit included."""
     gpu_bytes: tuple[int, ...]
     """Total memory of each device; empty without GPUs."""
+    gpu_capability: tuple[int, int] | None = None
+    """Compute capability of the oldest device, as far as it is known."""
 
 
 def node_resources() -> NodeResources:
@@ -40,6 +42,7 @@ def node_resources() -> NodeResources:
         cpu_cores=len(os.sched_getaffinity(0)),
         available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
         gpu_bytes=_gpu_bytes(),
+        gpu_capability=_gpu_capability(),
     )
 
 
@@ -107,6 +110,15 @@ def _gpu_bytes() -> tuple[int, ...]:
     sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(sizes) if visible is None else tuple(sizes[: len([name for name in visible.split(",") if name])])
+
+
+def _gpu_capability() -> tuple[int, int] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    listed = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
+    numbers = [line.strip().partition(".") for line in listed]
+    known = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
+    return min(known, default=None)
 
 
 def _container_bytes_left() -> int:

@@ -5,6 +5,10 @@ on under another tensor, pipeline or data partition. Generator states belong to 
 they are restored only under the partition that they were saved under (nothing in training draws from
 them: dropout is 0).
 
+Parameters that are FP8 are saved as the BF16 numbers that they stand for, and quantised when they are loaded. That
+changes no number: a block whose largest code is 224 may come back with all codes doubled and its scale halved. The next
+update quantises the masters, as it would have.
+
 The folder is complete when `save` returns on every rank; making it *the* checkpoint is the run
 directory's business.
 """
@@ -14,10 +18,12 @@ from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rl.learner import Learner
+from megatron_rl.weights.te_primary import decoded, is_primary
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """How the optimizer is laid out on disk: independent of the partition."""
@@ -77,13 +83,26 @@ def _spread_experts() -> bool:
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
     (chunk,) = learner.chunks
     model = chunk.module.sharded_state_dict()
+    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
+    _decode(model)
     return {
         "model": model,
-        "optimizer": learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA),
+        "optimizer": optimizer,
         "schedule": learner.schedule.state_dict(),
         "partition": _partition(),
         "spread_experts": _spread_experts(),
     }
+
+
+def _decode(model: dict[str, object]) -> None:
+    """Put BF16 numbers, on the CPU, in the place of FP8 parameters.
+
+    Megatron does so when it loads (`force_all_tensors_to_non_fp8`), on the device; saving takes them as they come.
+    After the optimizer's part is made: that finds its parameters by identity.
+    """
+    for one in nested_values(model):
+        if is_primary(data := getattr(one, "data", None)):
+            one.data = decoded(data).cpu()
 
 
 def _partition() -> tuple[int, int, int]:

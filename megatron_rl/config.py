@@ -7,6 +7,9 @@ from pydantic import Field
 from history.config import Config
 from rollout.config import InFlight
 
+Fp8 = Literal["none", "blockwise", "blockwise_param"]
+"""What of the trainer's decoder layers is FP8: nothing, matrix products, or their weights too."""
+
 
 class ParallelConfig(Config):
     """How the trainer is cut over its ranks; the world is tensor x pipeline x data."""
@@ -60,6 +63,11 @@ class TrainerConfig(Config):
     """Tensor, pipeline and data parallelism."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Of parameters and matmuls; the optimizer keeps FP32 masters either way."""
+    fp8: Fp8 = "none"
+    """FP8 in the decoder layers' matrix products, with a scale for each 128 x 128 weights (Transformer Engine's block
+    scaling); GPUs from compute capability 9.0 on. `blockwise`: parameters stay BF16 and are quantised for the products.
+    `blockwise_param`: the parameters themselves are FP8, beside FP32 masters; needs `optimizer.distributed`, and
+    `engine.format=fp8_block` then sends their codes as they are where blocks agree."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and its schedule."""
     max_micro_batch_tokens: int = Field(default=8192, gt=0)

@@ -4,6 +4,8 @@ A tensor keeps its identity: its storage is emptied (resized to no bytes) and la
 states and gradient hooks that refer to it stay what they are. Storages are moved whole and once, however many tensors
 look into them; Megatron's parameters and gradients are views of a few large buffers.
 
+Of parameters that are FP8, codes and scales in both orientations are moved; FP8 copies of BF16 weights are dropped.
+
 Invariants: what is away is not computed with (a kernel would fail on an empty storage); what comes back is bit for bit
 what went. Gradients are not kept: they are zero between steps.
 """
@@ -15,6 +17,9 @@ from typing import Literal
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megatron_rl.fp8_compute import drop_copies
+from megatron_rl.weights.te_primary import buffers
 
 Part = Literal["weights", "gradients", "optimizer"]
 """What is moved as one."""
@@ -44,6 +49,7 @@ class HostCopies:
 
     def _move_out(self, part: Part) -> int:
         away = []
+        dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
         for storage in _storages(self._tensors(part)):
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             host = None
@@ -54,7 +60,7 @@ class HostCopies:
             del content
             storage.resize_(0)
         self._away[part] = away
-        return sum(one.num_bytes for one in away)
+        return dropped + sum(one.num_bytes for one in away)
 
     def move_in(self) -> None:
         """Bring back everything that is away."""
@@ -79,7 +85,8 @@ class HostCopies:
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks:
-            yield from (parameter.data for parameter in chunk.parameters())
+            for parameter in chunk.parameters():
+                yield from buffers(parameter)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """FP32 masters and Adam's moments."""

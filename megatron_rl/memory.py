@@ -11,10 +11,10 @@ with each knob that it names. Pure: imports neither torch nor megatron.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config import TrainerConfig
+from megatron_rl.config import Fp8, TrainerConfig
 from megatron_rl.model_config import ModelSpec
 from megatron_rl.weights.reshard import wire_tensors
-from rollout.weight_format import WeightFormat
+from rollout.weight_format import FP8_BLOCK, WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""
@@ -79,6 +79,7 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
     parallel = trainer.parallel
     width = 2 if trainer.dtype == "bf16" else 4
     spread = expert_parameters(spec) * (parallel.expert - 1) // parallel.expert
+    linear_shard = -(-(linear_parameters(spec) - spread) // (parallel.tensor * parallel.pipeline))
     shard = -(-(num_parameters(spec) - spread) // (parallel.tensor * parallel.pipeline))
     optimizer_shard = -(-shard // parallel.data) if trainer.optimizer.distributed else shard
     masters = 4 if trainer.dtype == "bf16" else 0
@@ -86,7 +87,11 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
     chunk = min(trainer.logprob_chunk_tokens, tokens)
     logits = 3 * 4 * chunk * -(-spec.vocab_size // parallel.tensor)
     return (
-        MemoryItem(what="parameters", num_bytes=shard * width, knob="trainer.parallel.tensor"),
+        MemoryItem(
+            what="parameters",
+            num_bytes=shard * width + _fp8_bytes(trainer.fp8, linear_shard),
+            knob="trainer.parallel.tensor",
+        ),
         MemoryItem(what="gradients", num_bytes=shard * 4, knob="trainer.parallel.tensor"),
         MemoryItem(what="optimizer", num_bytes=optimizer_shard * (8 + masters), knob="trainer.optimizer.distributed"),
         MemoryItem(
@@ -96,6 +101,17 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
         ),
         MemoryItem(what="logits", num_bytes=logits, knob="trainer.logprob_chunk_tokens"),
     )
+
+
+def _fp8_bytes(fp8: Fp8, num_linear: int) -> int:
+    """What FP8 adds to BF16 parameters: codes by rows and by columns, and a scale for each block of both.
+
+    Copies beside them with `blockwise`, which layers keep between micro batches; in their place with `blockwise_param`.
+    """
+    if fp8 == "none":
+        return 0
+    scales = 2 * 4 * -(-num_linear // FP8_BLOCK**2)
+    return scales + (2 * num_linear if fp8 == "blockwise" else 0)
 
 
 def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: int) -> int:

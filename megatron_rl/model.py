@@ -18,7 +18,8 @@ What a caller does:
 * `overlap_param_gather` of Megatron's DDP stays off: the output layer's weight is read without calling
   the layer, so its gather would not be waited for.
 
-Transformer Engine's layers on CUDA, Megatron's local ones with our norm and attention elsewhere.
+Transformer Engine's layers on CUDA, Megatron's local ones with our norm and attention elsewhere. What FP8 asks of them
+is in `megatron_rl.fp8_compute`.
 """
 
 import difflib
@@ -40,8 +41,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl import fp8_compute
 from megatron_rl.attention import PackedAttention
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import Fp8, ParallelConfig
 from megatron_rl.logprobs import TokenScores, token_scores, vocab_shard
 from megatron_rl.model_config import Experts, ModelSpec, stage_layers
 from megatron_rl.norm import RMSNorm
@@ -139,6 +141,7 @@ def build(
     position: Position,
     *,
     dtype: Dtype,
+    fp8: Fp8 = "none",
     recompute: Recompute = "none",
     chunk_tokens: int = 1024,
     sequence_parallel: bool | None = None,
@@ -151,14 +154,16 @@ def build(
     `sequence_parallel` defaults to "tensor > 1". `megatron` are further fields of `TransformerConfig`.
 
     Raises:
-        ValueError: a key of `megatron` is unknown or not the user's to set.
+        ValueError: a key of `megatron` is unknown or not the user's to set; there are no kernels for `fp8` here.
     """
+    fp8_compute.check_machine(fp8)
     if layer_names() == "local":
         rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
     config = transformer_config(
         spec,
         parallel,
         dtype=dtype,
+        fp8=fp8,
         recompute=recompute,
         sequence_parallel=parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
         random_weights=random_weights,
@@ -175,6 +180,7 @@ def build(
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
+    fp8_compute.check_parameters(model, fp8)
     model.spec, model.chunk_tokens = spec, chunk_tokens
     if spec.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
@@ -186,6 +192,7 @@ def transformer_config(
     parallel: ParallelConfig,
     *,
     dtype: Dtype,
+    fp8: Fp8,
     recompute: Recompute,
     sequence_parallel: bool,
     random_weights: bool,
@@ -200,6 +207,7 @@ def transformer_config(
         **_architecture(spec),
         **_partition(spec, parallel, sequence_parallel=sequence_parallel),
         **_numbers(dtype, random_weights=random_weights),
+        **fp8_compute.config_fields(fp8),
     }
     _check_passthrough(megatron, ours)
     return TransformerConfig(**{**ours, **_kernels(), **_recompute(recompute), **megatron})

@@ -14,15 +14,22 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config import OptimizerConfig
+from megatron_rl.config import Fp8, OptimizerConfig
+from megatron_rl.weights.te_primary import forget_first_weights
 
 
-def wrap(chunks: Sequence[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
-    """Give every chunk Megatron's contiguous FP32 gradient buffers, and itself the finaliser that reduces them."""
+def wrap(
+    chunks: Sequence[GPTModel], *, distributed_optimizer: bool, fp8: Fp8 = "none"
+) -> list[DistributedDataParallel]:
+    """Give every chunk Megatron's contiguous FP32 gradient buffers, and itself the finaliser that reduces them.
+
+    Parameters that are FP8 move their codes by rows into a buffer of bytes, which data-parallel ranks gather.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
+        fp8_param_gather=fp8 == "blockwise_param",
         check_for_nan_in_grad=False,
     )
     wrapped = []
@@ -47,7 +54,7 @@ def finalize(
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: list[DistributedDataParallel], *, params_dtype: torch.dtype
+    config: OptimizerConfig, model: list[DistributedDataParallel], *, params_dtype: torch.dtype, fp8: Fp8 = "none"
 ) -> MegatronOptimizer:
     """Adam over FP32 masters, with global-norm clipping."""
     megatron_config = MegatronOptimizerConfig(
@@ -63,8 +70,12 @@ def build_optimizer(
         params_dtype=params_dtype,
         clip_grad=config.clip_grad,
         use_distributed_optimizer=config.distributed,
+        fp8_recipe=None if fp8 == "none" else "blockwise",
     )
-    return get_megatron_optimizer(config=megatron_config, model_chunks=model)
+    optimizer = get_megatron_optimizer(config=megatron_config, model_chunks=model)
+    for chunk in model:
+        forget_first_weights(chunk.parameters())
+    return optimizer
 
 
 def build_schedule(

@@ -4,6 +4,10 @@ A fixed prompt goes through the trainer's own model with every parameter replace
 (after the round trip through the wire format). Decoder layers are replaced one at a time, around their
 own forward, so that no second copy of the model exists; embedding, final norm and output layer, which
 are read outside a layer, for the whole pass.
+
+It is parameters that are replaced, in their modules, and not their contents: what is assigned to one that is FP8
+would be quantised into it and stay. Products are not in FP8 here, whatever they are in training: weights would be
+quantised once more for them, and engines did not do that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from megatron_rl.fp8_compute import without_fp8
 from megatron_rl.logprobs import TokenScores
 from megatron_rl.model import PolicyModel
 from megatron_rl.packed_batch import pack_batch
@@ -21,7 +26,8 @@ from megatron_rl.results import ProbeResult
 PublishedValues = Callable[[str], torch.Tensor]
 """Published value of a parameter, by its name inside the chunk."""
 
-Swapped = list[tuple[torch.nn.Parameter, torch.Tensor]]
+Swapped = list[tuple[torch.nn.Module, str, torch.nn.Parameter]]
+"""Module, name of its parameter, and the parameter that belongs there."""
 
 
 def probe(
@@ -43,24 +49,28 @@ def probe(
         del number
         return scores.logprobs.sum() * 0.0, scores.logprobs
 
-    with torch.no_grad(), _published(chunks, published):
+    models = [_policy(chunk) for chunk in chunks]
+    with torch.no_grad(), without_fp8(models), _published(models, published):
         outcomes = run_schedule(chunks, [batch], keep, temperature=1.0, backward=False)
     return ProbeResult(logprobs=outcomes[0].float().cpu().numpy()) if outcomes else None
 
 
+def _policy(chunk: torch.nn.Module) -> PolicyModel:
+    model = chunk.module
+    assert isinstance(model, PolicyModel)
+    return model
+
+
 @contextmanager
-def _published(chunks: Sequence[torch.nn.Module], published: PublishedValues) -> Iterator[None]:
+def _published(models: Sequence[PolicyModel], published: PublishedValues) -> Iterator[None]:
     handles = []
     outer: Swapped = []
     try:
-        for chunk in chunks:
-            model = chunk.module
-            assert isinstance(model, PolicyModel)
+        for model in models:
             layers = {f"decoder.layers.{index}.": layer for index, layer in enumerate(model.decoder.layers)}
             for prefix, layer in layers.items():
                 handles += _hook(layer, prefix, published)
-            rest = [(name, p) for name, p in model.named_parameters() if not name.startswith(tuple(layers))]
-            outer += _swap(rest, published)
+            outer += _swap(model, "", published, but=tuple(layers))
         yield
     finally:
         for handle in handles:
@@ -72,7 +82,7 @@ def _hook(layer: torch.nn.Module, prefix: str, published: PublishedValues) -> li
     own: Swapped = []
 
     def enter(*_: object) -> None:
-        own.extend(_swap([(prefix + name, p) for name, p in layer.named_parameters()], published))
+        own.extend(_swap(layer, prefix, published))
 
     def leave(*_: object) -> None:
         _restore(own)
@@ -81,14 +91,19 @@ def _hook(layer: torch.nn.Module, prefix: str, published: PublishedValues) -> li
     return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
 
 
-def _swap(parameters: Sequence[tuple[str, torch.nn.Parameter]], published: PublishedValues) -> Swapped:
-    swapped = []
-    for name, parameter in parameters:
-        swapped.append((parameter, parameter.data))
-        parameter.data = published(name)
+def _swap(root: torch.nn.Module, prefix: str, published: PublishedValues, *, but: tuple[str, ...] = ()) -> Swapped:
+    """Put published values into every parameter below `root`, but for those whose names begin with one of `but`."""
+    swapped: Swapped = []
+    for path, parameter in list(root.named_parameters()):
+        if path.startswith(but):
+            continue
+        owner_path, _, leaf = path.rpartition(".")
+        owner = root.get_submodule(owner_path)
+        swapped.append((owner, leaf, parameter))
+        owner.register_parameter(leaf, torch.nn.Parameter(published(prefix + path), parameter.requires_grad))
     return swapped
 
 
 def _restore(swapped: Swapped) -> None:
-    for parameter, original in swapped:
-        parameter.data = original
+    for owner, leaf, parameter in swapped:
+        owner.register_parameter(leaf, parameter)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_rl import checkpoint, probe
+from megatron_rl import checkpoint, fp8_compute, probe
 from megatron_rl.batching import TrainBatch
 from megatron_rl.host_copies import HostCopies, Part
 from megatron_rl.imitation import ImitationBatch
@@ -34,9 +34,6 @@ from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weight_sums import Sums
 from rollout.wire import Wanted
-
-FP8_ROW_ALIGNMENT = 16
-"""Rows that FP8 matmuls want packed batches padded to; CUDA only."""
 
 
 class Trainer:
@@ -62,6 +59,7 @@ class Trainer:
             parallel,
             self._position,
             dtype=spec.config.dtype,
+            fp8=spec.config.fp8,
             recompute=spec.config.recompute,
             chunk_tokens=spec.config.logprob_chunk_tokens,
             megatron=spec.config.megatron,
@@ -74,9 +72,9 @@ class Trainer:
 
     def _build_learner(self) -> Learner:
         config = self.spec.config
-        chunks = wrap([self._model], distributed_optimizer=config.optimizer.distributed)
+        chunks = wrap([self._model], distributed_optimizer=config.optimizer.distributed, fp8=config.fp8)
         dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        optimizer = build_optimizer(config.optimizer, chunks, params_dtype=dtype)
+        optimizer = build_optimizer(config.optimizer, chunks, params_dtype=dtype, fp8=config.fp8)
         return Learner(
             chunks,
             optimizer,
@@ -112,7 +110,7 @@ class Trainer:
     def row_multiple(self) -> int:
         """Rows of a packed batch are padded to a multiple of this."""
         tensor = self.spec.config.parallel.tensor
-        return tensor * FP8_ROW_ALIGNMENT if torch.cuda.is_available() else tensor
+        return fp8_compute.row_multiple(self.spec.config.fp8, tensor=tensor) if torch.cuda.is_available() else tensor
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
         """One step of policy learning; complete metrics on the last pipeline stage only."""

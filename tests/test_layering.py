@@ -74,6 +74,7 @@ PURE = {
     "megatron_rl/probe_prompt.py",
     "megatron_rl/trainer_spec.py",
     "megatron_rl/weights/names.py",
+    "megatron_rl/weights/primary_plan.py",
     "megatron_rl/weights/reshard.py",
     "megatron_rl/weights/publish_report.py",
     "megatron_rl/timeline.py",

@@ -25,6 +25,10 @@ class CodeSums:
     """Codes of which the last publish's are known."""
     num_changed: int = 0
     """Of these, codes that differ from the last publish's."""
+    num_as_is: int = 0
+    """Codes that a parameter consists of, taken over."""
+    num_requantised: int = 0
+    """Codes made of weights that were FP8 already, in other blocks or another format."""
 
     def __add__(self, other: "CodeSums") -> "CodeSums":
         added = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
@@ -58,4 +62,6 @@ def code_metrics(layers: Mapping[int, CodeSums]) -> dict[str, float]:
     }
     if whole.num_compared:
         found["publish/changed_share"] = whole.num_changed / whole.num_compared
+    if were_fp8 := whole.num_as_is + whole.num_requantised:
+        found["publish/as_is_share"] = whole.num_as_is / were_fp8
     return found

@@ -5,7 +5,8 @@ order of the model; the writer holds one shard of the files at a time, nobody ho
 follows from the placements alone, so that senders and writer agree without a word.
 
 The directory is written under a temporary name and renamed when it is complete. Weights keep the
-trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal.
+trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal. Parameters that are
+FP8 are written as the BF16 numbers that they stand for; what the masters know beyond that is in checkpoints only.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model import PolicyModel, layer_names
 from megatron_rl.parallel import Position, rank_at
+from megatron_rl.weights import te_primary
 from megatron_rl.weights.names import Placement, hf_shapes, is_first_replica, rank_placements
 
 WRITER = 0
@@ -103,7 +105,9 @@ def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> I
         whole = torch.empty(owners[0][1][0].hf_full_shape, dtype=_dtype(model)) if rank == WRITER else None
         for owner, boxes in owners:
             if owner == rank:
-                flat = torch.cat([parameters[box.megatron_name][box.megatron_slices].reshape(-1) for box in boxes])
+                flat = torch.cat(
+                    [te_primary.values(parameters[box.megatron_name], box.megatron_slices).reshape(-1) for box in boxes]
+                )
             elif whole is not None:
                 flat = torch.empty(sum(math.prod(box.shape) for box in boxes), dtype=_dtype(model), device=device)
                 dist.recv(flat, src=owner)

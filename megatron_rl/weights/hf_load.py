@@ -1,7 +1,8 @@
 """Loads a Hugging Face directory into this rank's part of the model.
 
 Each rank reads only the boxes that its placements name, straight from the memory-mapped safetensors
-files into its parameters; no tensor is ever whole in memory. Before the first byte is read, the names
+files into its parameters; no tensor is ever whole in memory (parameters that are FP8 take their weights all at once:
+`megatron_rl.weights.te_primary`). Before the first byte is read, the names
 and shapes of the directory are compared with what the model needs, so that a wrong directory fails with
 one message that says what is missing, unexpected or of another shape.
 """
@@ -15,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.model_config import ModelSpec
+from megatron_rl.weights import te_primary
 from megatron_rl.weights.names import Placement, hf_shapes
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -113,12 +115,19 @@ def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelS
     """
     parameters = dict(model.named_parameters())
     _check_coverage(parameters, placements)
-    for parameter in parameters.values():
-        parameter.zero_()
+    boxes: dict[str, list[Placement]] = {name: [] for name in parameters}
+    for placement in placements:
+        boxes[placement.megatron_name].append(placement)
     with open_tensors(directory) as tensors:
         check_tensors(tensors, spec, directory)
-        for placement in placements:
-            parameters[placement.megatron_name][placement.megatron_slices].copy_(tensors.box(placement))
+        for name, parameter in parameters.items():
+            fp8 = parameter if te_primary.is_primary(parameter) else None
+            weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
+            weight.zero_()
+            for box in boxes[name]:
+                weight[box.megatron_slices].copy_(tensors.box(box))
+            if fp8 is not None:
+                te_primary.fill(fp8, weight)
 
 
 def _check_coverage(parameters: Mapping[str, torch.nn.Parameter], placements: tuple[Placement, ...]) -> None:

@@ -6,17 +6,23 @@ trip through the wire format, the other side of every publish's probe.
 Scales are fresh at every publish. Where a block of weights that share a scale lies on several ranks (rows of
 column-cut matrices, blocks across a border) all trainer ranks of a tensor-parallel group enter one small all-reduce
 (`refresh_scales`); everything after that is local.
+
+Parameters that are FP8 themselves (`te_primary`) travel as they are in `fp8_block`, codes and scales, wherever blocks
+agree (`primary_plan`); elsewhere, and in any other format, they are decoded first and then weights like any.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from megatron_rl.weights import te_primary
 from megatron_rl.weights.names import Placement
+from megatron_rl.weights.primary_plan import blocks_agree
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
 from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
@@ -64,6 +70,8 @@ class WeightPacker:
         self._layout = plan.format.layout
         self._quantized = [placement for placement in held if plan.quantizes(placement)]
         names = {placement.hf_name for placement in self._quantized}
+        self._as_is = frozenset(one for one in self._quantized if plan.format.name == "fp8_block" and self._agrees(one))
+        """Boxes whose codes and scales are those of an FP8 parameter."""
         self._shared = [name for name in plan.shared if name in names]
         self.watch = CodeWatch()
         """What 8 bits cost the weights of the last `send`."""
@@ -84,11 +92,13 @@ class WeightPacker:
         if self._format is None or self._layout is None:
             return
         for placement in self._quantized:
-            found = self._format.amax(self._values(placement, _whole(placement)), placement.hf_start)
             name, grid = placement.hf_name, self._layout.grid(placement.hf_full_shape)
-            whole = self._amax.setdefault(name, torch.zeros(grid, device=found.device))
-            blocks = self._layout.touched(placement.hf_start, placement.shape)
-            whole[blocks] = torch.maximum(whole[blocks], found)
+            device = self._parameters[placement.megatron_name].device
+            whole = self._amax.setdefault(name, torch.zeros(grid, device=device))
+            if placement not in self._as_is:
+                found = self._format.amax(self._values(placement, _whole(placement)), placement.hf_start)
+                blocks = self._layout.touched(placement.hf_start, placement.shape)
+                whole[blocks] = torch.maximum(whole[blocks], found)
         if self._shared and self._tensor_group is not None:
             joined = torch.cat([self._amax[name].view(-1) for name in self._shared])
             dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
@@ -96,10 +106,14 @@ class WeightPacker:
             for name, part in zip(self._shared, parts, strict=True):
                 self._amax[name] = part.view_as(self._amax[name])
         for name, amax in self._amax.items():
-            try:
+            with _named(name):
                 self._scales[name] = self._format.scales(amax)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}; the policy has diverged and is not published") from None
+        for placement in (one for one in self._quantized if one in self._as_is):
+            own, place = self._blocks(placement), placement.megatron_slices
+            with _named(placement.hf_name):
+                own.check(place)
+            touched = self._layout.touched(placement.hf_start, placement.shape)
+            self._scales[placement.hf_name][touched] = own.scales(place)
 
     @torch.no_grad()
     def send(self, sender: Sender, weight_version: WeightVersion) -> str:
@@ -145,13 +159,24 @@ class WeightPacker:
         rows = sampled_rows(box)
         some = codes[: rows.shape[0]]
         values = self._decoded(some, placement, rows)
-        self.watch.see(placement.hf_name, box, self._values(placement, rows), some, values)
+        is_fp8 = te_primary.is_primary(self._parameters[placement.megatron_name])
+        self.watch.see(
+            placement.hf_name,
+            box,
+            self._values(placement, rows),
+            some,
+            values,
+            as_is=placement in self._as_is if is_fp8 else None,
+        )
 
     @torch.no_grad()
     def published_values(self, megatron_name: str) -> torch.Tensor:
         """One parameter of this rank as the engines hold it, in its own dtype. Needs fresh scales."""
         parameter = self._parameters[megatron_name]
-        published = parameter.detach().clone()
+        if te_primary.is_primary(parameter):
+            published = te_primary.decoded(parameter)
+        else:
+            published = parameter.detach().clone()
         for placement in self._held:
             if placement.megatron_name == megatron_name:
                 published[placement.megatron_slices] = self._round_trip(placement).to(published.dtype)
@@ -191,13 +216,38 @@ class WeightPacker:
 
     def _codes(self, placement: Placement, box: Box) -> torch.Tensor:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
+        if placement in self._as_is:
+            return self._blocks(placement).codes[_local(placement, box)]
         amax = self._amax[placement.hf_name][self._layout.touched(box.start, box.shape)]
         return self._format.codes(self._values(placement, box), amax, box.start)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:
-        held = self._parameters[placement.megatron_name].detach()[placement.megatron_slices]
-        return held[box.slices(placement.hf_start)]
+        return te_primary.values(self._parameters[placement.megatron_name], _local(placement, box))
+
+    def _agrees(self, placement: Placement) -> bool:
+        parameter = self._parameters[placement.megatron_name]
+        return te_primary.is_primary(parameter) and blocks_agree(placement, tuple(parameter.shape))
+
+    def _blocks(self, placement: Placement) -> te_primary.Blocks:
+        parameter = self._parameters[placement.megatron_name]
+        assert te_primary.is_primary(parameter), "only FP8 parameters have blocks"
+        return te_primary.Blocks.of(parameter)
 
 
 def _whole(placement: Placement) -> Box:
     return Box(start=placement.hf_start, shape=placement.shape)
+
+
+def _local(placement: Placement, box: Box) -> tuple[slice, ...]:
+    """A part of the placement's box as an index into the parameter that holds it."""
+    origin = tuple(hf - own for hf, own in zip(placement.hf_start, placement.megatron_start, strict=True))
+    return box.slices(origin)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say whose weights cannot be published."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; the policy has diverged and is not published") from None

@@ -24,8 +24,20 @@ class CodeWatch:
         """A new publish."""
         self._sums = {}
 
-    def see(self, name: str, box: Box, weight: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
-        """Look at the first rows of a piece: weights, codes and what they stand for, [rows, K] each."""
+    def see(
+        self,
+        name: str,
+        box: Box,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        as_is: bool | None = None,
+    ) -> None:
+        """Look at the first rows of a piece: weights, codes and what they stand for, [rows, K] each.
+
+        `as_is` says of weights that are FP8 in the trainer whether these are their own codes.
+        """
         exact, raw = weight.float(), codes.view(torch.uint8)
         before = self._before.get((name, box))
         largest = torch.finfo(codes.dtype).max if codes.dtype.is_floating_point else torch.iinfo(codes.dtype).max
@@ -37,6 +49,8 @@ class CodeWatch:
             num_saturated=int((codes.float().abs() >= largest).sum()),
             num_compared=0 if before is None else codes.numel(),
             num_changed=0 if before is None else int((before != raw).sum()),
+            num_as_is=codes.numel() if as_is is True else 0,
+            num_requantised=codes.numel() if as_is is False else 0,
         )
         self._before[name, box] = raw.clone()
 

@@ -85,6 +85,21 @@ def test_fp32_training_of_the_model_holds_sixteen_bytes_a_parameter(tmp_path: Pa
     assert held == 16 * num_parameters(spec)
 
 
+def test_fp8_parameters_weigh_what_bf16_weighs_and_fp8_copies_beside_them_as_much_again(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, hidden_size=1024, intermediate_size=4096)
+    linear = 3 * (1024 * (4 + 2 + 2 + 4) * 32 + 3 * 1024 * 4096)
+    scales = 2 * 4 * linear // (128 * 128)
+
+    def parameters(fp8: str, tensor: int = 1) -> int:
+        trainer = TrainerConfig.model_validate({"fp8": fp8, "parallel": {"tensor": tensor}})
+        return next(one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == "parameters")
+
+    assert parameters("none") == 2 * num_parameters(spec)
+    assert parameters("blockwise_param") == parameters("none") + scales
+    assert parameters("blockwise") == parameters("none") + 2 * linear + scales
+    assert parameters("blockwise", tensor=2) - parameters("none", tensor=2) == (2 * linear + scales) // 2
+
+
 def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}, "engine": {"num_engines": 4}}

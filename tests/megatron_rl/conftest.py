@@ -9,3 +9,23 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def single_rank(tmp_path):
+    """A world of this process alone, for what needs a CUDA device."""
+    import torch
+
+    from megatron_rl import parallel
+    from megatron_rl.config import ParallelConfig
+
+    position = parallel.initialize(
+        ParallelConfig(),
+        rank=0,
+        world_size=1,
+        store=torch.distributed.FileStore(f"{tmp_path}/store", 1),
+        timeout_s=60,
+        seed=0,
+    )
+    yield position
+    parallel.destroy()

@@ -16,22 +16,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def single_rank(tmp_path):
-    from megatron_rl import parallel
-
-    position = parallel.initialize(
-        ParallelConfig(),
-        rank=0,
-        world_size=1,
-        store=torch.distributed.FileStore(f"{tmp_path}/store", 1),
-        timeout_s=60,
-        seed=0,
-    )
-    yield position
-    parallel.destroy()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_the_transformer_engine_model_has_a_placement(single_rank, tmp_path, family):
     model = build_loaded(single_rank, ParallelConfig(), save_model(family, tmp_path / "model"), dtype="bf16")

@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.publish_on_device import parameter_shapes
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import Experts, ModelSpec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.names import placements, rank_placements
 from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.primary_plan import parameter_shapes
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard, wire_tensors
 from rollout.arrivals import Arrivals

@@ -30,11 +30,24 @@ def test_further_fields_of_megatron_reach_its_configuration(ranks, directory):
         ("recompute_granularty", "no field of Megatron's TransformerConfig; the nearest is recompute_granularity"),
         ("num_layers", "trainer.megatron.num_layers is not free"),
         ("sequence_parallel", "trainer.megatron.sequence_parallel is not free"),
+        ("fp8_param", "trainer.megatron.fp8_param is not free"),
     ],
 )
 def test_a_field_that_is_unknown_or_ours_is_refused(ranks, directory, key, message):
     with pytest.raises(RuntimeError, match=message):
         ranks.run(passthrough, directory, {key: 1})
+
+
+def in_fp8(position, parallel, directory, fp8):
+    from megatron_rl.model import build
+    from megatron_rl.model_config import read_model_spec
+
+    build(read_model_spec(directory), parallel, position, dtype="bf16", fp8=fp8)
+
+
+def test_fp8_is_refused_where_there_is_no_device_for_it(ranks, directory):
+    with pytest.raises(RuntimeError, match=r"trainer\.fp8 = blockwise_param needs a CUDA device, which is not here"):
+        ranks.run(in_fp8, directory, "blockwise_param")
 
 
 def parameter_attributes(position, parallel, directory):

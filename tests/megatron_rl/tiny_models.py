@@ -61,6 +61,19 @@ VARIANTS["wide"] = (
 """Several blocks of 128 x 128 in most matrices, of which some are cut by every partition."""
 
 
+VARIANTS["blocks"] = (
+    "Qwen3Config",
+    {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+    },
+)
+"""Whole blocks of 128 x 128 only, in Megatron's fused matrices as in single ones."""
+
+
 def config_of(name):
     """Configuration of transformers."""
     import transformers  # here, because the ranks of the pool import this module and do not need it
