@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import ray
 
 from history.service import HistoryService
@@ -21,7 +22,8 @@ from launcher.run_directory import RunDirectory
 from launcher.step_timeline import StepTimeline
 from launcher.tracking import Tracker
 from megatron_rl.trainer_group import TrainerGroup
-from rollout.engine_trace import Forwards
+from rollout.engine_group import EngineGroup
+from rollout.engine_trace import FORWARD, Forwards
 from rollout.evaluation import EvaluationRow
 from rollout.planner import Planner
 from rollout.stock_comparison import seconds_saved
@@ -47,7 +49,7 @@ class RunRecorder:
         progress: RunProgress,
         *,
         scorer: ray.actor.ActorHandle,
-        engines: Sequence[ray.actor.ActorHandle],
+        engines: EngineGroup,
         history: HistoryService | None,
         stock_engines: Sequence[int],
         table_rows: int,
@@ -62,7 +64,7 @@ class RunRecorder:
         self._tracker = tracker
         self._progress = progress
         self._scorer = scorer
-        self._engines = tuple(engines)
+        self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._history = history
         self._stock_engines = tuple(stock_engines)
@@ -101,7 +103,9 @@ class RunRecorder:
 
     def _keep_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last call to its file in `traces/`."""
-        drained: list[Forwards] = ray.get([engine.drain_trace.remote() for engine in self._engines])
+        drained = [np.zeros(0, dtype=FORWARD)] * len(self._engines)
+        for number, forwards in zip(self._engines.there, ray.get(self._engines.begin("drain_trace")), strict=True):
+            drained[number] = forwards
         for number, forwards in enumerate(drained):
             append_forwards(self._directory.path / "traces", number, forwards)
         self._timeline.add_forwards(drained)

@@ -16,6 +16,7 @@ from history.service import HistoryService
 from launcher import placement
 from launcher.bf16_evaluation import evaluate_directories
 from launcher.config import RunConfig
+from launcher.crew import Crew
 from launcher.drafting import draft_spec, start_drafting
 from launcher.environment import describe, node_resources
 from launcher.errors import judging_user_input
@@ -39,7 +40,7 @@ from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.turns import DeviceTurns
 from megatron_rl.weights.links import GroupLink, HandOverLink, Link, ShmLink
 from megatron_rl.weights.publisher import Publisher
-from megatron_rl.weights.reshard import plan_reshard
+from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
 from rollout.evaluation import EvaluationRow
@@ -141,7 +142,8 @@ def _train(
         )
     for line in training.lines():
         progress.say(line)
-    engines, starting = running.begin_engines(_engine_specs(config, run_id), slots.engines)
+    specs = _engine_specs(config, run_id)
+    engines, starting = running.begin_engines(specs, slots.engines)
     if config.engine.sleep_level:  # both at once would need room for both
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
         engines.call("sleep", timeout_s=START_TIMEOUT_S)
@@ -151,9 +153,12 @@ def _train(
         trainer.load(resume.trainer)
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
-    link = _link(history, engines)
+    history_link = _history_link(history, engines)
     turns = _turns(config, trainer, engines)
-    publisher = _publisher(config, trainer, engines, run_id, slots, turns)
+    plan = _publish_plan(config, trainer, engines)
+    link = _link(config, trainer, engines, slots, plan)
+    link.connect()
+    publisher = _publisher(config, trainer, engines, link, plan, run_id, turns)
     planner = Planner(
         order,
         training.by_id(),
@@ -167,7 +172,7 @@ def _train(
         first_step=resume.first_step,
     )
     pool = EnginePool(
-        engines.actors,
+        engines,
         [scorer],
         slots_per_engine=config.engine.max_num_seqs,
         batches=planner,
@@ -179,7 +184,7 @@ def _train(
         tracker,
         progress,
         scorer=scorer,
-        engines=engines.actors,
+        engines=engines,
         history=history,
         stock_engines=config.history.stock_engines if history is not None else (),
         table_rows=config.wandb.sample_rows,
@@ -196,7 +201,17 @@ def _train(
         recorder=recorder,
         algorithm=config.algorithm,
         settings=_loop_settings(config),
-        history=link,
+        history=history_link,
+        crew=Crew(
+            running=running,
+            engines=engines,
+            specs=specs,
+            slots=slots.engines,
+            link=link,
+            history=history_link,
+            max_restarts=config.engine.max_restarts,
+            say=progress.say,
+        ),
         first_step=resume.first_step,
     )
     try:
@@ -243,7 +258,7 @@ def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
     ]
 
 
-def _link(history: HistoryService | None, engines: EngineGroup) -> HistoryLink | None:
+def _history_link(history: HistoryService | None, engines: EngineGroup) -> HistoryLink | None:
     if history is None:
         return None
     link = HistoryLink(history, engines)
@@ -294,46 +309,53 @@ def _publisher(
     config: RunConfig,
     trainer: TrainerGroup,
     engines: EngineGroup,
+    link: Link,
+    plan: ReshardPlan,
     run_id: str,
-    slots: placement.Placement,
     turns: DeviceTurns | None,
 ) -> Publisher:
-    """The publisher of a run, its link connected."""
-    spec = read_model_spec(Path(config.model))
-    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
-    trainer.plan_publishes(wanted)
-    plan = plan_reshard(
-        spec,
-        config.trainer.parallel,
-        wanted=wanted,
-        format=WeightFormat.of(config.engine),
-        bucket_bytes=config.publish.bucket_bytes,
-        te_names=trainer.te_names(),
-    )
-    timeout_s = config.publish.timeout_s
-    link: Link
-    match slots.transport:
-        case "shm":
-            link = ShmLink(trainer, engines, timeout_s=timeout_s)
-        case "cuda_ipc":
-            homes = [slot.devices for slot in slots.engines]
-            link = HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
-        case backend:
-            link = GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
-    link.connect()
     return Publisher(
         trainer,
         engines,
         link,
         plan=plan,
         run_id=run_id,
-        vocab_size=spec.vocab_size,
+        vocab_size=read_model_spec(Path(config.model)).vocab_size,
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
-        timeout_s=timeout_s,
+        timeout_s=config.publish.timeout_s,
         make_room=None if turns is None else turns.to_engines,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )
+
+
+def _publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
+    """Which trainer rank sends what to which engine rank; the trainer has it, too."""
+    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
+    trainer.plan_publishes(wanted)
+    return plan_reshard(
+        read_model_spec(Path(config.model)),
+        config.trainer.parallel,
+        wanted=wanted,
+        format=WeightFormat.of(config.engine),
+        bucket_bytes=config.publish.bucket_bytes,
+        te_names=trainer.te_names(),
+    )
+
+
+def _link(
+    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, slots: placement.Placement, plan: ReshardPlan
+) -> Link:
+    """How weights travel; not connected."""
+    timeout_s = config.publish.timeout_s
+    match slots.transport:
+        case "shm":
+            return ShmLink(trainer, engines, timeout_s=timeout_s)
+        case "cuda_ipc":
+            homes = [slot.devices for slot in slots.engines]
+            return HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+        case backend:
+            return GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
 
 
 def _evaluator(config: RunConfig, prompts: dict[str, tuple[Prompt, ...]]) -> Evaluator:

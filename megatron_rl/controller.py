@@ -46,6 +46,13 @@ class Recorder(Protocol):
         """Write a checkpoint that `finished_steps` resumes from."""
 
 
+class Crew(Protocol):
+    """Who brings engines back that have died; `launcher.crew.Crew` in a run."""
+
+    def replace_lost(self) -> int:
+        """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
     """The few numbers that the loop itself reads."""
@@ -75,12 +82,14 @@ class Controller:
     recorder: Recorder
     algorithm: AlgorithmConfig
     settings: LoopSettings
+    crew: Crew
     history: HistoryLink | None = None
     """None: nothing is remembered, engines do not draft."""
     first_step: int = 0
 
     def run(self) -> None:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
+        self.pool.revive = self._revive
         self._make_ready(self.first_step)
         with self.phases.publish():
             self.publisher.publish(self.first_step)
@@ -100,11 +109,18 @@ class Controller:
             batch = self._batch(groups, step)
             with self.phases.train():
                 result = self.trainer.train(batch)
+            self.crew.replace_lost()
             with self.phases.publish():
                 published = self.publisher.publish(step + 1)
             self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
+
+    def _revive(self) -> None:
+        """No engine is left in the middle of a rollout."""
+        self.crew.replace_lost()
+        with self.phases.revival():
+            self.publisher.publish(self.publisher.version)
 
     def _make_ready(self, finished_steps: int) -> None:
         """Have the history ready of what is sampled next: an evaluation if one is due, then a step's prompts.
@@ -132,6 +148,7 @@ class Controller:
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
         metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
+        metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         if self.history is not None:
             metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)

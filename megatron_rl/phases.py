@@ -87,6 +87,14 @@ class Phases:
                 yield
 
     @contextmanager
+    def revival(self) -> Iterator[None]:
+        """Weights travel to engines that have come in the middle of a rollout."""
+        if self._turns is not None:
+            self._turns.to_publish()
+        with self._phase("publisher", "publish"):
+            yield
+
+    @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Engines sample evaluation sets."""
         self._sides.engines_work()

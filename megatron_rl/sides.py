@@ -24,6 +24,7 @@ class Alternating:
     def trainer_works(self) -> Iterator[None]:
         """Engines stand still, and do so until they are waited for."""
         if self._leaves_work and not self._stand_still:
+            self._engines.notice_deaths(timeout_s=self._timeout_s)
             self._engines.call("stand_still", timeout_s=self._timeout_s)
             self._stand_still = True
         yield

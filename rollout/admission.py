@@ -159,7 +159,9 @@ class FlexibleBatches:
         return found
 
     def started(self, group_id: GroupId, version: int) -> None:
-        """Its deadline is `max_staleness` later."""
+        """Its deadline is `max_staleness` later; one that starts once more may have tokens of the first time."""
+        if group_id in self._started:
+            return
         self._started[group_id] = version
         self._by_start.setdefault(version, _Deadline()).num_open += 1
 

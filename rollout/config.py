@@ -79,6 +79,8 @@ class EngineConfig(Config):
     probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.05, "int8": 0.6, "fp8_channel": 0.6, "fp8_block": 0.6}
     """Publishing fails if the mean absolute difference between the engine's log-probabilities of the probe prompt and
     the trainer's own (from the dequantised codes) exceeds this."""
+    max_restarts: int = Field(default=3, ge=0)
+    """So many times in a run an engine that has died is started again; its responses go on, or begin again."""
     update_timeout_s: float = Field(default=300.0, gt=0)
     """An engine that has not finished an update by then is late: it is fenced and named."""
     vllm: dict[str, str | int | float | bool] = {}

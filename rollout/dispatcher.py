@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import GroupId
 
-_Key = tuple[int, int]
-"""(step, place in the plan): what is smaller is taken first."""
+_Entry = tuple[int, float, int, GroupForecast]
+"""(step, rank within it, arrival, group): what is smaller is taken first. Only the newest arrival of a group counts."""
 
 
 def free_slots_for(group_size: int, num_slots: int) -> int:
@@ -30,19 +30,24 @@ def free_slots_for(group_size: int, num_slots: int) -> int:
 
 @dataclass(slots=True)
 class Dispatcher:
-    """Queues of all engines. `admit`, `take` and `finish` mutate."""
+    """Queues of all engines. All methods but `peek`, `loads`, `queued_tokens` and `check_integrity` mutate."""
 
     num_engines: int
-    _homes: list[list[tuple[_Key, int, GroupForecast]]] = field(init=False)
-    _all: list[tuple[int, float, int, GroupForecast]] = field(default_factory=list)
-    """(step, -expected tokens, arrival, group) of everything that may be shared; what was taken is skipped."""
-    _waiting: dict[GroupId, int] = field(default_factory=dict)
-    """Home of each group that waits."""
-    _running: dict[GroupId, tuple[int, GroupForecast]] = field(default_factory=dict)
-    _tokens: list[float] = field(init=False)
-    _arrivals: int = 0
     num_stolen: int = 0
     """Groups that ran elsewhere than planned."""
+    _homes: list[list[_Entry]] = field(init=False)
+    """By engine, in the order of the plan."""
+    _shared: list[_Entry] = field(default_factory=list)
+    """What any engine may take, the longest first."""
+    _waiting: dict[GroupId, tuple[int, int]] = field(default_factory=dict)
+    """Home and arrival of each group that waits."""
+    _running: dict[GroupId, tuple[int, GroupForecast, bool]] = field(default_factory=dict)
+    """Engine, group, and whether it may be shared."""
+    _sharing: set[GroupId] = field(default_factory=set)
+    _tokens: list[float] = field(init=False)
+    _closed: set[int] = field(default_factory=set)
+    """Engines that are not there."""
+    _arrivals: int = 0
 
     def __post_init__(self) -> None:
         self._homes = [[] for _ in range(self.num_engines)]
@@ -55,54 +60,94 @@ class Dispatcher:
         """[engine], expected tokens of what waits for it and of what it runs."""
         return tuple(self._tokens)
 
+    def loads(self, num_slots: int) -> list[EngineLoad]:
+        """All engines as planning sees them."""
+        return [EngineLoad(num_slots=num_slots, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
+
     def admit(self, plan: RolloutPlan) -> None:
         """Add a plan's groups behind what waits, by step."""
         for engine, queue in enumerate(plan.queues):
             for group in queue:
                 assert group.group_id not in self._waiting, f"group {group.group_id} was admitted twice"
-                self._arrivals += 1
-                self._waiting[group.group_id] = engine
-                self._tokens[engine] += group.work
-                heapq.heappush(self._homes[engine], ((group.step, self._arrivals), self._arrivals, group))
-                if plan.shares_work:
-                    heapq.heappush(self._all, (group.step, -group.tokens, self._arrivals, group))
+                self._wait(group, engine, is_shared=plan.shares_work, rank=float(self._arrivals))
 
     def peek(self, engine: int) -> GroupForecast | None:
         """What the engine would start next; None: nothing for it."""
-        home, everything = self._homes[engine], self._all
-        while home and self._waiting.get(home[0][2].group_id) != engine:
-            heapq.heappop(home)
-        while everything and everything[0][3].group_id not in self._waiting:
-            heapq.heappop(everything)
-        if home and not (everything and everything[0][0] < home[0][2].step):
-            return home[0][2]
-        return everything[0][3] if everything else None
+        if engine in self._closed:
+            return None
+        own, shared = self._first(self._homes[engine]), self._first(self._shared)
+        if own is None or (shared is not None and shared.step < own.step):
+            return shared
+        return own
 
     def take(self, engine: int) -> GroupForecast | None:
         """`peek`, and the engine has it from now on."""
         group = self.peek(engine)
         if group is None:
             return None
-        planned = self._waiting.pop(group.group_id)
-        if planned != engine:
-            self.num_stolen += 1
-            self._tokens[planned] -= group.work
-            self._tokens[engine] += group.work
-        self._running[group.group_id] = (engine, group)
+        planned, _ = self._waiting.pop(group.group_id)
+        self.num_stolen += planned != engine
+        self._tokens[planned] -= group.work
+        self._tokens[engine] += group.work
+        self._running[group.group_id] = (engine, group, group.group_id in self._sharing)
+        self._sharing.discard(group.group_id)
         return group
 
     def finish(self, group_id: GroupId) -> None:
         """A running group has ended."""
-        engine, group = self._running.pop(group_id)
+        engine, group, _ = self._running.pop(group_id)
         self._tokens[engine] -= group.work
 
-    def loads(self, num_slots: int) -> list[EngineLoad]:
-        """All engines as planning sees them."""
-        return [EngineLoad(num_slots=num_slots, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
+    def again(self, group_id: GroupId) -> None:
+        """A running group was interrupted: it waits once more, before everything else of its step."""
+        engine, group, is_shared = self._running.pop(group_id)
+        self._tokens[engine] -= group.work
+        self._wait(group, engine, is_shared=is_shared, rank=-float("inf"))
+
+    def close(self, engine: int) -> None:
+        """An engine is gone: what waits for it waits for others from now on."""
+        self._closed.add(engine)
+        entries, self._homes[engine] = self._homes[engine], []
+        for _, rank, arrival, group in sorted(entries, key=lambda entry: entry[:3]):
+            if self._waiting.get(group.group_id) == (engine, arrival):
+                self._tokens[engine] -= group.work
+                self._wait(group, engine, is_shared=group.group_id in self._sharing, rank=rank)
+
+    def open(self, engine: int) -> None:
+        """It is there again."""
+        self._closed.discard(engine)
+        for gone in tuple(self._closed):  # what waited there while there was nobody else
+            self.close(gone)
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
         assert not self._waiting.keys() & self._running.keys(), "a group waits and runs"
-        for group_id, engine in self._waiting.items():
-            found = sum(item[2].group_id == group_id for item in self._homes[engine])
+        for group_id, (engine, arrival) in self._waiting.items():
+            found = sum(
+                entry[2:] == (arrival, entry[3]) and entry[3].group_id == group_id for entry in self._homes[engine]
+            )
             assert found == 1, f"group {group_id} waits {found} times"
+            assert engine not in self._closed or len(self._closed) == self.num_engines, "a group waits for nobody"
+
+    def _wait(self, group: GroupForecast, planned: int, *, is_shared: bool, rank: float) -> None:
+        home = self._open_home(planned)
+        self._arrivals += 1
+        self._waiting[group.group_id] = (home, self._arrivals)
+        self._tokens[home] += group.work
+        heapq.heappush(self._homes[home], (group.step, rank, self._arrivals, group))
+        if is_shared:
+            self._sharing.add(group.group_id)
+            heapq.heappush(self._shared, (group.step, -group.tokens, self._arrivals, group))
+
+    def _open_home(self, planned: int) -> int:
+        """The engine that was planned, or the one with the least to do if it is not there and others are."""
+        others = [number for number in range(self.num_engines) if number not in self._closed]
+        if planned not in self._closed or not others:
+            return planned
+        return min(others, key=lambda number: (self._tokens[number], number))
+
+    def _first(self, heap: list[_Entry]) -> GroupForecast | None:
+        """The first entry that still counts; the others before it are dropped."""
+        while heap and self._waiting.get(heap[0][3].group_id, (0, 0))[1] != heap[0][2]:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None

@@ -6,17 +6,21 @@ Invariant: tokens leave the engine once, when their whole group is finished.
 import asyncio
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from history.draft_stats import DraftStats
+from rollout import vllm_compat
 from rollout.engine_config import end_of_sequence_ids, engine_arguments
 from rollout.engine_responses import (
+    NOTHING,
     Finished,
     Response,
     ResponseLedger,
+    begun,
     check_length,
     columns,
     sampling_params,
@@ -40,6 +44,7 @@ from rollout.types import (
     GroupSummary,
     PromptGroup,
     TokenIds,
+    WeightSpan,
 )
 from rollout.weight_format import WeightFormat
 
@@ -87,59 +92,121 @@ class Engine:
 
     # -- responses ---------------------------------------------------------------------------------
 
-    async def generate_group(self, group: PromptGroup) -> tuple[GroupSummary, GroupColumns]:
+    async def generate_group(
+        self, group: PromptGroup, summary: GroupSummary | None = None, columns_so_far: GroupColumns | None = None
+    ) -> tuple[GroupSummary, GroupColumns]:
         """Sample all responses of a group; returns when the last one has ended.
+
+        With `summary` and `columns_so_far`, what another engine returned for the group, responses that were aborted
+        go on where they were, and the others stay as they are. If vLLM's process dies, responses are aborted
+        with the tokens that had come from it, and the summary says so (`fault`).
 
         Raises:
             ValueError: prompt and response do not fit the engine's longest request.
-            RuntimeError: the engine died; the message names it.
+            RuntimeError: the engine failed in another way; the message names it.
         """
         check_length(group, self.spec.max_model_len)
         started_at_s = time.time()
-        responses: list[Response] = []
+        before = begun(summary, columns_so_far, len(group.seeds))
+        responses: dict[int, Response] = {}
+        finished = {sample: had for sample, had in enumerate(before) if had.reason is not FinishReason.ABORT}
+        fault = ""
         try:
-            await self._submit_group(group, responses)
-            finished = await asyncio.gather(*(self._collect(group, *each) for each in enumerate(responses)))
+            await self._submit_group(group, before, responses)
+            await self._collect_all(group, responses, finished)
+        except vllm_compat.DEAD as error:
+            fault = f"{self.spec.name}: {error}"
+            await self._cut_off(before, responses, finished)
         except asyncio.CancelledError:
-            await self._llm.abort([response.request_id for response in responses], internal=True)
-            self._ledger.drop(responses)
+            await self._llm.abort([response.request_id for response in responses.values()], internal=True)
+            self._ledger.drop(responses.values())
             raise
         except Exception as error:  # the border to vLLM's processes: any failure there ends the requests with it
-            self._ledger.drop(responses)
+            self._ledger.drop(responses.values())
             raise RuntimeError(f"{self.spec.name} failed while it sampled group {group.group_id}: {error}") from error
-        summary = GroupSummary(
+        ended = [finished[sample] for sample in range(len(before))]
+        found = GroupSummary(
             group_id=group.group_id,
             engine_id=self.spec.engine_id,
             num_prompt_tokens=len(group.prompt.token_ids),
-            lengths=tuple(len(f.response_ids) for f in finished),
-            finish_reasons=tuple(f.reason for f in finished),
-            weight_spans=tuple(f.weight_spans for f in finished),
+            lengths=tuple(len(f.response_ids) for f in ended),
+            finish_reasons=tuple(f.reason for f in ended),
+            weight_spans=tuple(f.weight_spans for f in ended),
             started_at_s=started_at_s,
             finished_at_s=time.time(),
+            fault=fault,
         )
-        return summary, columns(group, finished)
+        return found, columns(group, ended)
 
-    async def _submit_group(self, group: PromptGroup, responses: list[Response]) -> None:
+    async def _collect_all(
+        self, group: PromptGroup, responses: Mapping[int, Response], finished: dict[int, Finished]
+    ) -> None:
+        """Wait for all responses, into `finished` by sample, also if one of them fails.
+
+        Raises:
+            Exception: the first failure.
+        """
+
+        async def collect(sample: int, response: Response) -> None:
+            finished[sample] = await self._collect(group, sample, response)
+
+        collecting = (collect(sample, response) for sample, response in responses.items())
+        for failure in await asyncio.gather(*collecting, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _cut_off(
+        self, before: Sequence[Finished], responses: Mapping[int, Response], finished: dict[int, Finished]
+    ) -> None:
+        """Keep what responses had when vLLM's process died."""
+        nothing = Finished(
+            response_ids=NOTHING.response_ids,
+            rollout_logprobs=NOTHING.rollout_logprobs,
+            reason=FinishReason.ABORT,
+            weight_spans=(WeightSpan(weight_version=self.weights.version, num_tokens=0),),
+        )
+        for sample, had in enumerate(before):
+            if sample in finished:
+                continue
+            response = responses.get(sample)
+            if response is None:  # it was never submitted
+                finished[sample] = had.followed_by(nothing)
+            else:
+                emitted = vllm_compat.emitted(self._llm, response.request_id)
+                finished[sample] = self._ledger.cut_off(response, emitted, self.weights.version)
+
+    async def _submit_group(
+        self, group: PromptGroup, before: Sequence[Finished], responses: dict[int, Response]
+    ) -> None:
         """Hand a group to vLLM whole; while the engine is held, when the group's turn has come."""
         roll_call = self._roll_call
         if roll_call is not None:
             await roll_call.wait_for_turn(group.group_id)
         try:
             async with self._submitting:
-                for seed in group.seeds:
-                    responses.append(await self._submit(group, seed))
+                for sample, had in enumerate(before):
+                    if had.reason is FinishReason.ABORT:
+                        responses[sample] = await self._submit(group, sample, had)
+            await self._note_ended(len(before) - len(responses))
         finally:
             if roll_call is not None:
                 await roll_call.enter(group.group_id)
 
-    async def _submit(self, group: PromptGroup, seed: int) -> Response:
+    async def _submit(self, group: PromptGroup, sample: int, had: Finished) -> Response:
         self._num_requests += 1
         queue = await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
-            token_prompt(group.prompt.token_ids, salt=self.weights.salt),
-            sampling_params(group.sampling, seed, self._stop_ids, group.prompt.prompt_id, group.step),
+            token_prompt(np.concatenate([group.prompt.token_ids, had.response_ids]), salt=self.weights.salt),
+            sampling_params(
+                group.sampling,
+                group.seeds[sample],
+                self._stop_ids,
+                group.prompt.prompt_id,
+                group.step,
+                num_begun=len(had.response_ids),
+            ),
         )
-        response = Response(group_id=group.group_id, queue=queue)
+        response = Response(group_id=group.group_id, queue=queue, before=had)
         self._ledger.add(response)
         return response
 
@@ -204,6 +271,10 @@ class Engine:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     # -- what it is doing --------------------------------------------------------------------------
+
+    def fault(self) -> str:
+        """Why vLLM can sample no further; empty while it can."""
+        return f"{self.spec.name}: vLLM's process has ended" if self._llm.errored else ""
 
     def state(self) -> EngineState:
         """The state now."""

@@ -46,9 +46,11 @@ class EngineActor:
         self._engine.shutdown()
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    async def generate_group(self, group: PromptGroup) -> tuple[GroupSummary, GroupColumns]:
+    async def generate_group(
+        self, group: PromptGroup, summary: GroupSummary | None = None, columns: GroupColumns | None = None
+    ) -> tuple[GroupSummary, GroupColumns]:
         """See `Engine.generate_group`."""
-        return await self._engine.generate_group(group)
+        return await self._engine.generate_group(group, summary, columns)
 
     async def ended_at_least(self, count: int) -> int:
         """See `Engine.ended_at_least`."""
@@ -117,6 +119,10 @@ class EngineActor:
     async def fence(self, fault: str) -> None:
         """See `EngineWeights.fence`."""
         await self._engine.weights.fence(fault)
+
+    async def fault(self) -> str:
+        """See `Engine.fault`."""
+        return self._engine.fault()
 
     async def state(self) -> EngineState:
         """See `Engine.state`."""

@@ -1,12 +1,15 @@
 """The responses in flight inside one engine, and which weights sampled which of their tokens.
 
+A response may have begun elsewhere: what it had then (`Finished`, aborted) is part of its prompt here, and comes
+before what is sampled now when it is finished.
+
 Invariants: the spans of a response are in order and sum to its length (one span of length 0 if it was
 aborted before its first token); a response that has ended keeps the version it ended under, however
 late somebody looks at it.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from vllm.inputs import TokensPrompt
@@ -16,10 +19,12 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from history.types import prompt_key
 from rollout.proposer import PROMPT_KEY, STEP
+from rollout.seeds import continued_seed
 from rollout.types import (
     FinishReason,
     GroupColumns,
     GroupId,
+    GroupSummary,
     Logprobs,
     PromptGroup,
     PromptId,
@@ -30,12 +35,59 @@ from rollout.types import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One response at its end; with the reason `ABORT` it can go on."""
+
+    response_ids: TokenIds
+    """[T]"""
+    rollout_logprobs: Logprobs
+    """[T]"""
+    reason: FinishReason
+    weight_spans: tuple[WeightSpan, ...]
+
+    def followed_by(self, rest: "Finished") -> "Finished":
+        """The same response, gone on."""
+        return Finished(
+            response_ids=np.concatenate([self.response_ids, rest.response_ids]),
+            rollout_logprobs=np.concatenate([self.rollout_logprobs, rest.rollout_logprobs]),
+            reason=rest.reason,
+            weight_spans=_joined_spans([*self.weight_spans, *rest.weight_spans]),
+        )
+
+
+NOTHING = Finished(
+    response_ids=np.zeros(0, dtype=np.int32),
+    rollout_logprobs=np.zeros(0, dtype=np.float32),
+    reason=FinishReason.ABORT,
+    weight_spans=(),
+)
+"""What a response has that was never begun."""
+
+
+def begun(summary: GroupSummary | None, columns: GroupColumns | None, size: int) -> list[Finished]:
+    """What each of a group's `size` responses had when they left another engine; `NOTHING` without one."""
+    if summary is None or columns is None:
+        return [NOTHING] * size
+    return [
+        Finished(
+            response_ids=columns.response(sample),
+            rollout_logprobs=columns.logprobs(sample),
+            reason=summary.finish_reasons[sample],
+            weight_spans=summary.weight_spans[sample],
+        )
+        for sample in range(size)
+    ]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Response:
     """One response in flight."""
 
     group_id: GroupId
     queue: RequestOutputCollector
+    before: Finished = NOTHING
+    """What it had when it came here."""
     stamps: list[tuple[WeightVersion, int]] = field(default_factory=list)
     """(version, tokens emitted when it ended) of every weight version that has ended since the response began."""
     ended_under: WeightVersion | None = None
@@ -47,28 +99,18 @@ class Response:
         return str(self.queue.request_id)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """One response at its end."""
-
-    response_ids: TokenIds
-    """[T]"""
-    rollout_logprobs: Logprobs
-    """[T]"""
-    reason: FinishReason
-    weight_spans: tuple[WeightSpan, ...]
-
-
 def sampling_params(
-    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId, step: int
+    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId, step: int, *, num_begun: int = 0
 ) -> SamplingParams:
-    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids."""
+    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids, `num_begun` tokens are
+    there.
+    """
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens,
-        seed=seed,
+        max_tokens=sampling.max_response_tokens - num_begun,
+        seed=continued_seed(seed, num_begun),
         stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
         logprobs=0,
         flat_logprobs=True,
@@ -145,12 +187,26 @@ class ResponseLedger:
         last = current if response.ended_under is None else response.ended_under
         self.num_finished += 1
         self.num_tokens += len(response_ids)
-        return Finished(
+        rest = Finished(
             response_ids=response_ids,
             rollout_logprobs=logprobs,
             reason=FinishReason(completion.finish_reason),
             weight_spans=spans(response.stamps, last, len(response_ids)),
         )
+        return response.before.followed_by(rest)
+
+    def cut_off(self, response: Response, emitted: tuple[TokenIds, Logprobs], current: WeightVersion) -> Finished:
+        """Close a response whose engine has died, with the tokens and log-probabilities that had come from it."""
+        self._running.discard(response)
+        last = current if response.ended_under is None else response.ended_under
+        ids, logprobs = emitted
+        rest = Finished(
+            response_ids=ids,
+            rollout_logprobs=logprobs,
+            reason=FinishReason.ABORT,
+            weight_spans=spans(response.stamps, last, len(ids)),
+        )
+        return response.before.followed_by(rest)
 
     def drop(self, responses: Iterable[Response]) -> None:
         """Forget responses whose engine has failed."""
@@ -166,6 +222,17 @@ def spans(stamps: list[tuple[WeightVersion, int]], last: WeightVersion, length: 
             found.append(WeightSpan(weight_version=version, num_tokens=end - start))
             start = end
     return tuple(found) or (WeightSpan(weight_version=last, num_tokens=0),)
+
+
+def _joined_spans(parts: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
+    """Neighbours of one version as one span, and none without tokens; the last one if there are no tokens at all."""
+    found: list[WeightSpan] = []
+    for part in parts:
+        if found and found[-1].weight_version == part.weight_version:
+            found[-1] = replace(part, num_tokens=found[-1].num_tokens + part.num_tokens)
+        elif part.num_tokens:
+            found.append(part)
+    return tuple(found) or tuple(parts[-1:])
 
 
 def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:

@@ -6,9 +6,13 @@ say when enough of its responses have ended (`EngineActor.ended_at_least`). The 
 (`whole_step=True`), where everything admitted is handed over before the engine samples its first token, because the
 composition of a batch must not depend on timing.
 
-A group passes four places, each in exactly one of the dispatcher, `_generating`, `_scoring`, `_scored`;
+A group passes four places, each in exactly one of `_waiting`, `_generating`, `_scoring`, `_scored`;
 `check_integrity` asserts it. Only references to tokens pass through here. One thread at a time: `aside` lends the
 pool to one of its own.
+
+An engine that dies loses no group. Where its actor lives on, its groups come back with the tokens that they had and
+go on elsewhere from there; where it died with it, they begin again at the prompt, with the same seeds. If no engine
+is left, `revive` has to bring one.
 """
 
 import threading
@@ -20,6 +24,7 @@ from typing import Protocol
 import ray
 
 from rollout.dispatcher import Dispatcher, free_slots_for
+from rollout.engine_group import EngineGroup
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Score, ScoredGroup
 
@@ -73,24 +78,31 @@ class EnginePool:
 
     def __init__(
         self,
-        engines: Sequence[ray.actor.ActorHandle],
+        engines: EngineGroup,
         scorers: Sequence[ray.actor.ActorHandle],
         *,
         slots_per_engine: int,
         batches: Batches | None = None,
         whole_step: bool = False,
     ) -> None:
-        """`engines` are `rollout.engine.EngineActor`, `scorers` are `rollout.scoring.ScorerActor` handles.
+        """`scorers` are `rollout.scoring.ScorerActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called.
         """
-        self._engines = tuple(engines)
+        self.revive: Callable[[], None] | None = None
+        """Called when no engine is left; returns when there is one that serves. Without it, that is an error."""
+        self.num_reissued = 0
+        """Groups that were begun again, or went on elsewhere, because their engine had died."""
+        self._engines = engines
         self._scorers = tuple(scorers)
         self._slots = slots_per_engine
         self._batches = batches
         self._whole_step = whole_step
         self._waiting: dict[GroupId, PromptGroup] = {}
         self._dispatcher = Dispatcher(len(self._engines))
+        self._begun: dict[GroupId, tuple[GroupSummary, ray.ObjectRef]] = {}
+        """What waiting groups have already."""
+        self._closed: set[int] = set()
         self._sent = [0] * len(self._engines)
         self._ended = [0] * len(self._engines)
         self._asked: dict[ray.ObjectRef, int] = {}
@@ -112,7 +124,7 @@ class EnginePool:
         self._waiting.update((group.group_id, group) for group in groups)
         self._dispatcher.admit(plan)
         if self._whole_step:
-            (engine,) = self._engines
+            (engine,) = self._engines.actors
             ray.get(engine.hold.remote())
             entering: list[GroupId] = []
             while (forecast := self._dispatcher.take(0)) is not None:
@@ -161,6 +173,7 @@ class EnginePool:
         def work() -> None:
             try:
                 while not ends.is_set():
+                    self._dispatch()
                     if self._generating or self._scoring:
                         self._advance(timeout_s=_POLL_S)
                     else:
@@ -215,7 +228,8 @@ class EnginePool:
         """Give the emptiest engines something to do until none has room; those that could have more are asked for
         it.
         """
-        hungry = set(range(len(self._engines)))
+        self._note_who_is_there()
+        hungry = set(self._engines.there)
         while hungry:
             engine = min(hungry, key=lambda number: (self._used(number), number))
             forecast = self._dispatcher.peek(engine)
@@ -224,14 +238,15 @@ class EnginePool:
                 hungry.discard(engine)
                 if forecast is not None and engine not in self._asked.values():
                     enough = self._sent[engine] - (self._slots - needed)
-                    self._asked[self._engines[engine].ended_at_least.remote(enough)] = engine
+                    self._asked[self._engines.actors[engine].ended_at_least.remote(enough)] = engine
                 continue
             self._dispatcher.take(engine)
             self._start(forecast, engine=engine)
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
         group = self._waiting.pop(forecast.group_id)
-        summary, columns = self._engines[engine].generate_group.options(num_returns=2).remote(group)
+        call = self._engines.actors[engine].generate_group.options(num_returns=2)
+        summary, columns = call.remote(group, *self._begun.pop(group.group_id, ()))
         self._generating[summary] = _Generating(group=group, engine=engine, columns=columns)
         self._sent[engine] += len(group.seeds)
         if self._batches is not None and group.purpose == TRAIN:
@@ -239,6 +254,10 @@ class EnginePool:
 
     def _advance(self, timeout_s: float | None = None) -> None:
         waiting = [*self._generating, *self._scoring, *self._asked]
+        if not waiting and not self._engines.there and self.revive is not None:
+            self.revive()
+            self._dispatch()
+            return
         if not waiting:
             raise RuntimeError(
                 f"nothing is being sampled, and {len(self._waiting)} groups wait for a batch that needs more"
@@ -250,24 +269,61 @@ class EnginePool:
                 self._note_ended(ref)
             elif ref in self._generating:
                 self._finish_generating(ref)
-            else:
+            elif ref in self._scoring:
                 self._finish_scoring(ref)
+            # else it was asked of an engine of whose end another ref has told
         self._dispatch()
 
     def _note_ended(self, ref: ray.ObjectRef) -> None:
         engine = self._asked.pop(ref)
         try:
             self._ended[engine] = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            self._lose(engine, error)
         except ray.exceptions.RayError as error:
             raise RuntimeError(f"engine {engine} does not say how many of its responses have ended: {error}") from error
 
+    def _lose(self, engine: int, error: Exception) -> None:
+        """An engine has died; raises where there is no going on without it."""
+        if self._whole_step:
+            raise RuntimeError(f"engine {engine} died, and a deterministic run has no other: {error}") from error
+        self._engines.lose(engine, str(error))
+        self._note_who_is_there()
+
+    def _issue_again(self, group: PromptGroup) -> None:
+        self.num_reissued += 1
+        self._waiting[group.group_id] = group
+        self._dispatcher.again(group.group_id)
+
+    def _note_who_is_there(self) -> None:
+        """Close the queues of engines that are lost, and open those of engines that have come."""
+        lost = set(self._engines.lost)
+        for engine in lost - self._closed:
+            self._dispatcher.close(engine)
+            # a successor counts from 0; whoever asked the old one is answered by its end
+            self._asked = {ref: number for ref, number in self._asked.items() if number != engine}
+            self._sent[engine] = self._ended[engine] = 0
+        for engine in self._closed - lost:
+            self._dispatcher.open(engine)
+        self._closed = lost
+
     def _finish_generating(self, ref: ray.ObjectRef) -> None:
         item = self._generating.pop(ref)
-        self._dispatcher.finish(item.group.group_id)
         try:
             summary: GroupSummary = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            self._lose(item.engine, error)
+            self._issue_again(item.group)
+            return
         except ray.exceptions.RayError as error:
             raise RuntimeError(f"engine {item.engine}: group {item.group.group_id} failed: {error}") from error
+        if summary.fault:
+            self._lose(item.engine, RuntimeError(summary.fault))
+            if summary.is_unfinished:
+                self._begun[item.group.group_id] = (summary, item.columns)
+                self._issue_again(item.group)
+                return
+        self._dispatcher.finish(item.group.group_id)
         scorer = self._scorers[self._next_scorer]
         self._next_scorer = (self._next_scorer + 1) % len(self._scorers)
         score = scorer.score.remote(item.group, item.columns)

@@ -22,3 +22,14 @@ def derive_seed(run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, 
     key = "\x1f".join((str(run_seed), purpose, str(step), prompt_id, str(sample)))
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def continued_seed(seed: int, num_tokens: int) -> int:
+    """Return the seed of the rest of a response of which `num_tokens` are there; `seed` itself of none.
+
+    The same seed once more would draw the same numbers as for the beginning.
+    """
+    if num_tokens == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}\x1f{num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

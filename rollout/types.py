@@ -145,6 +145,13 @@ class GroupSummary:
     started_at_s: float
     """Wall clock (`time.time()`) when the engine took the group."""
     finished_at_s: float
+    fault: str = ""
+    """Why the engine can sample no further; its unfinished responses are aborted, with the tokens that they had."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a response was aborted and could go on."""
+        return FinishReason.ABORT in self.finish_reasons
 
     @property
     def oldest_version(self) -> WeightVersion:

@@ -5,8 +5,15 @@ Everything else in this package uses vLLM's public interface as it is in all of 
 
 import asyncio
 
+import numpy as np
 import torch
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout.types import Logprobs, TokenIds
+
+DEAD = EngineDeadError
+"""What calls and requests raise when the process that samples has ended."""
 
 
 async def drain(llm: AsyncLLM) -> None:
@@ -25,6 +32,17 @@ def num_emitted_tokens(llm: AsyncLLM, request_id: str) -> int | None:
     """Tokens that a request has emitted so far; None once it has finished (or before it was taken)."""
     state = llm.output_processor.request_states.get(request_id)
     return None if state is None else int(state.detokenizer.num_output_tokens())
+
+
+def emitted(llm: AsyncLLM, request_id: str) -> tuple[TokenIds, Logprobs]:
+    """Tokens that a request has emitted so far, with their log-probabilities; also when the engine has died."""
+    state = llm.output_processor.request_states.get(request_id)
+    if state is None or state.logprobs_processor is None or state.logprobs_processor.logprobs is None:
+        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    ids = np.array(state.detokenizer.output_token_ids, dtype=np.int32)
+    logprobs = np.array(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
+    count = min(len(ids), len(logprobs))  # one is updated before the other
+    return ids[:count], logprobs[:count]
 
 
 def num_context_tokens(llm: AsyncLLM, request_id: str) -> int:

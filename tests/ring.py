@@ -86,7 +86,7 @@ class Ring:
         trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
-        return cls(directory, trainer, engines, EnginePool(engines.actors, [scorer], slots_per_engine=8))
+        return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))
 
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
         """A publisher over `transport`; the link that is asked for becomes the one that engines listen to."""

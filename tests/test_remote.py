@@ -7,9 +7,10 @@ import pytest
 import ray
 
 from megatron_rl.spmd import SpmdGroup
+from rollout.engine_group import EngineGroup
 from rollout.plan import GroupForecast, RolloutPlan
 from rollout.pool import EnginePool
-from rollout.types import Score, ScoreStatus
+from rollout.types import FinishReason, Score, ScoreStatus
 from tests.megatron_rl.scored_groups import scored_group
 
 pytestmark = pytest.mark.usefixtures("running")
@@ -78,6 +79,10 @@ class Scorer:
         return tuple(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
 
 
+def group_of(*engines):
+    return EngineGroup(engines, num_ranks=1)
+
+
 def groups(count, **changes):
     return [replace(scored_group(number).group, **changes) for number in range(count)]
 
@@ -105,7 +110,7 @@ def test_a_rank_that_raises_is_named_with_its_error():
 
 def test_every_group_comes_back_once_scored_in_the_order_of_admission():
     engines = [Engine.remote() for _ in range(2)]
-    pool = EnginePool(engines, [Scorer.remote(), Scorer.remote()], slots_per_engine=8)
+    pool = EnginePool(group_of(*engines), [Scorer.remote(), Scorer.remote()], slots_per_engine=8)
     seen = []
     pool.admit(groups(12, purpose="train", step=5))
     pool.check_integrity()
@@ -122,7 +127,7 @@ def test_every_group_comes_back_once_scored_in_the_order_of_admission():
 
 
 def test_other_purposes_and_steps_stay_in_the_pool():
-    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
     first, second = groups(2, step=0), [replace(group, step=1, group_id=group.group_id + 2) for group in groups(2)]
     pool.admit(first + second)
     assert len(pool.take("train", 1)) == 2
@@ -131,7 +136,7 @@ def test_other_purposes_and_steps_stay_in_the_pool():
 
 def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
     engine = Engine.remote()
-    pool = EnginePool([engine], [Scorer.remote()], slots_per_engine=4, whole_step=True)
+    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4, whole_step=True)
     pool.admit(groups(6, step=0))
     assert len(pool.take("train", 0)) == 6
     _, calls = ray.get(engine.report.remote())
@@ -141,7 +146,7 @@ def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
 
 
 def test_an_engine_that_fails_is_named_with_its_group():
-    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
     (group,) = groups(1)
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
     with pytest.raises(RuntimeError, match=r"(?s)engine 0: group 0 failed.*out of keys and values"):
@@ -175,7 +180,8 @@ class Batches:
 
 def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
     batches = Batches(5)
-    pool = EnginePool([Engine.remote() for _ in range(2)], [Scorer.remote()], slots_per_engine=8, batches=batches)
+    engines = group_of(*(Engine.remote() for _ in range(2)))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8, batches=batches)
     admitted = groups(15)
     pool.admit(admitted)
     taken = [scored.group.group_id for step in range(3) for scored in pool.take_batch(step)]
@@ -187,7 +193,7 @@ def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
 
 def test_a_plan_says_which_engine_starts_what_and_in_which_order():
     engines = [Engine.remote() for _ in range(2)]
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(*engines), [Scorer.remote()], slots_per_engine=4)
     admitted = groups(6, step=0)
     forecasts = [GroupForecast(group_id=g.group_id, step=0, num_responses=4, tokens=9.0) for g in admitted]
     queues = (tuple(forecasts[i] for i in (5, 0)), tuple(forecasts[i] for i in (4, 3, 2, 1)))
@@ -200,7 +206,7 @@ def test_a_plan_says_which_engine_starts_what_and_in_which_order():
 
 def test_while_the_caller_does_something_else_groups_are_started_and_scored():
     batches = Batches(12)
-    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4, batches=batches)
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4, batches=batches)
     pool.admit(groups(12))
     with pool.aside():
         deadline = time.monotonic() + 60
@@ -213,7 +219,7 @@ def test_while_the_caller_does_something_else_groups_are_started_and_scored():
 def test_what_fails_aside_is_told_when_the_caller_comes_back():
     engine = Engine.remote()
     ray.get(engine.report.remote())  # it is there
-    pool = EnginePool([engine], [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4)
     (group,) = groups(1)
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
     with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.aside():
@@ -221,7 +227,86 @@ def test_what_fails_aside_is_told_when_the_caller_comes_back():
 
 
 def test_a_batch_that_nothing_can_complete_is_said_and_not_waited_for():
-    pool = EnginePool([Engine.remote()], [Scorer.remote()], slots_per_engine=4, batches=Batches(2))
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4, batches=Batches(2))
     pool.admit(groups(1))
     with pytest.raises(RuntimeError, match="nothing is being sampled"):
         pool.take_batch(0)
+
+
+@ray.remote(num_cpus=0)
+class Mortal:
+    """An engine that dies at its `lives`-th group: with its actor, or only vLLM's process inside it."""
+
+    def __init__(self, lives, with_actor):
+        self.lives, self.with_actor = lives, with_actor
+        self.ended = 0
+        self.begun = {}
+
+    @ray.method(num_returns=2)
+    async def generate_group(self, group, summary=None, columns=None):
+        import asyncio
+        import os
+
+        self.lives -= 1
+        self.begun[group.group_id] = None if summary is None else (summary.lengths, columns.response_ids.tolist())
+        await asyncio.sleep(0.02)
+        made = scored_group(group.group_id)
+        if self.lives <= 0:
+            if self.with_actor:
+                os._exit(1)
+            reasons = (FinishReason.STOP, *[FinishReason.ABORT] * 3)
+            return replace(made.summary, finish_reasons=reasons, fault="the core died"), made.columns
+        self.ended += len(group.seeds)
+        return made.summary, made.columns
+
+    async def ended_at_least(self, count):
+        import asyncio
+
+        while self.ended < count:
+            await asyncio.sleep(0.001)
+        return self.ended
+
+    def what_was_begun(self):
+        return self.begun
+
+
+@pytest.mark.parametrize("with_actor", [True, False])
+def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(with_actor):
+    survivor = Mortal.remote(1000, with_actor)
+    engines = group_of(Mortal.remote(4, with_actor), survivor)
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
+    admitted = groups(16, step=0)
+    pool.admit(admitted)
+    taken = pool.take("train", 0)
+    pool.check_integrity()
+    assert [scored.group.group_id for scored in taken] == list(range(16))
+    assert engines.lost == (0,) and engines.why(0)
+    assert pool.num_reissued > 0
+    begun = {group_id: had for group_id, had in ray.get(survivor.what_was_begun.remote()).items() if had is not None}
+    assert bool(begun) is not with_actor  # what an actor had is gone with it
+    for group_id, (lengths, ids) in begun.items():
+        made = scored_group(group_id)
+        assert (lengths, ids) == (made.summary.lengths, made.columns.response_ids.tolist())
+
+
+def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
+    engines = group_of(Mortal.remote(3, True))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
+    brought = []
+
+    def revive():
+        brought.append(engines.why(0))
+        engines.replace(0, Mortal.remote(1000, True))
+
+    pool.revive = revive
+    pool.admit(groups(8, step=0))
+    assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
+    assert len(brought) == 1 and engines.lost == ()
+    pool.check_integrity()
+
+
+def test_without_anybody_to_bring_an_engine_the_end_of_the_last_one_is_an_error():
+    pool = EnginePool(group_of(Mortal.remote(1, True)), [Scorer.remote()], slots_per_engine=8)
+    pool.admit(groups(2, step=0))
+    with pytest.raises(RuntimeError, match="2 groups wait"):
+        pool.take("train", 0)

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import yaml
 
 from rollout.transports import segments
@@ -197,7 +198,10 @@ def run_warm_start(example: Path) -> WarmStart:
 
 
 def run_ahead(example: Path) -> Path:
-    """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more."""
+    """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more.
+
+    Once its engine is killed as a whole, once vLLM's process inside it.
+    """
     run_dir = example / "ahead"
     config = configuration(
         example,
@@ -210,10 +214,25 @@ def run_ahead(example: Path) -> Path:
         planner={"overlap": 1, "max_staleness": 1},
         wandb={"mode": "disabled"},
     )
-    finish(start(config, run_dir, "num_steps=2", "placement.mode=disaggregated"))
-    output = finish(start(config, run_dir, "placement.mode=colocated"))
+    process = start(config, run_dir, "num_steps=2", "placement.mode=disaggregated")
+    kill_when(1, run_dir, process, "ray::EngineActor")
+    assert "engine 0 died and is started again" in finish(process)
+    process = start(config, run_dir, "placement.mode=colocated")
+    kill_when(3, run_dir, process, "VLLM::EngineCore")
+    output = finish(process)
     assert "placement.mode: disaggregated -> colocated" in output
+    assert "engine 0 died and is started again" in output
     return run_dir
+
+
+def kill_when(num_rows: int, run_dir: Path, process: subprocess.Popen, title: str) -> None:
+    """Kill (-9) the descendant of a run with that title as soon as so many steps are recorded."""
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= num_rows, process)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    found = [one for one in descendants if (one.cmdline() or [""])[0].startswith(title)]
+    assert found, f"no {title} among the descendants"
+    for one in found:
+        one.kill()
 
 
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:

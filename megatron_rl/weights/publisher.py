@@ -68,6 +68,8 @@ class Publisher:
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._make_room = make_room
+        self.version = -1
+        """Of the last publish that was proven."""
 
     def publish(self, policy_version: int) -> PublishReport:
         """Bring every engine to `policy_version`; returns when all of them serve it.
@@ -87,6 +89,7 @@ class Publisher:
         weight_gaps = self._compare(version)
         gaps = self._prove(version)
         self._engines.call("resume", timeout_s=self._timeout_s)
+        self.version = policy_version
         return PublishReport(
             weight_version=version,
             wire_bytes=sum(part.num_bytes for part in delivery.staged),

@@ -78,9 +78,10 @@ def controller(
             upcoming=lambda step: ["train"],
             metrics=lambda: {},
         ),
-        pool=Stand(loads=lambda: [], admit=log.call("admit"), take_batch=lambda step, progress: groups),
+        pool=Stand(num_reissued=0, loads=lambda: [], admit=log.call("admit"), take_batch=lambda step, progress: groups),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
+        crew=Stand(replace_lost=lambda: 0),
         phases=phases,
         evaluator=Stand(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]

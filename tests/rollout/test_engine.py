@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from rollout.engine_state import EngineStatus
-from rollout.types import FinishReason
+from rollout.types import FinishReason, WeightSpan
 from tests.rollout.oracle import PROBE
 from tests.rollout.test_publish import gap
 
@@ -138,6 +139,51 @@ def test_abort_keeps_the_tokens_so_far(live, loop):
     assert 5 <= summary.lengths[0] < 240
     assert columns.response_ids.tolist() == whole.response_ids[: summary.lengths[0]].tolist()
     assert sum(span.num_tokens for span in summary.weight_spans[0]) == summary.lengths[0]
+
+
+def test_a_group_that_was_begun_elsewhere_goes_on_from_its_tokens(live, loop):
+    """One response was over, one is aborted half-way and one before its first token."""
+    seeds = (21, 22, 23)
+
+    async def interrupted(group):
+        job = asyncio.create_task(live.engine.generate_group(group))
+        await live.until_emitted(5)
+        await live.engine.abort(group.group_id)
+        return await job
+
+    group = live.group(seeds=seeds, max_response_tokens=40)
+    summary, columns = loop.run(interrupted(group))
+    cut = [summary.lengths[0], summary.lengths[1], 0]
+    offsets = np.cumsum([0, *cut])
+    begun = replace(
+        columns,
+        response_ids=columns.response_ids[: offsets[-1]],
+        rollout_logprobs=columns.rollout_logprobs[: offsets[-1]],
+        offsets=offsets,
+    )
+    version = live.engine.state().weight_version
+    reasons = (FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT)
+    older = WeightSpan(weight_version=version - 1, num_tokens=3)
+    spans = (
+        summary.weight_spans[0],
+        (older, WeightSpan(weight_version=version, num_tokens=cut[1] - 3)),
+        (WeightSpan(weight_version=version - 1, num_tokens=0),),
+    )
+    had = replace(summary, lengths=tuple(cut), finish_reasons=reasons, weight_spans=spans)
+    found, whole = loop.run(live.engine.generate_group(group, had, begun))
+    assert found.finish_reasons == (FinishReason.STOP, FinishReason.LENGTH, FinishReason.LENGTH)
+    assert found.lengths == (cut[0], 40, 40)
+    assert found.weight_spans[1] == (older, WeightSpan(weight_version=version, num_tokens=37))
+    assert found.weight_spans[2] == (WeightSpan(weight_version=version, num_tokens=40),)
+    for sample in range(3):
+        assert whole.response(sample)[: cut[sample]].tolist() == begun.response(sample).tolist()
+        assert whole.logprobs(sample)[: cut[sample]].tolist() == begun.logprobs(sample).tolist()
+        ids = [*PROMPT, *whole.response(sample).tolist()]
+        forced = loop.run(teacher_forced(live, ids, len(PROMPT), 1.0))
+        assert gap(whole.logprobs(sample), forced) < 0.05
+    again, _ = loop.run(live.engine.generate_group(group, found, whole))
+    assert (again.lengths, again.finish_reasons) == (found.lengths, found.finish_reasons)
+    assert again.fault == live.engine.fault() == ""
 
 
 def test_a_cancelled_call_ends_its_requests(live, loop):

@@ -72,9 +72,9 @@ def test_rank_groups_cost_alike_and_change_ends_with_every_step():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_there(data):
-    dispatcher, naive, running, number = Dispatcher(3), {}, {}, 0
+    dispatcher, naive, running, closed, number = Dispatcher(3), {}, {}, set(), 0
     for _ in range(data.draw(st.integers(5, 60))):
-        match data.draw(st.sampled_from(("admit", "take", "take", "finish"))):
+        match data.draw(st.sampled_from(("admit", "take", "take", "finish", "again", "close", "open"))):
             case "admit":
                 new = forecasts(data.draw(st.lists(st.integers(1, 99), max_size=5)), step=number % 3, first=number)
                 number += len(new)
@@ -86,6 +86,7 @@ def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_t
                 seen = dispatcher.peek(engine)
                 group = dispatcher.take(engine)
                 assert group is seen
+                assert group is None or engine not in closed
                 if group is not None:
                     assert naive.pop(group.group_id) is group
                     running[group.group_id] = group
@@ -93,10 +94,26 @@ def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_t
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 del running[group_id]
                 dispatcher.finish(group_id)
+            case "again" if running:
+                group_id = data.draw(st.sampled_from(sorted(running)))
+                naive[group_id] = running.pop(group_id)
+                dispatcher.again(group_id)
+            case "close":
+                closed.add(engine := data.draw(st.integers(0, 2)))
+                dispatcher.close(engine)
+            case "open":
+                closed.discard(engine := data.draw(st.integers(0, 2)))
+                dispatcher.open(engine)
         dispatcher.check_integrity()
         assert len(dispatcher) == len(naive)
         expected = sum(group.work for group in [*naive.values(), *running.values()])
         assert sum(dispatcher.queued_tokens()) == pytest.approx(expected)
+    for engine in range(3):
+        dispatcher.open(engine)
+    rest = []
+    while (group := next(filter(None, map(dispatcher.take, range(3))), None)) is not None:
+        rest.append(group.group_id)
+    assert sorted(rest) == sorted(naive)
 
 
 def test_an_engine_helps_with_the_oldest_step_before_it_begins_a_younger_one():
