@@ -47,7 +47,8 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
 
 def longest_of_two_steps(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
     """As `longest_first`, with the groups of two steps among each other: no batch waits for one step's in
-    particular."""
+    particular.
+    """
     return longest_first([replace(group, step=group.step // 2) for group in groups], engines)
 
 
