@@ -5,12 +5,14 @@
     histopipe   RhymeRL, section 4: groups in order of expected length are cut into runs of equal expected cost, one
                 an engine; which end the long ones are at changes with every step
     adaptive    as `lpt`, and an engine that has nothing left of a step takes what waits for another
+    flexible    as `adaptive`, two steps at a time
 
 All see whole steps and are told nothing of when a step may start (`rollout.admission`).
 """
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 
@@ -43,6 +45,13 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
     return queues
 
 
+def longest_of_two_steps(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+    """As `longest_first`, with the groups of two steps among each other: no batch waits for one step's in
+    particular.
+    """
+    return longest_first([replace(group, step=group.step // 2) for group in groups], engines)
+
+
 def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
     """Runs of equal expected cost along the order of expected lengths; ascending over the engines in odd steps."""
     queues: Queues = [[] for _ in engines]
@@ -62,7 +71,7 @@ POLICIES: dict[str, tuple[Policy, bool]] = {
     "lpt": (longest_first, False),
     "histopipe": (rank_groups, False),
     "adaptive": (longest_first, True),
-    "flexible": (longest_first, True),
+    "flexible": (longest_of_two_steps, True),
 }
 """Placement, and whether engines take each other's work."""
 

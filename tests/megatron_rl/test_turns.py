@@ -1,5 +1,7 @@
 """Turns on shared devices: who leaves before who comes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,17 @@ def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: b
     return DeviceTurns(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)
 
 
+class Beside:
+    """Nothing is unfinished when the trainer works."""
+
+    @contextmanager
+    def trainer_works(self) -> Iterator[None]:
+        yield
+
+    def engines_work(self) -> None:
+        pass
+
+
 def step(phases: Phases, shared: DeviceTurns, log: list[str]) -> None:
     with phases.train():
         log.append("train")
@@ -29,7 +42,7 @@ def test_nobody_comes_before_the_other_has_left():
     log: list[str] = []
     spans: list[str] = []
     shared = turns(log, asleep=True)
-    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared)
+    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared, sides=Beside())
     with phases.publish():  # publish 0: engines went to sleep before the trainer was there
         shared.to_engines()
     assert log == ["out gradients+optimizer", "wake weights", "out weights", "wake kv_cache"]
@@ -47,7 +60,7 @@ def test_nobody_comes_before_the_other_has_left():
 def test_after_a_checkpoint_engines_need_weights_before_they_serve():
     log: list[str] = []
     shared = turns(log)
-    phases = Phases(lambda *span: None, shared)
+    phases = Phases(lambda *span: None, shared, sides=Beside())
     assert not phases.needs_publish
     with phases.checkpoint():
         log.append("save")
@@ -69,5 +82,5 @@ def test_after_a_checkpoint_engines_need_weights_before_they_serve():
 def test_what_stays_is_left_alone(offload, sleep, expected):
     log: list[str] = []
     shared = turns(log, offload=offload, sleep=sleep)
-    step(Phases(lambda *span: None, shared), shared, log)
+    step(Phases(lambda *span: None, shared, sides=Beside()), shared, log)
     assert log == expected
