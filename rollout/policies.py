@@ -14,6 +14,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 
 LENGTH_COST = 1.4
@@ -38,10 +40,14 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
     free_at = [(load.queued_tokens / load.speed, engine) for engine, load in enumerate(engines)]
     heapq.heapify(free_at)
     queues: Queues = [[] for _ in engines]
-    for group in sorted(groups, key=lambda group: (group.step, -group.tokens, group.group_id)):
+    steps, tokens, ids = (
+        np.array([getattr(group, name) for group in groups]) for name in ("step", "tokens", "group_id")
+    )
+    work = (tokens * np.array([group.num_responses for group in groups])).tolist()
+    for index in np.lexsort((ids, -tokens, steps)).tolist():
         free, engine = free_at[0]
-        queues[engine].append(group)
-        heapq.heapreplace(free_at, (free + group.work / engines[engine].speed, engine))
+        queues[engine].append(groups[index])
+        heapq.heapreplace(free_at, (free + work[index] / engines[engine].speed, engine))
     return queues
 
 
@@ -57,12 +63,10 @@ def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) 
     queues: Queues = [[] for _ in engines]
     for step in sorted({group.step for group in groups}):
         of_step = sorted((g for g in groups if g.step == step), key=lambda group: (group.tokens, group.group_id))
-        costs = [group.num_responses * group.tokens**LENGTH_COST for group in of_step]
-        total, before = sum(costs), 0.0
-        for group, cost in zip(of_step, costs, strict=True):
-            rank = min(int(len(engines) * (before + cost / 2) / total), len(engines) - 1)
+        costs = np.array([group.num_responses * group.tokens**LENGTH_COST for group in of_step])
+        middles = (np.cumsum(costs) - costs / 2) / costs.sum()
+        for group, rank in zip(of_step, (len(engines) * middles).astype(int).tolist(), strict=True):
             queues[rank if step % 2 else len(engines) - 1 - rank].append(group)
-            before += cost
     return queues
 
 
