@@ -16,7 +16,8 @@ from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import GroupId
 
 _Entry = tuple[int, float, int, GroupForecast]
-"""(step, rank within it, arrival, group): what is smaller is taken first. Only the newest arrival of a group counts."""
+"""(step, or number of several steps together, rank within it, arrival, group): what is smaller is taken first. Only
+the newest arrival of a group counts."""
 
 
 def free_slots_for(group_size: int, num_slots: int) -> int:
@@ -41,9 +42,10 @@ class Dispatcher:
     """What any engine may take, the longest first."""
     _waiting: dict[GroupId, tuple[int, int]] = field(default_factory=dict)
     """Home and arrival of each group that waits."""
-    _running: dict[GroupId, tuple[int, GroupForecast, bool]] = field(default_factory=dict)
-    """Engine, group, and whether it may be shared."""
-    _sharing: set[GroupId] = field(default_factory=set)
+    _running: dict[GroupId, tuple[int, GroupForecast]] = field(default_factory=dict)
+    """Engine and group."""
+    _shared_by: dict[GroupId, tuple[bool, int]] = field(default_factory=dict)
+    """Of groups that wait or run: whether any engine may take them, and how many steps are as one."""
     _tokens: list[float] = field(init=False)
     _closed: set[int] = field(default_factory=set)
     """Engines that are not there."""
@@ -69,16 +71,16 @@ class Dispatcher:
         for engine, queue in enumerate(plan.queues):
             for group in queue:
                 assert group.group_id not in self._waiting, f"group {group.group_id} was admitted twice"
-                self._wait(group, engine, is_shared=plan.shares_work, rank=float(self._arrivals))
+                self._shared_by[group.group_id] = (plan.shares_work, plan.steps_together)
+                self._wait(group, engine, rank=float(self._arrivals))
 
     def peek(self, engine: int) -> GroupForecast | None:
         """What the engine would start next; None: nothing for it."""
         if engine in self._closed:
             return None
         own, shared = self._first(self._homes[engine]), self._first(self._shared)
-        if own is None or (shared is not None and shared.step < own.step):
-            return shared
-        return own
+        entry = shared if own is None or (shared is not None and shared[0] < own[0]) else own
+        return entry[3] if entry is not None else None
 
     def take(self, engine: int) -> GroupForecast | None:
         """`peek`, and the engine has it from now on."""
@@ -89,20 +91,20 @@ class Dispatcher:
         self.num_stolen += planned != engine
         self._tokens[planned] -= group.work
         self._tokens[engine] += group.work
-        self._running[group.group_id] = (engine, group, group.group_id in self._sharing)
-        self._sharing.discard(group.group_id)
+        self._running[group.group_id] = (engine, group)
         return group
 
     def finish(self, group_id: GroupId) -> None:
         """A running group has ended."""
-        engine, group, _ = self._running.pop(group_id)
+        engine, group = self._running.pop(group_id)
         self._tokens[engine] -= group.work
+        del self._shared_by[group_id]
 
     def again(self, group_id: GroupId) -> None:
         """A running group was interrupted: it waits once more, before everything else of its step."""
-        engine, group, is_shared = self._running.pop(group_id)
+        engine, group = self._running.pop(group_id)
         self._tokens[engine] -= group.work
-        self._wait(group, engine, is_shared=is_shared, rank=-float("inf"))
+        self._wait(group, engine, rank=-float("inf"))
 
     def close(self, engine: int) -> None:
         """An engine is gone: what waits for it waits for others from now on."""
@@ -111,7 +113,7 @@ class Dispatcher:
         for _, rank, arrival, group in sorted(entries, key=lambda entry: entry[:3]):
             if self._waiting.get(group.group_id) == (engine, arrival):
                 self._tokens[engine] -= group.work
-                self._wait(group, engine, is_shared=group.group_id in self._sharing, rank=rank)
+                self._wait(group, engine, rank=rank)
 
     def open(self, engine: int) -> None:
         """It is there again."""
@@ -129,15 +131,16 @@ class Dispatcher:
             assert found == 1, f"group {group_id} waits {found} times"
             assert engine not in self._closed or len(self._closed) == self.num_engines, "a group waits for nobody"
 
-    def _wait(self, group: GroupForecast, planned: int, *, is_shared: bool, rank: float) -> None:
+    def _wait(self, group: GroupForecast, planned: int, *, rank: float) -> None:
         home = self._open_home(planned)
         self._arrivals += 1
         self._waiting[group.group_id] = (home, self._arrivals)
         self._tokens[home] += group.work
-        heapq.heappush(self._homes[home], (group.step, rank, self._arrivals, group))
+        is_shared, steps_together = self._shared_by[group.group_id]
+        step = group.step // steps_together
+        heapq.heappush(self._homes[home], (step, rank, self._arrivals, group))
         if is_shared:
-            self._sharing.add(group.group_id)
-            heapq.heappush(self._shared, (group.step, -group.tokens, self._arrivals, group))
+            heapq.heappush(self._shared, (step, -group.tokens, self._arrivals, group))
 
     def _open_home(self, planned: int) -> int:
         """The engine that was planned, or the one with the least to do if it is not there and others are."""
@@ -146,8 +149,8 @@ class Dispatcher:
             return planned
         return min(others, key=lambda number: (self._tokens[number], number))
 
-    def _first(self, heap: list[_Entry]) -> GroupForecast | None:
+    def _first(self, heap: list[_Entry]) -> _Entry | None:
         """The first entry that still counts; the others before it are dropped."""
         while heap and self._waiting.get(heap[0][3].group_id, (0, 0))[1] != heap[0][2]:
             heapq.heappop(heap)
-        return heap[0][3] if heap else None
+        return heap[0] if heap else None

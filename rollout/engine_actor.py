@@ -47,10 +47,10 @@ class EngineActor:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def generate_group(
-        self, group: PromptGroup, summary: GroupSummary | None = None, columns: GroupColumns | None = None
+        self, group: PromptGroup, summary: GroupSummary | None = None, columns_so_far: GroupColumns | None = None
     ) -> tuple[GroupSummary, GroupColumns]:
         """See `Engine.generate_group`."""
-        return await self._engine.generate_group(group, summary, columns)
+        return await self._engine.generate_group(group, summary, columns_so_far)
 
     async def ended_at_least(self, count: int) -> int:
         """See `Engine.ended_at_least`."""

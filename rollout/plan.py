@@ -48,6 +48,8 @@ class RolloutPlan:
     """[engine], first to start first."""
     shares_work: bool
     """An engine that has nothing left of a step takes what waits for another."""
+    steps_together: int = 1
+    """Steps whose groups have no precedence over each other."""
 
 
 def check_plan(plan: RolloutPlan, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> None:

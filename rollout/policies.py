@@ -12,7 +12,7 @@ All see whole steps and are told nothing of when a step may start (`rollout.admi
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def static(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Qu
     return [list(groups[engine :: len(engines)]) for engine in range(len(engines))]
 
 
-def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad], *, steps_together: int = 1) -> Queues:
     """Steps in order; within a step the longest expected first, each to the engine that is predicted to be free
     first.
     """
@@ -44,18 +44,11 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
         np.array([getattr(group, name) for group in groups]) for name in ("step", "tokens", "group_id")
     )
     work = (tokens * np.array([group.num_responses for group in groups])).tolist()
-    for index in np.lexsort((ids, -tokens, steps)).tolist():
+    for index in np.lexsort((ids, -tokens, steps // steps_together)).tolist():
         free, engine = free_at[0]
         queues[engine].append(groups[index])
         heapq.heapreplace(free_at, (free + work[index] / engines[engine].speed, engine))
     return queues
-
-
-def longest_of_two_steps(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
-    """As `longest_first`, with the groups of two steps among each other: no batch waits for one step's in
-    particular.
-    """
-    return longest_first([replace(group, step=group.step // 2) for group in groups], engines)
 
 
 def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
@@ -70,12 +63,15 @@ def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) 
     return queues
 
 
+TOGETHER = 2
+"""Steps of which `flexible` starts the longest first."""
+
 POLICIES: dict[str, tuple[Policy, bool]] = {
     "static": (static, False),
     "lpt": (longest_first, False),
     "histopipe": (rank_groups, False),
     "adaptive": (longest_first, True),
-    "flexible": (longest_of_two_steps, True),
+    "flexible": (partial(longest_first, steps_together=TOGETHER), True),
 }
 """Placement, and whether engines take each other's work."""
 
@@ -89,4 +85,6 @@ def plan(policy: str, groups: Sequence[GroupForecast], engines: Sequence[EngineL
     if policy not in POLICIES:
         raise ValueError(f"planner.policy `{policy}` is not one of {', '.join(POLICIES)}")
     place, shares_work = POLICIES[policy]
-    return RolloutPlan(queues=tuple(tuple(queue) for queue in place(groups, engines)), shares_work=shares_work)
+    queues = tuple(tuple(queue) for queue in place(groups, engines))
+    together = TOGETHER if policy == "flexible" else 1
+    return RolloutPlan(queues=queues, shares_work=shares_work, steps_together=together)
