@@ -24,15 +24,14 @@ class Alternating:
     def trainer_works(self) -> Iterator[None]:
         """Engines stand still, and do so until they are waited for."""
         if self._leaves_work and not self._stand_still:
-            self._engines.notice_deaths(timeout_s=self._timeout_s)
-            self._engines.call("stand_still", timeout_s=self._timeout_s)
+            self._engines.tell("stand_still", timeout_s=self._timeout_s)
             self._stand_still = True
         yield
 
     def engines_work(self) -> None:
         """They go on."""
         if self._stand_still:
-            self._engines.call("go_on", timeout_s=self._timeout_s)
+            self._engines.tell("go_on", timeout_s=self._timeout_s)
             self._stand_still = False
 
 

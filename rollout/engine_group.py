@@ -94,6 +94,21 @@ class EngineGroup:
         """`begin` and `wait`."""
         return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
 
+    def tell(self, method: str, *args: object, timeout_s: float) -> None:
+        """`call`, but an engine that has died is lost and no error.
+
+        Raises:
+            RuntimeError: a living engine raised, or had not finished after `timeout_s`; named by number.
+        """
+        try:
+            self.call(method, *args, timeout_s=timeout_s)
+        except RuntimeError:
+            before = self.lost
+            self.notice_deaths(timeout_s=timeout_s)
+            if self.lost == before:
+                raise
+            self.tell(method, *args, timeout_s=timeout_s)
+
     def wanted(self, *, timeout_s: float) -> list[Wanted]:
         """What each rank of an engine takes of a publish.
 

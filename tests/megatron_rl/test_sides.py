@@ -10,10 +10,7 @@ class Engines:
     def __init__(self):
         self.calls = []
 
-    def notice_deaths(self, *, timeout_s):
-        pass
-
-    def call(self, method, *, timeout_s):
+    def tell(self, method, *, timeout_s):
         self.calls.append(method)
 
 
