@@ -1,10 +1,10 @@
 """Who waits, and for how long: every placement policy on simulated engines with responses of long-tailed lengths.
 
-`python -m benchmarks.planner --json OUT [--quick]`. Policies, admission and dispatcher are the product's own
-(`rollout.policies`, `rollout.admission`, `rollout.dispatcher`); engines and trainer are a model
-(`benchmarks.simulator`). Groups of eight are placed whole. The baseline, `static`, places single responses, since a
-synchronous step needs no group to stay together; it is what everything is compared with. How well lengths are
-foretold is varied in two ways:
+`python -m benchmarks.planner --json OUT [--quick] [--traces FILE.. [--step-time FILE --only model=7B ..]]`. Policies,
+admission and dispatcher are the product's own (`rollout.policies`, `rollout.admission`, `rollout.dispatcher`);
+engines and trainer are a model (`benchmarks.simulator`). Groups of eight are placed whole. The baseline, `static`,
+places single responses, since a synchronous step needs no group to stay together; it is what everything is compared
+with. How well lengths are foretold is varied in two ways:
 
     responses    every response has a forecast of its own (groups of one), right to a given rank correlation
     groups       log-lengths vary by a share over prompts, and the prompt's part is foretold to 0.95: with
@@ -16,7 +16,6 @@ benchmark's record. The trainer takes half as long as saturated engines, except 
 compared.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,18 +30,16 @@ from benchmarks.record import Goal, Row, arguments, write
 from benchmarks.simulator.bounds import longest_s, saturated_s
 from benchmarks.simulator.engines import Speed
 from benchmarks.simulator.run import Cluster, Outcome, Scheme, simulate
-from benchmarks.simulator.workload import Workload, draw, single_responses
+from benchmarks.simulator.speeds import DRAFTERS, inferred, measured
+from benchmarks.simulator.workload import Workload, draw, replayed, single_responses
 from history.reuse import rank_correlation
+from history.traces import read_traces
 from rollout.plan import EngineLoad, GroupForecast
 from rollout.policies import POLICIES, plan
 from rollout.types import GroupId
 
 NUM_SLOTS, REQUESTS_PER_ENGINE, GROUP_SIZE = 64, 128, 8
 PROMPT_CORRELATION, PROMPT_SHARE = 0.95, 0.6
-BASE_S, ROW_S, CONTEXT_S = 0.010, 4e-5, 2.7e-8
-DRAFTING = Path("benchmarks/results/drafting.json")
-REUSE_CASE = "2k, reuse 87 %"
-DRAFTERS = {"ours": "ours", "histospec": "HistoSpec, paper"}
 
 SCHEMES = {
     "static": Scheme(policy="static"),
@@ -74,27 +71,6 @@ class Case:
     is_colocated: bool = False
 
 
-def speed_of(drafter: str) -> Speed:
-    """What forwards cost and yield with drafts by that method; between recorded batches by the batch's logarithm."""
-    rows = np.arange(NUM_SLOTS + 1)
-    if drafter == "none":
-        return Speed(fixed_s=np.asarray(BASE_S + ROW_S * rows), context_s=CONTEXT_S, gains=np.ones(len(rows)))
-    recorded = json.loads(DRAFTING.read_text(encoding="utf-8"))["rows"]
-    found = sorted(
-        (row["batch"], row["tokens_per_forward"], row["drafted_per_request"])
-        for row in recorded
-        if "over_no_drafts" in row and row["case"] == REUSE_CASE and row["method"] == DRAFTERS[drafter]
-    )
-    batches, gains, drafted = (np.log(np.array(column)) for column in zip(*found, strict=True))
-    at = np.log(np.maximum(rows, 1))
-    verified = 1 + np.exp(np.interp(at, batches, drafted))
-    return Speed(
-        fixed_s=np.asarray(BASE_S + ROW_S * rows * verified),
-        context_s=CONTEXT_S,
-        gains=np.exp(np.interp(at, batches, gains)),
-    )
-
-
 def workload_of(case: Case) -> Workload:
     """The responses of a case. The baseline sees them one by one."""
     by_response = case.forecasts == "responses"
@@ -115,10 +91,11 @@ def workload_of(case: Case) -> Workload:
 def run(case: Case) -> Row:
     """Simulate one case; a flat row."""
     began = time.perf_counter()
-    workload, speed, scheme = workload_of(case), speed_of(case.drafter), SCHEMES[case.scheme]
+    workload, speed, scheme = workload_of(case), inferred(NUM_SLOTS, case.drafter), SCHEMES[case.scheme]
     bound = _saturated_s(workload, speed, case.num_engines) / workload.num_steps
-    # of the same trainer, whatever engines do; else one that keeps up with them
-    work = _saturated_s(workload, speed_of("none"), 1) / 4 if case.num_trainer_gpus else bound * workload.num_steps / 2
+    work = bound * workload.num_steps / 2
+    if case.num_trainer_gpus:  # of the same trainer, whatever engines do; else one that keeps up with them
+        work = _saturated_s(workload, inferred(NUM_SLOTS), 1) / 4
     cluster = Cluster(
         num_engines=case.num_engines,
         num_slots=NUM_SLOTS,
@@ -317,10 +294,63 @@ def _at_most(name: str, value: float, bound: float, unit: str) -> Goal:
     return Goal(name=name, value=value, bound=bound, direction="at most", unit=unit)
 
 
+def replays(
+    traces: Sequence[Path], speed: Speed, *, num_engines: int, num_slots: int, train_share: float
+) -> Iterator[Row]:
+    """Every scheme on recorded responses; the trainer takes `train_share` of the time of saturated engines."""
+    recorded = replayed(trace for path in traces for trace in read_traces(path))
+    bound = _saturated_s(recorded, speed, num_engines)
+    cluster = Cluster(
+        num_engines=num_engines,
+        num_slots=num_slots,
+        speed=speed,
+        train_s_per_token=train_share * bound / float(recorded.lengths.sum()),
+        publish_s=0.0,
+    )
+    for name, scheme in SCHEMES.items():
+        outcome = simulate(single_responses(recorded) if name == "static" else recorded, cluster, scheme)
+        yield {
+            "what": "replay",
+            "scheme": name,
+            "engines": num_engines,
+            "slots": num_slots,
+            "steps": recorded.num_steps,
+            "rank_correlation": _foretold(recorded),
+            "step_s": outcome.step_s,
+            "bubble": round(1 - bound / recorded.num_steps / outcome.step_s, 4),
+            "idle": round(outcome.idle, 4),
+            "mean_staleness": round(outcome.mean_staleness, 4),
+            "max_staleness": outcome.max_staleness,
+        }
+
+
 def main() -> int:
     """Simulate, record, say what was reached."""
-    options = arguments(__doc__ or "").parse_args()
-    rows: list[Row] = list(planning_rows(quick=options.quick))
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--traces", nargs="+", type=Path, default=[], help="replay these instead (`traces/` of a run)")
+    parser.add_argument("--engines", type=int, default=8, help="with --traces")
+    parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="with --traces")
+    parser.add_argument("--train-share", type=float, default=0.5, help="with --traces: of the time of full engines")
+    parser.add_argument("--step-time", type=Path, help="with --traces: a record of benchmarks.step_time")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE", help="rows of that record to take")
+    options = parser.parse_args()
+    if options.traces:
+        only = dict(pair.split("=", 1) for pair in options.only)
+        speed = measured(options.step_time, options.slots, only=only) if options.step_time else inferred(options.slots)
+        rows = list(
+            replays(
+                options.traces,
+                speed,
+                num_engines=options.engines,
+                num_slots=options.slots,
+                train_share=options.train_share,
+            )
+        )
+        for row in rows:
+            print(*row.values())
+        write(options.json, rows=rows, not_measured=["engines and trainer are models"])
+        return 0
+    rows = list(planning_rows(quick=options.quick))
     todo = sorted(cases(quick=options.quick), key=lambda case: -case.num_engines)
     with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
         for done, row in enumerate(pool.map(run, todo), start=1):

@@ -1,9 +1,15 @@
 """Responses with long-tailed lengths, and forecasts of them that are as good as one says."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from history.length_book import LengthBook
+from history.traces import Trace
+from history.types import prompt_key
 
 SIGMA, MEAN_TOKENS, MAX_TOKENS = 0.9, 6000.0, 32768.0
 """Of the lognormal that lengths come from; longer ones are cut."""
@@ -65,4 +71,33 @@ def single_responses(workload: Workload) -> Workload:
         lengths=workload.lengths.reshape(-1, 1),
         forecasts=np.repeat(workload.forecasts, group_size),
         groups_per_step=workload.groups_per_step * group_size,
+    )
+
+
+def replayed(traces: Iterable[Trace]) -> Workload:
+    """Recorded responses by the steps that they were sampled for, with the forecasts that a run would have made.
+
+    Steps that have other numbers of groups, or groups of another size, than the first are left out.
+
+    Raises:
+        ValueError: there are no traces.
+    """
+    steps: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        steps[trace.step][trace.prompt_id].append(max(len(trace.response_ids), 1))
+    if not steps:
+        raise ValueError("there are no traces to replay")
+    first = steps[min(steps)]
+    shape = (len(first), len(next(iter(first.values()))))
+    book, lengths, forecasts = LengthBook(), list[list[int]](), list[float]()
+    for step in sorted(steps):
+        groups = steps[step]
+        if len(groups) != shape[0] or any(len(group) != shape[1] for group in groups.values()):
+            continue
+        forecasts += [book.expected(prompt_key(prompt_id)) for prompt_id in groups]
+        lengths += groups.values()
+        for prompt_id, group in groups.items():
+            book.observe(prompt_key(prompt_id), step, group)
+    return Workload(
+        lengths=np.array(lengths, dtype=np.float64), forecasts=np.array(forecasts), groups_per_step=shape[0]
     )

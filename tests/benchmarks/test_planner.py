@@ -1,13 +1,17 @@
 """The simulator against one that goes forward by forward, and the benchmark's bounds."""
 
+import json
+
 import numpy as np
 import pytest
 
-from benchmarks.planner import SCHEMES, Case, run, speed_of, workload_of
+from benchmarks.planner import SCHEMES, Case, replays, run, workload_of
 from benchmarks.simulator.bounds import longest_s, saturated_s
 from benchmarks.simulator.engines import REACHED, Engines, Speed
 from benchmarks.simulator.run import Cluster, Scheme, simulate
-from benchmarks.simulator.workload import draw, single_responses
+from benchmarks.simulator.speeds import inferred, measured
+from benchmarks.simulator.workload import draw, replayed, single_responses
+from history.traces import Trace, write_traces
 
 
 def naive_ends(lengths, *, num_slots, speed: Speed, pause=(np.inf, 0.0)):
@@ -62,7 +66,7 @@ def test_an_engine_ends_responses_when_one_that_goes_forward_by_forward_does(gai
 
 def test_full_engines_take_the_time_of_the_bound_and_never_less():
     lengths = np.full(64 * 8, 2000.0)
-    speed = speed_of("none")
+    speed = inferred(64)
     engine = engine_of(lengths, speed, 64)
     engine.give(0, np.arange(len(lengths)), at_s=0.0)
     while engine.run(1e9)[0] != REACHED:
@@ -82,7 +86,7 @@ def test_every_scheme_trains_on_what_was_drawn_and_beats_no_bound(name):
 
 def test_overlap_helps_and_a_longest_response_alone_bounds_a_synchronous_step():
     workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=8))
-    speed = speed_of("none")
+    speed = inferred(64)
     cluster = Cluster(num_engines=4, num_slots=64, speed=speed, train_s_per_token=1e-6)
     plain = simulate(workload, cluster, Scheme(policy="adaptive"))
     ahead = simulate(workload, cluster, Scheme(policy="adaptive", overlap=1, max_staleness=1))
@@ -107,7 +111,62 @@ def test_forecasts_are_as_good_as_was_asked_for():
 
 
 def test_drafts_of_the_record_make_engines_faster():
-    plain, ours, paper = (speed_of(drafter) for drafter in ("none", "ours", "histospec"))
+    plain, ours, paper = (inferred(64, drafter) for drafter in ("none", "ours", "histospec"))
     for rows in (1, 16, 64):
         speeds = [rows * speed.gains[rows] / speed.fixed_s[rows] for speed in (plain, paper, ours)]
         assert speeds == sorted(speeds)
+
+
+def recorded(num_steps=6, num_prompts=6, group_size=4):
+    generator = np.random.default_rng(0)
+    own = generator.lognormal(4, 0.8, num_prompts)
+    return [
+        Trace(
+            step=step,
+            prompt_id=f"t/{prompt}",
+            sample=sample,
+            prompt_ids=np.array([1], dtype=np.int32),
+            response_ids=np.zeros(int(own[prompt] * generator.lognormal(0, 0.1)) + 1, dtype=np.int32),
+            reward=0.0,
+        )
+        for step in range(num_steps)
+        for prompt in range(num_prompts)
+        for sample in range(group_size)
+    ]
+
+
+def test_recorded_responses_are_replayed_with_the_forecasts_of_a_run(tmp_path):
+    traces = recorded()
+    found = replayed(traces)
+    assert found.lengths.shape == (36, 4) and found.num_steps == 6
+    assert len(set(found.forecasts[:6])) == 1  # nothing is known before the first visit
+    later = np.corrcoef(found.forecasts[6:], found.lengths[6:].mean(axis=1))[0, 1]
+    assert later > 0.95
+    path = tmp_path / "step-0.jsonl"
+    write_traces(path, traces)
+    rows = {row["scheme"]: row for row in replays([path], inferred(4), num_engines=2, num_slots=4, train_share=0.5)}
+    assert rows["adaptive, overlap 1"]["step_s"] < rows["static"]["step_s"]
+    with pytest.raises(ValueError, match="no traces"):
+        replayed([])
+
+
+def test_speeds_are_read_from_a_record_of_step_times(tmp_path):
+    rows = [
+        {
+            "num_rows": b,
+            "num_tokens": b,
+            "num_context_tokens": b * c,
+            "seconds": 0.01 + 1e-4 * b + 1e-8 * b * c,
+            "m": "x",
+        }
+        for b in (1, 2, 4, 8, 16, 32, 64)
+        for c in (0, 1024, 4096)
+    ]
+    path = tmp_path / "step_time.json"
+    path.write_text(json.dumps({"rows": rows}))
+    speed = measured(path, 64, only={"m": "x"})
+    assert speed.fixed_s[1] == pytest.approx(0.0101, rel=0.1)
+    assert speed.fixed_s[64] == pytest.approx(0.0164, rel=0.1)
+    assert speed.context_s == pytest.approx(1e-8, rel=0.3)
+    with pytest.raises(ValueError, match="no row with"):
+        measured(path, 64, only={"m": "y"})
