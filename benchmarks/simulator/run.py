@@ -66,7 +66,7 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
         groups=np.repeat(np.arange(len(workload.lengths)), group_size),
         waiting_capacity=2 * group_size + 64,
     )
-    admission = _admission(workload, scheme)
+    admission = admission_of(workload, scheme)
     dispatcher = Dispatcher(cluster.num_engines)
     batches: list[list[GroupId]] = []
     started: dict[GroupId, int] = {}
@@ -123,7 +123,8 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
     return _outcome(workload, cluster, scheme, engines, admission, dispatcher, batches, published_s)
 
 
-def _admission(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleBatches:
+def admission_of(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleBatches:
+    """The product's own admission of a workload, by a scheme."""
     group_size = workload.lengths.shape[1]
 
     def draw(step: int) -> list[GroupForecast]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulator.engines import Speed
+from history.prices import PriceSurface
 
 BASE_S, ROW_S, CONTEXT_S = 0.010, 4e-5, 2.7e-8
 """An empty forward, each token verified in it, each token of context: inferred for a 7B model on one large GPU."""
@@ -16,8 +17,8 @@ REUSE_CASE = "2k, reuse 87 %"
 DRAFTERS = {"ours": "ours", "histospec": "HistoSpec, paper"}
 """Methods of the drafting benchmark."""
 
-_CONTEXT_TOKENS = 2048
-"""Of each response, where the price of context is read off a measured surface."""
+CONTEXT_TOKENS = 2048
+"""Of each response, where the price of context is read off a surface."""
 
 
 def inferred(num_slots: int, drafter: str = "none") -> Speed:
@@ -49,14 +50,18 @@ def measured(record: Path, num_slots: int, *, only: Mapping[str, str], drafter: 
     Raises:
         ValueError: the file is no such record, or has no such rows.
     """
-    from history.prices import PriceSurface
+    return of_surface(PriceSurface.load(record, only=only), num_slots, drafter=drafter)
 
-    surface = PriceSurface.load(record, only=only)
+
+def of_surface(
+    surface: PriceSurface, num_slots: int, *, drafter: str = "none", context_tokens: int = CONTEXT_TOKENS
+) -> Speed:
+    """By a surface; the price of context is read off where each response has `context_tokens` of it."""
     gains, drafts = drafting(num_slots, drafter)
     rows = np.maximum(np.arange(num_slots + 1), 1)
     tokens = np.rint(rows * (1 + drafts)).astype(int)
     pairs = list(zip(rows.tolist(), tokens.tolist(), strict=True))
     fixed = np.array([surface.seconds(row, token, 0) for row, token in pairs])
-    full = np.array([surface.seconds(row, token, row * _CONTEXT_TOKENS) for row, token in pairs])
-    context_s = float(np.median((full - fixed)[1:] / (rows[1:] * _CONTEXT_TOKENS)))
+    full = np.array([surface.seconds(row, token, row * context_tokens) for row, token in pairs])
+    context_s = float(np.median((full - fixed)[1:] / (rows[1:] * context_tokens)))
     return Speed(fixed_s=fixed, context_s=max(context_s, 0.0), gains=gains)

@@ -14,6 +14,7 @@ from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.engine_config import EngineSpec
 from rollout.engine_state import EngineFencedError, EngineState, EngineStatus
+from rollout.types import FinishReason, GroupColumns, GroupSummary
 from rollout.weight_sums import difference
 from rollout.wire import Box
 from tests.rollout.conftest import engine_environment
@@ -54,7 +55,10 @@ class Loaded:
     answers: dict[str, list]
     late_answers: str
     """What a call returned after a rank had raised in the call before."""
-    last_words: str
+    cut_off: tuple[GroupSummary, GroupColumns]
+    """A group whose engine was killed while it sampled."""
+    fault: str
+    """What the engine says of itself afterwards."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def loaded(checkpoints, loop) -> Loaded:
     with engine_environment():
         loop.run(engine.start())
     live = Live(engine, loop, checkpoints, "int8")
-    found = Loaded(engine.state(), loop.run(live.greedy()), loop.run(_raised(engine)), loop.run(_killed(live)))
+    found = Loaded(engine.state(), loop.run(live.greedy()), loop.run(_raised(engine)), *loop.run(_killed(live)))
     engine.shutdown()
     return found
 
@@ -77,14 +81,13 @@ async def _raised(engine: Engine) -> str:
         return str(error)
 
 
-async def _killed(live: Live) -> str:
+async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str]:
+    assert live.engine.fault() == ""
     job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
     await live.until_emitted(1)
     (core,) = live.engine._llm.engine_core.resources.engine_manager.processes
     os.kill(core.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError) as error:
-        await job
-    return str(error.value)
+    return await job, live.engine.fault()
 
 
 @pytest.fixture(scope="module")
@@ -199,5 +202,11 @@ def test_vllm_still_takes_the_answers_of_a_failed_call_for_those_of_the_next(loa
     assert "Worker failed with error" in loaded.late_answers
 
 
-def test_a_dead_engine_names_itself(loaded):
-    assert "engine 5 failed while it sampled group" in loaded.last_words
+def test_a_dead_engine_says_so_and_gives_back_the_tokens_that_it_had(loaded):
+    summary, columns = loaded.cut_off
+    assert summary.fault.startswith("engine 5: ") and loaded.fault == "engine 5: vLLM's process has ended"
+    assert summary.finish_reasons == (FinishReason.ABORT,) * 4 and summary.is_unfinished
+    assert all(0 < length < 200 for length in summary.lengths)
+    assert columns.offsets[-1] == sum(summary.lengths) == len(columns.response_ids) == len(columns.rollout_logprobs)
+    assert (columns.rollout_logprobs <= 0).all()
+    assert [sum(span.num_tokens for span in spans) for spans in summary.weight_spans] == list(summary.lengths)
