@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.baselines.product import Product
 from benchmarks.baselines.replay import Forward, Method, Replay
-from benchmarks.draft_quality import Contestant, by_prompt, remember, replay_of
+from benchmarks.draft_quality import Contestant, K, by_prompt, ours, remember, replay_of
 from benchmarks.record import Row
 from history.prices import PriceSurface
 from history.segment import attach_segment, build_segment, write_segment
@@ -105,6 +105,35 @@ def propose_rows(
             "us_per_request": round(1e6 * median / batch, 3),
             "ms_per_batch": round(1e3 * median, 4),
             "ms_per_batch_p99": round(1e3 * float(np.quantile(seconds, 0.99)), 4),
+        }
+
+
+def alone_rows(
+    case: str, work: Path, old: Sequence[Trace], new: Sequence[Trace], *, rounds: int, threads: Sequence[int]
+) -> Iterator[Row]:
+    """Wall clock of our drafts for a batch of all of `new`, with nobody in turn, by the number of threads."""
+    for num_threads in threads:
+        method = ours(work, num_threads=num_threads)
+        remember(method, old)
+        replay = Replay(
+            method,
+            new,
+            batch=len(new),
+            max_draft_tokens=K,
+            max_response_tokens=max(len(trace.response_ids) for trace in new) * 3 // 2,
+            begin_at=0.5,
+        )
+        forwards = [replay.forward() for _ in range(rounds + 3)][3:]
+        replay.close()
+        seconds = [forward.wall_s for forward in forwards if forward.num_rows == len(new)]
+        yield {
+            "what": "alone",
+            "case": case,
+            "method": "ours",
+            "threads": num_threads,
+            "batch": len(new),
+            "forwards": len(seconds),
+            "ms_per_batch": round(1e3 * statistics.median(seconds), 4),
         }
 
 

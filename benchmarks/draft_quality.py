@@ -66,11 +66,13 @@ class Contestant:
         return self.name in GRID
 
 
-def ours(work: Path, *, threshold: float = 0.1, prices: PriceSurface | None = None, k: int = K) -> Product:
+def ours(
+    work: Path, *, threshold: float = 0.1, prices: PriceSurface | None = None, k: int = K, num_threads: int = 1
+) -> Product:
     """The product's drafter with segments in a new folder of `work`."""
     folder = work / f"segments-{len(list(work.iterdir()))}"
     folder.mkdir()
-    return Product(folder, max_draft_tokens=k, threshold=threshold, prices=prices)
+    return Product(folder, max_draft_tokens=k, threshold=threshold, prices=prices, num_threads=num_threads)
 
 
 def contestants(work: Path, arctic: Suffixes | None) -> list[Contestant]:

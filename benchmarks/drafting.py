@@ -5,7 +5,8 @@
 those of `benchmarks.trace_generator`. Arctic is built by `python -m benchmarks.baselines.arctic`. Takes ten minutes on
 a quiet core.
 
-Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `insert`, `propose`, `attach`, `modelled`.
+Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `insert`, `propose` (methods take turns, CPU time),
+`alone` (only ours, wall clock, by threads), `attach`, `modelled`.
 """
 
 import statistics
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.baselines.arctic import DIRECTORY, VERSION
 from benchmarks.baselines.arctic import load as load_arctic
-from benchmarks.draft_costs import SURFACE, Loaded, attach_row, load, modelled_row, propose_rows
+from benchmarks.draft_costs import SURFACE, Loaded, alone_rows, attach_row, load, modelled_row, propose_rows
 from benchmarks.draft_quality import (
     ARCTIC,
     ARCTIC_ONE_TREE,
@@ -47,6 +48,7 @@ MISSED = 0.87
 """Where epoch 1 is also decoded by who has not seen epoch 0."""
 CLOSEST = (ARCTIC, ARCTIC_ONE_TREE)
 FORWARDS = 120
+THREADS = (1, 2, 4)
 TOKENS_GOALS = {
     ("2k", 0.93): (6.9, 1.17, 1.45),
     ("2k", 0.87): (4.4, 1.13, 1.40),
@@ -167,6 +169,7 @@ def costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row
             yield loaded[-1].row
         for batch in sorted({1, len(new) // 4, len(new)}):
             yield from propose_rows(case, loaded, new, batch, rounds=scale.rounds)
+        yield from alone_rows(case, work, old, new, rounds=scale.rounds, threads=THREADS)
     yield attach_row(work, scale.attached_bytes)
 
 

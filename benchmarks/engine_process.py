@@ -59,8 +59,9 @@ class EngineProcess:
     def _ask(self, job: Mapping[str, str | int | float]) -> dict[str, float]:
         print(json.dumps(job), file=_open(self._process.stdin), flush=True)
         took = self._answer()
-        num_tokens = took["num_tokens"]
+        num_tokens, num_drafted = took["num_tokens"], took["num_drafted"]
         return took | {
+            "accepted_share": (num_tokens - took["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
             "tokens_per_cpu_s": num_tokens / took["cpu_s"],
             "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
         }

@@ -36,6 +36,14 @@ def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[di
     return read_metrics(run_dir), seconds
 
 
+def few_prompts(warm: Path, path: Path, count: int) -> Path:
+    """The first prompts of a quickstart's training data, written to `path`, which is returned."""
+    prompts = (warm / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(prompts[:count]), encoding="utf-8")
+    return path
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """Of all steps of a run."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

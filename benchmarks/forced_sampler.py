@@ -38,6 +38,8 @@ class ForcedSampler:
         """By number; None: the engine samples for itself, and rows are only counted."""
         self.num_row_forwards = 0
         """Rows that emitted, over all forwards."""
+        self.num_drafted = 0
+        """Draft tokens that were verified, over all forwards."""
         self._runner = runner
         self._sample = runner._sample
         runner._sample = self.sample  # type: ignore[method-assign]
@@ -46,6 +48,7 @@ class ForcedSampler:
         """Sample for R requests from logits [R + number of drafts, V], changed in place."""
         batch = self._runner.input_batch
         self.num_row_forwards += len(batch.req_ids)
+        self.num_drafted += 0 if metadata is None else sum(metadata.num_draft_tokens)
         if self.responses is None:
             return self._sample(logits, metadata)
         drafts = [0] * len(batch.req_ids) if metadata is None else metadata.num_draft_tokens

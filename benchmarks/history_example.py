@@ -10,7 +10,6 @@ Rows: one per run and epoch. Speed on a CPU with this small model shows the mech
 `benchmarks.rollout`).
 """
 
-import math
 import shutil
 import statistics
 import subprocess
@@ -18,7 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.example_run import K3, read_metrics, trained
+from benchmarks.example_run import K3, few_prompts, read_metrics, trained
+from benchmarks.paired import Difference, check_seeds
 from benchmarks.process_tree import watch
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/history_example"))
     options = parser.parse_args(argv)
-    if not 2 <= options.seeds <= len(STUDENT_95) + 1:
-        parser.error(f"--seeds {options.seeds}: a difference needs from 2 to {len(STUDENT_95) + 1} of them")
+    check_seeds(parser, options.seeds)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
     rows: list[Row] = []
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
@@ -58,9 +57,7 @@ def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False)
     run_dir = work / f"seed-{seed}-{'history' if drafts else 'stock'}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    few = work / "few.jsonl"
-    prompts = (warm / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    few.write_text("".join(prompts[: of_epoch * (QUICK_PROMPTS if quick else PROMPTS_PER_STEP)]), encoding="utf-8")
+    few = few_prompts(warm, work / "few.jsonl", of_epoch * (QUICK_PROMPTS if quick else PROMPTS_PER_STEP))
     command = [
         *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
         *(f"run_dir={run_dir}", f"data.train.0.path={few}", f"seed={seed}", f"history.drafts={str(drafts).lower()}"),
@@ -110,21 +107,17 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ]
     for name, column, last_only in (("reward", "reward", False), ("held-out accuracy", "held_out_after", True)):
         gaps = _gaps(rows, column, last_only=last_only)
-        mean, error = statistics.fmean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))
+        difference = Difference.of(gaps)
         found.append(
             Goal(
                 name=f"{name}, mean difference in standard errors",
-                value=abs(mean) / max(error, 1e-9),
-                bound=STUDENT_95[len(gaps) - 1],
+                value=abs(difference.mean) / max(difference.standard_error, 1e-9),
+                bound=difference.student_95,
                 direction="at most",
                 unit="standard errors",
             )
         )
     return found
-
-
-STUDENT_95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-"""Two-sided 95 % quantiles of Student's distribution by degrees of freedom."""
 
 
 def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:

@@ -44,12 +44,18 @@ PROMPT_CORRELATION, PROMPT_SHARE = 0.95, 0.6
 SCHEMES = {
     "static": Scheme(policy="static"),
     "lpt": Scheme(policy="lpt"),
-    "histopipe": Scheme(policy="histopipe", overlap=1, max_staleness=1),
-    "adaptive, head start .3": Scheme(policy="adaptive", head_start=0.3, max_staleness=1),
-    "adaptive, overlap 1": Scheme(policy="adaptive", overlap=1, max_staleness=1),
-    "adaptive, overlap 1, head start .2": Scheme(policy="adaptive", overlap=1, head_start=0.2, max_staleness=2),
-    "adaptive, overlap 2": Scheme(policy="adaptive", overlap=2, max_staleness=2),
-    "flexible": Scheme(policy="flexible", overlap=2, max_staleness=3),
+    "histopipe": Scheme(policy="histopipe", overlap=1, max_staleness=1, migration=True),
+    "adaptive, head start .3": Scheme(policy="adaptive", head_start=0.3, max_staleness=1, migration=True),
+    "adaptive, overlap 1": Scheme(policy="adaptive", overlap=1, max_staleness=1, migration=True),
+    "adaptive, overlap 1, no migration": Scheme(policy="adaptive", overlap=1, max_staleness=1),
+    "adaptive, overlap 1, tail isolated": Scheme(
+        policy="adaptive", overlap=1, max_staleness=1, migration=True, tail_share=0.125
+    ),
+    "adaptive, overlap 1, head start .2": Scheme(
+        policy="adaptive", overlap=1, head_start=0.2, max_staleness=2, migration=True
+    ),
+    "adaptive, overlap 2": Scheme(policy="adaptive", overlap=2, max_staleness=2, migration=True),
+    "flexible": Scheme(policy="flexible", overlap=2, max_staleness=3, migration=True),
 }
 
 
@@ -134,6 +140,7 @@ def run(case: Case) -> Row:
         "max_staleness": outcome.max_staleness,
         "samples_per_hour": round(3600 * workload.lengths.size / workload.num_steps / outcome.step_s, 1),
         "stolen_groups": outcome.num_stolen,
+        "moved_groups": outcome.num_moved,
         "batches_that_waited": outcome.num_waits,
         "consumed_as_submitted": _is_unbiased(workload, outcome),
         "simulated_in_s": round(time.perf_counter() - began, 2),

@@ -45,7 +45,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def write(path: Path, *, rows: Sequence[Row], goals: Sequence[Goal] = (), not_measured: Sequence[str] = ()) -> None:
     """Write the record of this process's command line and print its goals, one line each."""
     record = {
-        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]).replace(f"{Path.cwd()}/", ""),
+        "command": " ".join(["python", "-m", _module_name(), *map(_without_place, sys.argv[1:])]),
         "commit": source_commit(),
         "versions": package_versions(),
         "machine": machine(),
@@ -78,6 +78,16 @@ def machine() -> dict[str, str | int | list[str]]:
         "python": platform.python_version(),
         "gpu": ", ".join(gpu_names()) or "none",
     }
+
+
+def _without_place(argument: str) -> str:
+    """An argument as it is recorded: paths from here on, and of those elsewhere the name alone."""
+    option, separator, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    here = path.is_relative_to(Path.cwd())
+    return f"{option}{separator}{path.relative_to(Path.cwd()) if here else path.name}"
 
 
 def _module_name() -> str:

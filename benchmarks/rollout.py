@@ -1,12 +1,12 @@
 """Tokens per CPU second of real vLLM engines that decode the same recorded responses with different drafts.
 
-`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3]`: one engine process per method, all with one thread and
-a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real, texts and
-lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit, and all
-methods decode them one after the other, in rotating order. Ratios are taken within a round, so that a busy
-neighbour spoils both sides. The first round warms up and counts nowhere. `--quick`: a small model, short responses,
-one round of three methods; it shows that everything runs. `--trained DIR`, the work directory of a quickstart: what
-each method does with a model that samples for itself (`benchmarks.rollout_trained`).
+`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3]`: one engine process per method, all with one thread
+and a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real,
+texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit
+(small batches several times), and all methods decode them one after the other, in rotating order. Ratios are taken
+between neighbours, so that a busy machine spoils both sides. The first round warms up and counts nowhere. `--quick`:
+a small model, short responses, one round of three methods; it shows that everything runs. `--trained DIR`, the work
+directory of a quickstart: what each method does with a model that samples for itself (`benchmarks.rollout_trained`).
 """
 
 import shutil
@@ -34,6 +34,8 @@ LOWEST_RATIO = 0.95
 QUICK_METHODS = ("ngram",)
 """Starting an engine takes most of a minute's share."""
 RESAMPLES = 2000
+REPEATS = {1: 5, 8: 3}
+"""Times that a small batch is decoded in a round, with other prompts: it takes seconds, and one is an accident."""
 WARM_UP = 3
 """The first round's responses are so many times shorter."""
 
@@ -78,29 +80,33 @@ def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, num_ro
         for kind, reuse in REUSE.items():
             methods = list(running) if reuse else [name for name in running if name in ("stock", "ours")]
             for batch in size.batches:
-                seed += 1
-                history, traces = write_cell(work, reuse=reuse, batch=batch, num_tokens=num_tokens, seed=seed)
-                turn = number % len(methods)
-                for method in methods[turn:] + methods[:turn]:
-                    found = running[method].decode(history, traces)
-                    if number:
-                        yield {
-                            "round": number,
-                            "history": kind,
-                            "batch": batch,
-                            "method": method,
-                            **found,
-                        }
+                for repeat in range(REPEATS.get(batch, 1) if number else 1):
+                    seed += 1
+                    history, traces = write_cell(work, reuse=reuse, batch=batch, num_tokens=num_tokens, seed=seed)
+                    turn = (number + repeat) % len(methods)
+                    for method in methods[turn:] + methods[:turn]:
+                        found = running[method].decode(history, traces)
+                        if number:
+                            yield {
+                                "round": number,
+                                "repeat": repeat,
+                                "history": kind,
+                                "batch": batch,
+                                "method": method,
+                                **found,
+                            }
 
 
 def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
-    """Tokens per CPU second of `method` over `other`'s, of each round."""
-    cell = {(row["round"], row["method"]): row for row in rows if (row["history"], row["batch"]) == (kind, batch)}
-    rounds = sorted({number for number, _ in cell})
+    """Tokens per CPU second of `method` over `other`'s, of each turn of a round."""
+    cell = {
+        (row["round"], row.get("repeat", 0), row["method"]): float(row["tokens_per_cpu_s"])
+        for row in rows
+        if (row["history"], row["batch"]) == (kind, batch)
+    }
+    turns = sorted({key[:2] for key in cell})
     return [
-        float(cell[number, method]["tokens_per_cpu_s"]) / float(cell[number, other]["tokens_per_cpu_s"])
-        for number in rounds
-        if {(number, method), (number, other)} <= cell.keys()
+        cell[*turn, method] / cell[*turn, other] for turn in turns if {(*turn, method), (*turn, other)} <= cell.keys()
     ]
 
 
@@ -141,7 +147,7 @@ def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all of it."""
     parser = arguments("Decoding speed of real engines with drafts of several methods.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only what --trained asks for")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="stock and ours always run"
     )
@@ -180,10 +186,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(options.json, rows=rows, not_measured=missing)
 
     longest, most = size.max_model_len, max(size.batches)
-    with engines(methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most) as running:
-        for row in measure(running, size, options.work, num_rounds):
-            keep(row)
-    reached = [] if options.quick else goals(rows, methods, size.batches)
+    reached: list[Goal] = []
+    if num_rounds:
+        with engines(
+            methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
+        ) as running:
+            for row in measure(running, size, options.work, num_rounds):
+                keep(row)
+        reached = [] if options.quick else goals(rows, methods, size.batches)
     if options.trained is not None:
         own = []
         for row in trained_rows(options.trained, methods, options.work, quick=options.quick):

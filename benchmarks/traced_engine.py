@@ -36,6 +36,8 @@ class Decoding:
     num_forwards: int
     num_row_forwards: int
     """Rows of all forwards: what the tokens would have taken without drafts."""
+    num_drafted: int
+    """Draft tokens that were verified."""
     cpu_s: float
 
 
@@ -116,6 +118,7 @@ class TracedEngine:
     def _finish(self) -> tuple[Decoding, dict[str, list[int]]]:
         """Run until every request has ended: what that took, and the response ids of each by its name."""
         already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
+        drafted_before = self._sampler.num_drafted
         num_forwards, outputs, began = 0, [], time.process_time()
         while self.engine.has_unfinished_requests():
             outputs += self.engine.step()
@@ -128,6 +131,7 @@ class TracedEngine:
             num_tokens=sum(len(ids) for ids in emitted.values()) - already,
             num_forwards=num_forwards,
             num_row_forwards=self._sampler.num_row_forwards - rows_before,
+            num_drafted=self._sampler.num_drafted - drafted_before,
         )
         return took, emitted
 

@@ -18,7 +18,6 @@ from history.groups import DraftGroup
 from history.kernel import kernel
 from history.learn import absorb, tally
 from history.prices import PriceSurface
-from history.propose import propose
 from history.segment import SegmentError
 from history.shared import keep
 from history.slots import (
@@ -51,6 +50,7 @@ from history.slots import (
     with_groups,
     with_slots,
 )
+from history.threads import DraftThreads
 from history.types import TokenIds
 
 _log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class Drafter:
         prices: PriceSurface | None = None,
         threshold: float = 0.1,
         max_model_len: int = 1 << 30,
+        num_threads: int = 1,
     ) -> None:
         """Prepare to draft.
 
@@ -92,6 +93,7 @@ class Drafter:
             prices: decide how much of a draft is worth its forward; None: all that survives with `threshold`.
             threshold: least probability of survival of a draft token, without prices.
             max_model_len: most tokens of a text.
+            num_threads: that large batches are drafted on (`history.threads`).
         """
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
@@ -99,6 +101,7 @@ class Drafter:
         self._threshold = threshold
         self._max_model_len = max_model_len
         self._state: DraftState = fresh_state(max_draft_tokens)
+        self._threads = DraftThreads(num_threads, max_draft_tokens=max_draft_tokens)
         self._groups: dict[int, tuple[int, DraftGroup]] = {}
         self._slots: dict[int, tuple[int, DraftGroup]] = {}
         self._free_groups: list[int] = []
@@ -229,7 +232,7 @@ class Drafter:
         drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
         survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
         available = np.empty(num_rows, dtype=np.int32)
-        propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+        self._threads.propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
         if seconds is None:
             lengths = _above(survivals, available, self._threshold)
         else:

@@ -6,7 +6,7 @@ way to find what comes next: places of the longest match in the history, the new
 text, the newest places of what other prompts said, the cursor, and the cursor moved by an insertion or deletion.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -182,13 +182,20 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         ring_end=np.zeros(1, dtype=np.int64),
         shares=np.ones(1, dtype=np.int64),
         sums=np.zeros(NUM_SUMS),
-        places=np.zeros(MAX_PLACES, dtype=np.int32),
-        votes=np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
-        kinds=np.zeros(NUM_CANDIDATES, dtype=np.int64),
-        leads=np.zeros(NUM_CANDIDATES, dtype=np.int64),
-        common=np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64),
-        candidate_products=np.zeros((NUM_CANDIDATES, max_draft_tokens), dtype=np.float32),
+        **room_to_work(max_draft_tokens),
     )
+
+
+def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
+    """The fields of the state that hold nothing from one row to the next."""
+    return {
+        "places": np.zeros(MAX_PLACES, dtype=np.int32),
+        "votes": np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
+        "kinds": np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        "leads": np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        "common": np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64),
+        "candidate_products": np.zeros((NUM_CANDIDATES, max_draft_tokens), dtype=np.float32),
+    }
 
 
 def with_slots(state: DraftState, num_slots: int) -> DraftState:

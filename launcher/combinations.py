@@ -138,6 +138,11 @@ def _planner(config: RunConfig) -> list[str]:
             f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, to which `planner.overlap` = "
             f"{planner.overlap} and `planner.head_start` = {planner.head_start} can lead; raise it or lower them"
         )
+    if planner.tail_engines >= config.engine.num_engines:
+        found.append(
+            f"`planner.tail_engines` = {planner.tail_engines} with `engine.num_engines` = {config.engine.num_engines}: "
+            "no engine is left for the other groups; lower it"
+        )
     if flexible and planner.head_start > 0:
         found.append(
             f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on what is "

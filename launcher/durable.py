@@ -42,10 +42,14 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """All rows of a JSON-lines file; none if it does not exist."""
+    """All rows of a JSON-lines file; none if it does not exist.
+
+    A last line without its end is being written, even if by a single write: readers see it page by page.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
 def drop_torn_line(path: Path) -> None:

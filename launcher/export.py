@@ -6,8 +6,8 @@ from pathlib import Path
 from launcher.config import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from launcher.loading import load
+from launcher.parts import trainer_spec
 from launcher.processes import processes
-from launcher.run import trainer_spec
 from megatron_rl.slots import trainer_slots
 
 

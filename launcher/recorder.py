@@ -23,6 +23,7 @@ from launcher.step_timeline import StepTimeline
 from launcher.tracking import Tracker
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
+from rollout.engine_speed import EngineSpeed
 from rollout.engine_trace import FORWARD, Forwards
 from rollout.evaluation import EvaluationRow
 from rollout.planner import Planner
@@ -110,6 +111,11 @@ class RunRecorder:
             append_forwards(self._directory.path / "traces", number, forwards)
         self._timeline.add_forwards(drained)
         return drained
+
+    @property
+    def engine_speed(self) -> EngineSpeed | None:
+        """What forwards cost, as of the last step; None while there is too little evidence."""
+        return self._timeline.speed
 
     def flush(self) -> None:
         """Wait for the samples that are being written, and log their step."""

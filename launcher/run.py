@@ -1,7 +1,7 @@
 """`megatron-rl run`: puts a run together, runs it, evaluates its first and last weights, writes the report.
 
-Everything is built here and nowhere else; each object gets the values it needs, none gets the whole
-configuration. A run directory that holds a checkpoint is resumed from it.
+Everything is put together here and nowhere else, from what `launcher.parts` makes of the configuration; no object gets
+the whole of that. A run directory that holds a checkpoint is resumed from it.
 """
 
 import secrets
@@ -17,10 +17,21 @@ from launcher import placement
 from launcher.bf16_evaluation import evaluate_directories
 from launcher.config import RunConfig
 from launcher.crew import Crew
-from launcher.drafting import draft_spec, start_drafting
+from launcher.drafting import start_drafting
 from launcher.environment import describe, node_resources
 from launcher.errors import judging_user_input
 from launcher.loading import resolved_yaml
+from launcher.parts import (
+    device_turns,
+    engine_specs,
+    link_of,
+    loop_settings,
+    publish_plan,
+    publisher_of,
+    sampling_spec,
+    sides,
+    trainer_spec,
+)
 from launcher.processes import START_TIMEOUT_S, Processes, processes
 from launcher.progress import RunProgress
 from launcher.prompt_loading import load_evaluation_prompts, load_training_prompts, training_order
@@ -30,27 +41,18 @@ from launcher.resume_check import changed_keys
 from launcher.run_directory import RunDirectory
 from launcher.tracking import Tracker
 from megatron_rl.balancing import load_kernels
-from megatron_rl.controller import Controller, LoopSettings
-from megatron_rl.cost_model import cost_model
-from megatron_rl.model_config import read_model_spec
-from megatron_rl.phases import Phases, Sides
-from megatron_rl.sides import Alternating, Apart
+from megatron_rl.controller import Controller
+from megatron_rl.phases import Phases
 from megatron_rl.trainer_group import TrainerGroup
-from megatron_rl.trainer_spec import TrainerSpec
-from megatron_rl.turns import DeviceTurns
-from megatron_rl.weights.links import GroupLink, HandOverLink, Link, ShmLink
-from megatron_rl.weights.publisher import Publisher
-from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.engine_group import EngineGroup
-from rollout.engine_spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.evaluator import Evaluator
 from rollout.history_link import HistoryLink
+from rollout.migration import Mover
 from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.prompt_order import OrderState
-from rollout.types import Prompt, SamplingSpec
-from rollout.weight_format import WeightFormat
+from rollout.types import Prompt
 
 EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
@@ -142,7 +144,7 @@ def _train(
         )
     for line in training.lines():
         progress.say(line)
-    specs = _engine_specs(config, run_id)
+    specs = engine_specs(config, run_id)
     engines, starting = running.begin_engines(specs, slots.engines)
     if config.engine.sleep_level:  # both at once would need room for both
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
@@ -154,11 +156,11 @@ def _train(
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     history_link = _history_link(history, engines)
-    turns = _turns(config, trainer, engines)
-    plan = _publish_plan(config, trainer, engines)
-    link = _link(config, trainer, engines, slots, plan)
+    turns = device_turns(config, trainer, engines)
+    plan = publish_plan(config, trainer, engines)
+    link = link_of(config, trainer, engines, slots, plan)
     link.connect()
-    publisher = _publisher(config, trainer, engines, link, plan, run_id, turns)
+    publisher = publisher_of(config, trainer, engines, link, plan, run_id, turns)
     planner = Planner(
         order,
         training.by_id(),
@@ -167,7 +169,7 @@ def _train(
         num_steps=config.num_steps,
         prompts_per_step=config.algorithm.prompts_per_step,
         group_size=config.algorithm.group_size,
-        sampling=_sampling(config),
+        sampling=sampling_spec(config),
         seed=config.seed,
         first_step=resume.first_step,
     )
@@ -191,16 +193,18 @@ def _train(
         record_traces=config.history.record_traces,
         keep_last=config.checkpoint.keep_last,
     )
+    if config.planner.migration and config.engine.num_engines > 1:
+        pool.moves.mover = Mover(remaining=planner.remaining, speed=lambda: recorder.engine_speed)
     controller = Controller(
         planner=planner,
         pool=pool,
         trainer=trainer,
         publisher=publisher,
-        phases=Phases(recorder.record_span, turns, sides=_sides(config, engines, pool)),
+        phases=Phases(recorder.record_span, turns, sides=sides(config, engines, pool)),
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,
-        settings=_loop_settings(config),
+        settings=loop_settings(config),
         history=history_link,
         crew=Crew(
             running=running,
@@ -234,30 +238,6 @@ def _lengths(resume: _Resume) -> LengthBook:
     return book
 
 
-def _sides(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> Sides:
-    if config.placement.mode == "disaggregated":
-        return Apart(pool)
-    return Alternating(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
-
-
-def _engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
-    longest = max(
-        [config.sampling.max_response_tokens, *(s.max_response_tokens for s in config.evaluation.sets.values())]
-    )
-    return [
-        EngineSpec(
-            engine_id=number,
-            run_id=run_id,
-            config=config.engine,
-            directory=config.model,
-            max_model_len=config.data.max_prompt_tokens + longest,
-            in_flight=config.publish.in_flight,
-            drafts=draft_spec(config, number, run_id),
-        )
-        for number in range(config.engine.num_engines)
-    ]
-
-
 def _history_link(history: HistoryService | None, engines: EngineGroup) -> HistoryLink | None:
     if history is None:
         return None
@@ -266,112 +246,8 @@ def _history_link(history: HistoryService | None, engines: EngineGroup) -> Histo
     return link
 
 
-def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
-    """What the trainer ranks of a run are built from."""
-    updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
-    return TrainerSpec(
-        model=config.model,
-        run_id=run_id,
-        config=config.trainer,
-        algorithm=config.algorithm,
-        publish=config.publish,
-        format=WeightFormat.of(config.engine),
-        temperature=config.sampling.temperature,
-        total_updates=updates,
-        seed=config.seed,
-    )
-
-
-def _sampling(config: RunConfig) -> SamplingSpec:
-    return SamplingSpec(
-        temperature=config.sampling.temperature,
-        max_response_tokens=config.sampling.max_response_tokens,
-        stop_token_ids=config.sampling.stop_token_ids,
-    )
-
-
-def _turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceTurns | None:
-    """None where trainer and engines stay in memory side by side."""
-    sleep, offload = config.engine.sleep_level > 0, config.trainer.offload
-    if not sleep and offload == "none":
-        return None
-    return DeviceTurns(
-        trainer=trainer,
-        engines=engines,
-        offload=offload,
-        sleep=sleep,
-        timeout_s=config.publish.timeout_s,
-        asleep=sleep,
-    )
-
-
-def _publisher(
-    config: RunConfig,
-    trainer: TrainerGroup,
-    engines: EngineGroup,
-    link: Link,
-    plan: ReshardPlan,
-    run_id: str,
-    turns: DeviceTurns | None,
-) -> Publisher:
-    return Publisher(
-        trainer,
-        engines,
-        link,
-        plan=plan,
-        run_id=run_id,
-        vocab_size=read_model_spec(Path(config.model)).vocab_size,
-        probe_length=config.publish.probe_tokens,
-        max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
-        timeout_s=config.publish.timeout_s,
-        make_room=None if turns is None else turns.to_engines,
-        drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
-    )
-
-
-def _publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
-    """Which trainer rank sends what to which engine rank; the trainer has it, too."""
-    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
-    trainer.plan_publishes(wanted)
-    return plan_reshard(
-        read_model_spec(Path(config.model)),
-        config.trainer.parallel,
-        wanted=wanted,
-        format=WeightFormat.of(config.engine),
-        bucket_bytes=config.publish.bucket_bytes,
-        te_names=trainer.te_names(),
-    )
-
-
-def _link(
-    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, slots: placement.Placement, plan: ReshardPlan
-) -> Link:
-    """How weights travel; not connected."""
-    timeout_s = config.publish.timeout_s
-    match slots.transport:
-        case "shm":
-            return ShmLink(trainer, engines, timeout_s=timeout_s)
-        case "cuda_ipc":
-            homes = [slot.devices for slot in slots.engines]
-            return HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
-        case backend:
-            return GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
-
-
 def _evaluator(config: RunConfig, prompts: dict[str, tuple[Prompt, ...]]) -> Evaluator:
     return Evaluator(config.evaluation.sets, prompts, format=config.engine.format, seed=config.seed)
-
-
-def _loop_settings(config: RunConfig) -> LoopSettings:
-    return LoopSettings(
-        num_steps=config.num_steps,
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpoint.every,
-        max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
-        data_parallel=config.trainer.parallel.data,
-        costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
-        seed=config.seed,
-    )
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:

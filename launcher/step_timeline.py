@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.timeline import Span, engine_timelines, timeline_metrics
-from rollout.engine_speed import MAX_FITTED, fit_speed
+from rollout.engine_speed import MAX_FITTED, EngineSpeed, fit_speed
 from rollout.engine_trace import FORWARD, Forwards
 
 FITTED_PER_STEP = MAX_FITTED // 8
@@ -27,6 +27,8 @@ class StepTimeline:
         self._evidence: Forwards = np.zeros(0, dtype=FORWARD)
         """The newest forwards of this process, at most `MAX_FITTED`."""
         self._closed_s: float | None = None
+        self.speed: EngineSpeed | None = None
+        """As of the last step that was closed; None while there is too little evidence."""
 
     def add_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
         """Somebody did something; wall clock."""
@@ -48,11 +50,11 @@ class StepTimeline:
         self._closed_s = end_s
         if not end_s > start_s:  # somebody has set the clock back
             return {}
-        speed = fit_speed(self._evidence)
-        engines = engine_timelines(self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=speed)
+        self.speed = fit_speed(self._evidence)
+        engines = engine_timelines(self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed)
         self._spans = [span for span in self._spans if span.end_s > end_s]
         self._forwards = [of_one[_first_kept(of_one, end_s) :] for of_one in self._forwards]
-        return timeline_metrics(engines, speed)
+        return timeline_metrics(engines, self.speed)
 
 
 def _first_kept(forwards: Forwards, end_s: float) -> int:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rl.learner import Learner
+from megatron_rl.optimizer import loadable
 from megatron_rl.weights.te_primary import decoded, is_primary
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -63,14 +64,15 @@ def load(path: Path, learner: Learner) -> None:
             f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
             f"{'above 1' if own else '1'} now; go on with experts spread or not as they were"
         )
-    state = _sharded_state(learner, is_loading=True)
     same_partition = common["partition"] == _partition()
-    if same_partition:
-        state["generators"] = _generators()
-    restored = dist_checkpointing.load(state, str(path))
-    for chunk in learner.chunks:
-        chunk.module.load_state_dict(restored["model"], strict=True)
-    learner.optimizer.load_state_dict(restored["optimizer"])
+    with loadable(learner.optimizer):
+        state = _sharded_state(learner, is_loading=True)
+        if same_partition:
+            state["generators"] = _generators()
+        restored = dist_checkpointing.load(state, str(path))
+        for chunk in learner.chunks:
+            chunk.module.load_state_dict(restored["model"], strict=True)
+        learner.optimizer.load_state_dict(restored["optimizer"])
     learner.schedule.load_state_dict(restored["schedule"])
     if same_partition:
         _restore_generators(restored["generators"])

@@ -91,8 +91,7 @@ class Controller:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
         self.pool.revive = self._revive
         self._make_ready(self.first_step)
-        with self.phases.publish():
-            self.publisher.publish(self.first_step)
+        self._publish(self.first_step)
         if self.first_step == 0:
             self._evaluate(0)
         for step in range(self.first_step, self.settings.num_steps):
@@ -110,11 +109,25 @@ class Controller:
             with self.phases.train():
                 result = self.trainer.train(batch)
             self.crew.replace_lost()
-            with self.phases.publish():
-                published = self.publisher.publish(step + 1)
+            published = self._publish(step + 1)
             self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
+
+    def _publish(self, version: int) -> PublishReport:
+        """Bring every engine to `version`. If one dies meanwhile another takes its place, and all are brought there
+        again.
+
+        Raises:
+            RuntimeError: of another cause, or engines have died too often.
+        """
+        while True:
+            try:
+                with self.phases.publish():
+                    return self.publisher.publish(version)
+            except RuntimeError:
+                if not self.crew.replace_lost():
+                    raise
 
     def _revive(self) -> None:
         """No engine is left in the middle of a rollout."""
@@ -149,6 +162,7 @@ class Controller:
     ) -> None:
         metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
+        metrics["planner/moved_groups"] = float(self.pool.moves.num_moved)
         if self.history is not None:
             metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)
@@ -161,8 +175,7 @@ class Controller:
             with self.phases.checkpoint():
                 self.recorder.save(finished_steps, self.trainer, self.planner)
             if self.phases.needs_publish and not last:
-                with self.phases.publish():
-                    self.publisher.publish(finished_steps)
+                self._publish(finished_steps)
 
     def _evaluates_after(self, finished_steps: int) -> bool:
         ends = (0, self.settings.num_steps)

@@ -5,13 +5,16 @@ The loss arrives already divided by the mini batch's global denominator (`TrainB
 keeps Megatron's own divisions away, and `finalize` ignores its token count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Fp8, OptimizerConfig
@@ -76,6 +79,44 @@ def build_optimizer(
     for chunk in model:
         forget_first_weights(chunk.parameters())
     return optimizer
+
+
+@contextmanager
+def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """While a checkpoint is loaded: torch's Adam in a distributed optimizer has what Megatron 0.16 looks for.
+
+    Without Transformer Engine that is torch's own Adam, whose count of updates is part of a parameter's state. Megatron
+    expects moments before it loads any, finds no count among those that it has saved, and gives one tensor to
+    all parameters, which each of them would advance.
+    """
+    found = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
+    for part in found:
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            if not (state := part.optimizer.state[parameter]):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        part._set_main_param_and_optimizer_states = partial(_set_with_count, part)
+    try:
+        yield
+    finally:
+        for part in found:
+            del part._set_main_param_and_optimizer_states
+    for part in found:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
+    adams = (torch.optim.Adam, torch.optim.AdamW)
+    return isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, adams)
+
+
+def _set_with_count(
+    optimizer: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+) -> None:
+    group, place = optimizer.model_param_group_index_map[model_param]
+    count = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]["step"]
+    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, model_param, {**tensors, "step": count})
 
 
 def build_schedule(

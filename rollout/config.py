@@ -101,6 +101,12 @@ class PlannerConfig(Config):
     head_start: float = Field(default=0.0, ge=0, lt=1)
     """Share of a step's groups, those with the longest expected responses, that is admitted one step earlier still;
     only while lengths are foretold well enough. Not for `flexible`."""
+    tail_engines: int = Field(default=0, ge=0)
+    """So many engines are kept for the groups with the longest expected responses. Simulated, it costs
+    time even where lengths are known (`benchmarks.planner`)."""
+    migration: bool = True
+    """An engine that has nothing to do takes over a running group, tokens and all, from one that is full, where that
+    ends the group sooner although its keys and values are computed again."""
     max_staleness: int = Field(default=0, ge=0)
     """Most policy versions that may be published between a response's first token and its training; has to allow
     for `overlap`, and for one more with `head_start`."""

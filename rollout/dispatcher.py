@@ -100,11 +100,17 @@ class Dispatcher:
         self._tokens[engine] -= group.work
         del self._shared_by[group_id]
 
-    def again(self, group_id: GroupId) -> None:
-        """A running group was interrupted: it waits once more, before everything else of its step."""
+    def again(self, group_id: GroupId, *, at: int | None = None) -> None:
+        """A running group was interrupted: it waits once more, before everything else of its step.
+
+        With `at` it waits for that engine alone.
+        """
         engine, group = self._running.pop(group_id)
         self._tokens[engine] -= group.work
-        self._wait(group, engine, rank=-float("inf"))
+        if at is not None:
+            _, steps_together = self._shared_by[group_id]
+            self._shared_by[group_id] = (False, steps_together)
+        self._wait(group, engine if at is None else at, rank=-float("inf"))
 
     def close(self, engine: int) -> None:
         """An engine is gone: what waits for it waits for others from now on."""

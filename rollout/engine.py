@@ -35,6 +35,7 @@ from rollout.engine_state import (
 from rollout.engine_trace import Forwards, decode_forwards
 from rollout.engine_weights import EngineWeights
 from rollout.llm_handle import LlmHandle
+from rollout.migration import InFlight
 from rollout.model_tensors import expected_tensors, linears_in_bf16
 from rollout.roll_call import RollCall
 from rollout.types import (
@@ -206,7 +207,9 @@ class Engine:
                 num_begun=len(had.response_ids),
             ),
         )
-        response = Response(group_id=group.group_id, queue=queue, before=had)
+        response = Response(
+            group_id=group.group_id, num_prompt_tokens=len(group.prompt.token_ids), queue=queue, before=had
+        )
         self._ledger.add(response)
         return response
 
@@ -233,6 +236,21 @@ class Engine:
     def tell_ended(self, listener: EndedListener) -> None:
         """Call `listener` for every response that ends from now on, on the engine's event loop; it must not wait."""
         self._on_ended = listener
+
+    def in_flight(self) -> list[InFlight]:
+        """Groups with responses that have not ended, and how far those are."""
+        return [
+            InFlight(
+                group_id=group_id,
+                num_prompt_tokens=responses[0].num_prompt_tokens,
+                emitted=tuple(
+                    len(response.before.response_ids)
+                    + (vllm_compat.num_emitted_tokens(self._llm, response.request_id) or 0)
+                    for response in responses
+                ),
+            )
+            for group_id, responses in self._ledger.by_group().items()
+        ]
 
     async def abort(self, group_id: GroupId) -> int:
         """End a group's unfinished responses, which keep the tokens they have; returns how many there were."""

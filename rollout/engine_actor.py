@@ -16,6 +16,7 @@ from rollout.engine_spec import EngineSpec
 from rollout.engine_state import EngineState, EngineStats, UpdateTimes
 from rollout.engine_trace import Forwards
 from rollout.history_outbox import HistoryOutbox
+from rollout.migration import InFlight
 from rollout.process_log import redirect_output
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
@@ -55,6 +56,10 @@ class EngineActor:
     async def ended_at_least(self, count: int) -> int:
         """See `Engine.ended_at_least`."""
         return await self._engine.ended_at_least(count)
+
+    async def in_flight(self) -> list[InFlight]:
+        """See `Engine.in_flight`."""
+        return self._engine.in_flight()
 
     async def abort(self, group_id: GroupId) -> int:
         """See `Engine.abort`."""

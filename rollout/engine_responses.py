@@ -85,6 +85,7 @@ class Response:
     """One response in flight."""
 
     group_id: GroupId
+    num_prompt_tokens: int
     queue: RequestOutputCollector
     before: Finished = NOTHING
     """What it had when it came here."""
@@ -157,6 +158,13 @@ class ResponseLedger:
     def of_group(self, group_id: GroupId) -> list[str]:
         """Request ids of a group's responses that are still in flight."""
         return sorted(r.request_id for r in self._running if r.group_id == group_id)
+
+    def by_group(self) -> dict[GroupId, list[Response]]:
+        """All responses in flight."""
+        found: dict[GroupId, list[Response]] = {}
+        for response in self._running:
+            found.setdefault(response.group_id, []).append(response)
+        return found
 
     def request_ids(self) -> list[str]:
         """Of all responses in flight."""

@@ -102,13 +102,15 @@ class EngineWeights:
             WeightsRefusedError: of another run or format, stale, inconsistent, not what the model consists of, or
                 lacking a part that a rank takes.
         """
+        # what was applied and never served may come again: another engine had died before it was proven
+        unproven = self.status is EngineStatus.APPLYING
         try:
             check_manifest(
                 manifest,
                 self._expected,
                 run_id=self.spec.run_id,
                 format=self.spec.config.format,
-                current=self.version,
+                current=WeightVersion(self.version - unproven),
             )
             for rank, wanted in enumerate(self.wanted):
                 manifest.check_wanted(rank, wanted)

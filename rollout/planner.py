@@ -24,7 +24,7 @@ from rollout.seeds import derive_seed
 from rollout.types import GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoredGroup
 
 HEAD_START_CORRELATION = 0.5
-"""Forecasts worse than this pick the wrong groups for a head start (`benchmarks/results/planner.json`)."""
+"""With worse forecasts a head start brings 6 % at most and makes responses staler (`benchmarks.planner`, recorded)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Planner:
         forecasts = self._admission.due(step)
         return Due(
             groups=tuple(self._groups[forecast.group_id] for forecast in forecasts),
-            plan=plan(self._config.policy, forecasts, engines),
+            plan=plan(self._config.policy, forecasts, engines, tail_engines=self._config.tail_engines),
         )
 
     def batch(self, step: int) -> list[GroupId] | None:
@@ -135,6 +135,11 @@ class Planner:
     def completed(self, group_id: GroupId) -> None:
         """A group is sampled and scored."""
         self._admission.completed(group_id)
+
+    def remaining(self, group_id: GroupId, emitted: int) -> float:
+        """Expected tokens still to come of a group's response that has `emitted` and has not ended."""
+        estimate = self.lengths.estimate(prompt_key(self._groups[group_id].prompt.prompt_id))
+        return min(estimate.remaining(emitted), float(self._sampling.max_response_tokens - emitted))
 
     # -- what is kept and watched ------------------------------------------------------------------
 

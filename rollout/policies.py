@@ -51,6 +51,27 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
     return queues
 
 
+def isolating(place: Policy, num_tail: int) -> Policy:
+    """The groups that are expected to be the longest wait for the last `num_tail` engines, by `place` as all others.
+
+    They are so many as to cost those engines their share. What an engine takes when it has nothing left is not
+    touched.
+    """
+
+    def placed(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
+        by_length = sorted(groups, key=lambda group: (-group.tokens, group.group_id))
+        costs = np.cumsum([group.num_responses * group.tokens**LENGTH_COST for group in by_length])
+        count = int(np.searchsorted(costs, costs[-1] * num_tail / len(engines), side="right")) if groups else 0
+        tail = {group.group_id for group in by_length[:count]}
+        first = len(engines) - num_tail
+        return [
+            *place([group for group in groups if group.group_id not in tail], engines[:first]),
+            *place([group for group in groups if group.group_id in tail], engines[first:]),
+        ]
+
+    return placed
+
+
 def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
     """Runs of equal expected cost along the order of expected lengths; ascending over the engines in odd steps."""
     queues: Queues = [[] for _ in engines]
@@ -76,15 +97,21 @@ POLICIES: dict[str, tuple[Policy, bool]] = {
 """Placement, and whether engines take each other's work."""
 
 
-def plan(policy: str, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> RolloutPlan:
-    """Place `groups` by the policy of that name.
+def plan(
+    policy: str, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad], *, tail_engines: int = 0
+) -> RolloutPlan:
+    """Place `groups` by the policy of that name; the longest on `tail_engines` engines of their own.
 
     Raises:
-        ValueError: an unknown name; the known ones are listed.
+        ValueError: an unknown name; the known ones are listed. Or no engine is left for the others.
     """
     if policy not in POLICIES:
         raise ValueError(f"planner.policy `{policy}` is not one of {', '.join(POLICIES)}")
     place, shares_work = POLICIES[policy]
+    if tail_engines >= len(engines):
+        raise ValueError(f"{tail_engines} engines for the longest groups leave none of {len(engines)} for the others")
+    if tail_engines:
+        place = isolating(place, tail_engines)
     queues = tuple(tuple(queue) for queue in place(groups, engines))
     together = TOGETHER if policy == "flexible" else 1
     return RolloutPlan(queues=queues, shares_work=shares_work, steps_together=together)

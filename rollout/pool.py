@@ -13,9 +13,13 @@ pool to one of its own.
 An engine that dies loses no group. Where its actor lives on, its groups come back with the tokens that they had and
 go on elsewhere from there; where it died with it, they begin again at the prompt, with the same seeds. If no engine
 is left, `revive` has to bring one.
+
+An engine that has nothing to do while nothing waits may take over a group that runs elsewhere (`rollout.moves`): the
+group is aborted there and goes on here with the tokens that it has.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ import ray
 
 from rollout.dispatcher import Dispatcher, free_slots_for
 from rollout.engine_group import EngineGroup
+from rollout.migration import InFlight
+from rollout.moves import Moves
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Score, ScoredGroup
 
@@ -91,6 +97,8 @@ class EnginePool:
         """
         self.revive: Callable[[], None] | None = None
         """Called when no engine is left; returns when there is one that serves. Without it, that is an error."""
+        self.moves = Moves()
+        """Groups that go on elsewhere because an engine has nothing to do."""
         self.num_reissued = 0
         """Groups that were begun again, or went on elsewhere, because their engine had died."""
         self._engines = engines
@@ -106,6 +114,8 @@ class EnginePool:
         self._sent = [0] * len(self._engines)
         self._ended = [0] * len(self._engines)
         self._asked: dict[ray.ObjectRef, int] = {}
+        self._survey: ray.ObjectRef | None = None
+        """What the engine that `moves` asked runs."""
         self._generating: dict[ray.ObjectRef, _Generating] = {}
         self._scoring: dict[ray.ObjectRef, _Scoring] = {}
         self._scored: dict[GroupId, ScoredGroup] = {}
@@ -242,6 +252,7 @@ class EnginePool:
                 continue
             self._dispatcher.take(engine)
             self._start(forecast, engine=engine)
+        self._look_for_a_move()
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
         group = self._waiting.pop(forecast.group_id)
@@ -253,7 +264,8 @@ class EnginePool:
             self._batches.started(group.group_id)
 
     def _advance(self, timeout_s: float | None = None) -> None:
-        waiting = [*self._generating, *self._scoring, *self._asked]
+        surveys = [] if self._survey is None else [self._survey]
+        waiting = [*self._generating, *self._scoring, *self._asked, *surveys]
         if not waiting and not self._engines.there and self.revive is not None:
             self.revive()
             self._dispatch()
@@ -265,7 +277,9 @@ class EnginePool:
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
         more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
-            if ref in self._asked:
+            if ref == self._survey:
+                self._move_one(ref)
+            elif ref in self._asked:
                 self._note_ended(ref)
             elif ref in self._generating:
                 self._finish_generating(ref)
@@ -273,6 +287,39 @@ class EnginePool:
                 self._finish_scoring(ref)
             # else it was asked of an engine of whose end another ref has told
         self._dispatch()
+
+    def _look_for_a_move(self) -> None:
+        running = Counter(item.engine for item in self._generating.values() if item.engine not in self._closed)
+        engine = self.moves.whom_to_ask(running, self._idle_engine())
+        if engine is not None:
+            self.moves.asked = engine
+            self._survey = self._engines.actors[engine].in_flight.remote()
+
+    def _idle_engine(self) -> int | None:
+        """One that runs nothing and has nothing to wait for."""
+        busy = {item.engine for item in self._generating.values()}
+        idle = (engine for engine in self._engines.there if engine not in busy)
+        return next((engine for engine in idle if self._dispatcher.peek(engine) is None), None)
+
+    def _move_one(self, ref: ray.ObjectRef) -> None:
+        """An engine has said what it runs: the group that gains most by it leaves for an idle engine."""
+        source, self._survey = self.moves.asked, None
+        assert source is not None
+        try:
+            running: list[InFlight] = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            self._lose(source, error)
+            return
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"engine {source} does not say what it runs: {error}") from error
+        trained = {
+            item.group.group_id
+            for item in self._generating.values()
+            if item.engine == source and item.group.purpose == TRAIN
+        }
+        chosen = self.moves.choose([one for one in running if one.group_id in trained], self._idle_engine())
+        if chosen is not None:
+            self._engines.actors[source].abort.remote(chosen)
 
     def _note_ended(self, ref: ray.ObjectRef) -> None:
         engine = self._asked.pop(ref)
@@ -290,10 +337,9 @@ class EnginePool:
         self._engines.lose(engine, str(error))
         self._note_who_is_there()
 
-    def _issue_again(self, group: PromptGroup) -> None:
-        self.num_reissued += 1
+    def _issue_again(self, group: PromptGroup, *, at: int | None = None) -> None:
         self._waiting[group.group_id] = group
-        self._dispatcher.again(group.group_id)
+        self._dispatcher.again(group.group_id, at=at)
 
     def _note_who_is_there(self) -> None:
         """Close the queues of engines that are lost, and open those of engines that have come."""
@@ -303,16 +349,20 @@ class EnginePool:
             # a successor counts from 0; whoever asked the old one is answered by its end
             self._asked = {ref: number for ref, number in self._asked.items() if number != engine}
             self._sent[engine] = self._ended[engine] = 0
+            if self.moves.asked == engine:
+                self.moves.asked = self._survey = None
         for engine in self._closed - lost:
             self._dispatcher.open(engine)
         self._closed = lost
 
     def _finish_generating(self, ref: ray.ObjectRef) -> None:
         item = self._generating.pop(ref)
+        target = self.moves.came_back(item.group.group_id)
         try:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayActorError as error:
             self._lose(item.engine, error)
+            self.num_reissued += 1
             self._issue_again(item.group)
             return
         except ray.exceptions.RayError as error:
@@ -321,8 +371,14 @@ class EnginePool:
             self._lose(item.engine, RuntimeError(summary.fault))
             if summary.is_unfinished:
                 self._begun[item.group.group_id] = (summary, item.columns)
+                self.num_reissued += 1
                 self._issue_again(item.group)
                 return
+        elif target is not None and summary.is_unfinished:
+            self._begun[item.group.group_id] = (summary, item.columns)
+            self.moves.num_moved += 1
+            self._issue_again(item.group, at=target)
+            return
         self._dispatcher.finish(item.group.group_id)
         scorer = self._scorers[self._next_scorer]
         self._next_scorer = (self._next_scorer + 1) % len(self._scorers)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from history.draft_stats import DraftStats
@@ -30,6 +31,9 @@ PROMPT_KEY = "prompt_key"
 """Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
 STEP = "step"
 """Where it carries the step that it is sampled for."""
+
+_THREADS_BESIDE_GPUS = 4
+"""That draft where the process would wait for a device; on a CPU its cores multiply matrices."""
 
 _WARM_UPS = 12
 """Forwards after which a drafter has done everything once; it only watches the first ones."""
@@ -91,6 +95,7 @@ class HistoryProposer:
             segments_dir=self._segments_dir,
             prices=prices,
             max_model_len=self._runner.max_model_len,
+            num_threads=_THREADS_BESIDE_GPUS if current_platform.is_cuda_alike() else 1,
         )
 
     def _warm_up(self, prices: "PriceSurface") -> None:

@@ -12,6 +12,7 @@ from megatron_rl.batching import build_batch
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.cost_model import CostModel
 from rollout.engine_state import EngineStatus
+from rollout.plan import GroupForecast, RolloutPlan
 
 PROMPT_AND_ON = [5, 9, 17, 33, 60, 7, 81, 120, 3, 44]
 
@@ -94,12 +95,60 @@ def test_what_was_learned_is_sampled_from_on_both_engines_after_the_next_publish
     assert summary.oldest_version == published.version
 
 
+class FirstBegun:
+    """Moves the first group of which every response has begun."""
+
+    def choose(self, running):
+        return next((group.group_id for group in running if group.emitted and min(group.emitted) > 0), None)
+
+
+def test_a_running_group_goes_on_where_nothing_runs_and_keeps_what_it_has(published):
+    """Engine 1 is given nothing; when the short group of engine 0 has ended, one of the long ones moves."""
+    made = [*published.groups(1, max_response_tokens=4), *published.groups(2, max_response_tokens=100, temperature=1.0)]
+    forecasts = [GroupForecast(group_id=g.group_id, step=g.step, num_responses=4, tokens=50.0) for g in made]
+    pool = published.pool
+    pool.moves.mover = FirstBegun()
+    try:
+        pool.admit(made, RolloutPlan(queues=(tuple(forecasts), ()), shares_work=False))
+        short, *long = [scored for group in made for scored in pool.take("train", group.step)]
+    finally:
+        pool.moves.mover = None
+    pool.check_integrity()
+    assert short.summary.engine_id == 0 and pool.moves.num_moved >= 1 and pool.num_reissued == 0
+    assert 1 in {scored.summary.engine_id for scored in long}
+    for scored in long:
+        columns = ray.get(scored.columns)
+        assert not scored.summary.is_unfinished
+        for sample, length in enumerate(scored.summary.lengths):
+            spans = scored.summary.weight_spans[sample]
+            assert [(span.weight_version, span.num_tokens) for span in spans] == [(published.version, length)]
+            ids = [*scored.group.prompt.token_ids.tolist(), *columns.response(sample).tolist()]
+            forced = ray.get(published.engines.actors[0].probe.remote(ids))[-length:]
+            assert np.abs(np.array(forced) - columns.logprobs(sample)).mean() < 0.02
+
+
 def test_the_same_version_twice_is_refused_and_nothing_changes(published):
     before = probed(published)
     with pytest.raises(RuntimeError, match=r"engine 0.*version"):
         published.publisher().publish(published.version)
     assert [state.status for state in published.states()] == [EngineStatus.SERVING] * 2
     np.testing.assert_array_equal(probed(published), before)
+
+
+def test_a_publish_that_stopped_before_it_was_proven_can_be_made_again(published, monkeypatch):
+    """As when another engine dies in the middle of it."""
+    publisher = published.publisher()
+
+    def died(version):
+        raise RuntimeError("engine 7: probe failed")
+
+    monkeypatch.setattr(publisher, "_prove", died)
+    with pytest.raises(RuntimeError, match="engine 7"):
+        published.publish(publisher)
+    assert [state.status for state in published.states()] == [EngineStatus.APPLYING] * 2
+    monkeypatch.undo()
+    assert publisher.publish(published.version).weight_version == published.version
+    assert [state.status for state in published.states()] == [EngineStatus.SERVING] * 2
 
 
 def test_engines_that_fail_the_probe_are_fenced_and_the_next_publish_heals_them(published):

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from launcher.durable import read_rows
 from rollout.transports import segments
 from tests.background import popen
 
@@ -83,7 +84,7 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_rows(path)
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -23,6 +23,7 @@ class Product:
         max_draft_tokens: int,
         threshold: float = 0.1,
         prices: PriceSurface | None = None,
+        num_threads: int = 1,
     ) -> None:
         self._segments_dir = segments_dir
         self._drafter = Drafter(
@@ -30,6 +31,7 @@ class Product:
             segments_dir=str(segments_dir),
             prices=prices,  # type: ignore[arg-type]
             threshold=threshold,
+            num_threads=num_threads,
         )
         self._num_versions = 0
         self.num_tokens_built = 0

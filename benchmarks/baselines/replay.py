@@ -56,6 +56,8 @@ class Forward:
     num_context_tokens: int
     propose_s: float
     """Time of this thread inside the method."""
+    wall_s: float
+    """Time until the method returned."""
 
 
 class Replay:
@@ -101,9 +103,9 @@ class Replay:
         slots, num_tokens = self._slots[rows], self._num_tokens[rows]
         token_ids = self._token_ids if len(rows) == len(self._slots) else self._token_ids[rows]
         rooms = np.minimum(self._limits[rows] - num_tokens - 1, self._max_draft_tokens).astype(np.int32)
-        began = time.thread_time()
+        began_at, began = time.perf_counter(), time.thread_time()
         drafts = self._method.propose(slots, token_ids, num_tokens, rooms)
-        seconds = time.thread_time() - began
+        seconds, wall_s = time.thread_time() - began, time.perf_counter() - began_at
         accepted = [self._accepted(row, draft) for row, draft in zip(rows.tolist(), drafts, strict=True)]
         self._calibrate(accepted)
         emitted = sum(self._emit(row, count + 1) for row, count in zip(rows.tolist(), accepted, strict=True))
@@ -114,6 +116,7 @@ class Replay:
             num_emitted=emitted,
             num_context_tokens=int(num_tokens.sum()),
             propose_s=seconds,
+            wall_s=wall_s,
         )
 
     def close(self) -> None:

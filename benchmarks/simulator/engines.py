@@ -59,6 +59,8 @@ class Engines:
         """[R], when it got a slot."""
         self.ended_s: _Floats = np.full(len(lengths), np.nan)
         """[R]"""
+        self._had: _Floats = np.zeros(len(lengths))
+        """[R], tokens that it had when it came to its engine."""
         self._state = np.zeros((num_engines, _NUM_STATE))
         self._ends = np.zeros((num_engines, num_slots))
         self._ids = np.zeros((num_engines, num_slots), dtype=np.int64)
@@ -80,8 +82,8 @@ class Engines:
         """Meet ends until somebody has to decide: `(why, engine, group or -1, when)`."""
         why, engine, group, at_s = _run(
             until_s, self._speed.fixed_s, self._speed.context_s, self._speed.gains, self._state, self._ends, self._ids,
-            self._waiting, self._next_s, self._lengths, self._groups, self._missing, self.started_s, self.ended_s,
-            self.asked,
+            self._waiting, self._next_s, self._lengths, self._had, self._groups, self._missing, self.started_s,
+            self.ended_s, self.asked,
         )  # fmt: skip
         return int(why), int(engine), int(group), float(at_s)
 
@@ -91,8 +93,27 @@ class Engines:
             raise ValueError(f"engine {engine}: more than {self._waiting.shape[1]} responses would wait")
         _give(
             engine, responses, at_s, self._speed.fixed_s, self._speed.context_s, self._speed.gains, self._state,
-            self._ends, self._ids, self._waiting, self._next_s, self._lengths, self.started_s,
+            self._ends, self._ids, self._waiting, self._next_s, self._lengths, self._had, self.started_s,
         )  # fmt: skip
+
+    def running(self, engine: int, *, at_s: float) -> tuple[_Ints, _Floats]:
+        """Responses that run at `at_s`, or at the end of the forward that runs then, and the tokens that each has."""
+        self.pause(engine, at_s, 0.0)
+        number = int(self._state[engine, _RUNNING])
+        ids = self._ids[engine, :number]
+        return ids.copy(), self._lengths[ids] - self._ends[engine, :number] + self._state[engine, _COUNTER]
+
+    def take_away(self, engine: int, responses: _Ints, *, at_s: float) -> None:
+        """Running responses leave their engine; given to another they go on with what they have."""
+        ids, had = self.running(engine, at_s=at_s)
+        leaving = np.isin(ids, responses)
+        self._had[ids[leaving]] = had[leaving]
+        kept = np.flatnonzero(~leaving)
+        state = self._state[engine]
+        self._ends[engine, : len(kept)], self._ids[engine, : len(kept)] = self._ends[engine, kept], ids[kept]
+        state[_RUNNING] = len(kept)
+        state[_CONTEXT] -= had[leaving].sum()
+        self.give(engine, np.zeros(0, dtype=np.int64), at_s=at_s)  # whoever waits takes the free slots
 
     def pause(self, engine: int, from_s: float, until_s: float) -> None:
         """Nothing runs on the engine from the end of the forward at `from_s` to `until_s`."""
@@ -151,21 +172,25 @@ def _look_ahead(
 
 
 @compiled
-def _fill(state: _Floats, ends: _Floats, ids: _Ints, waiting: _Ints, lengths: _Floats, started_s: _Floats) -> None:
+def _fill(
+    state: _Floats, ends: _Floats, ids: _Ints, waiting: _Ints, lengths: _Floats, had: _Floats, started_s: _Floats
+) -> None:
     """Waiting responses take the free slots."""
     while state[_HEAD] < state[_TAIL] and state[_RUNNING] < len(ends):
         response = waiting[int(state[_HEAD]) % len(waiting)]
         state[_HEAD] += 1
         slot = int(state[_RUNNING])
-        ids[slot], ends[slot] = response, state[_COUNTER] + lengths[response]
-        started_s[response] = state[_CLOCK]
+        ids[slot], ends[slot] = response, state[_COUNTER] + lengths[response] - had[response]
+        state[_CONTEXT] += had[response]
+        if np.isnan(started_s[response]):
+            started_s[response] = state[_CLOCK]
         state[_RUNNING] += 1
 
 
 @compiled
 def _give(
     engine: int, responses: _Ints, at_s: float, fixed: _Floats, per_token: float, gains: _Floats, states: _Floats,
-    ends: _Floats, ids: _Ints, waiting: _Ints, next_s: _Floats, lengths: _Floats, started_s: _Floats,
+    ends: _Floats, ids: _Ints, waiting: _Ints, next_s: _Floats, lengths: _Floats, had: _Floats, started_s: _Floats,
 ) -> None:  # fmt: skip
     state = states[engine]
     # what would end in the forward that runs at `at_s` ends in `_run`, which looks at the counter
@@ -173,7 +198,7 @@ def _give(
     for response in responses:
         waiting[engine, int(state[_TAIL]) % waiting.shape[1]] = response
         state[_TAIL] += 1
-    _fill(state, ends[engine], ids[engine], waiting[engine], lengths, started_s)
+    _fill(state, ends[engine], ids[engine], waiting[engine], lengths, had, started_s)
     _look_ahead(engine, state, ends[engine], fixed, per_token, gains, next_s)
 
 
@@ -191,8 +216,8 @@ def _pause(
 @compiled
 def _run(
     until_s: float, fixed: _Floats, per_token: float, gains: _Floats, states: _Floats, ends: _Floats, ids: _Ints,
-    waiting: _Ints, next_s: _Floats, lengths: _Floats, groups: _Ints, missing: _Ints, started_s: _Floats,
-    ended_s: _Floats, asked: _Ints,
+    waiting: _Ints, next_s: _Floats, lengths: _Floats, had: _Floats, groups: _Ints, missing: _Ints,
+    started_s: _Floats, ended_s: _Floats, asked: _Ints,
 ) -> tuple[int, int, int, float]:  # fmt: skip
     while True:
         engine = int(np.argmin(next_s))
@@ -209,7 +234,7 @@ def _run(
         state[_RUNNING] -= 1
         last = running - 1
         ids[engine, slot], ends[engine, slot] = ids[engine, last], ends[engine, last]
-        _fill(state, ends[engine], ids[engine], waiting[engine], lengths, started_s)
+        _fill(state, ends[engine], ids[engine], waiting[engine], lengths, had, started_s)
         _look_ahead(engine, state, ends[engine], fixed, per_token, gains, next_s)
         group = groups[response]
         missing[group] -= 1

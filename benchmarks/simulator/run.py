@@ -6,9 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulator.engines import GROUP_ENDED, REACHED, Engines, Speed
-from benchmarks.simulator.workload import Workload
+from benchmarks.simulator.workload import MAX_TOKENS, Workload
+from history.lengths import LengthEstimate
 from rollout.admission import Admission, FixedBatches, FlexibleBatches, check_batches
 from rollout.dispatcher import Dispatcher, free_slots_for
+from rollout.engine_speed import EngineSpeed
+from rollout.migration import InFlight, Mover
 from rollout.plan import GroupForecast
 from rollout.policies import plan
 from rollout.types import GroupId
@@ -36,6 +39,9 @@ class Scheme:
     overlap: int = 0
     head_start: float = 0.0
     max_staleness: int = 0
+    migration: bool = False
+    tail_share: float = 0.0
+    """Of the engines, kept for the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ class Outcome:
     mean_staleness: float
     max_staleness: int
     num_stolen: int
+    num_moved: int
     num_waits: int
     consumed_lengths: npt.NDArray[np.float64]
 
@@ -71,7 +78,10 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
     batches: list[list[GroupId]] = []
     started: dict[GroupId, int] = {}
     published_s = [0.0]
-    now, train_until = 0.0, np.inf
+    now, train_until, num_moved = 0.0, np.inf, 0
+    home: dict[int, int] = {}
+    num_groups = np.zeros(cluster.num_engines, dtype=np.int64)
+    mover = _mover(workload, cluster)
     tokens_of = workload.lengths.sum(axis=1)
 
     def feed(engine: int) -> None:
@@ -83,11 +93,43 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
             started[group.group_id] = len(published_s) - 1
             admission.started(group.group_id, len(published_s) - 1)
             engines.give(engine, numbers[group.group_id], at_s=now)
+            home[int(group.group_id)] = engine
+            num_groups[engine] += 1
         engines.asked[engine] = min_free_slots
+
+    def move() -> int:
+        """An engine that has nothing to do takes over a group from the one with the most."""
+        busiest, target = int(num_groups.argmax()), int(num_groups.argmin())
+        if num_groups[busiest] < 2 or num_groups[target] or dispatcher.peek(target) is not None:
+            return 0
+        ids, had = engines.running(busiest, at_s=now)
+        emitted: dict[int, list[int]] = {}
+        for response, tokens in zip((ids // group_size).tolist(), had.astype(int).tolist(), strict=True):
+            emitted.setdefault(response, []).append(tokens)
+        chosen = mover.choose(
+            [
+                InFlight(group_id=GroupId(group), num_prompt_tokens=0, emitted=tuple(found))
+                for group, found in emitted.items()
+            ]
+        )
+        if chosen is None:
+            return 0
+        leaving = ids[ids // group_size == chosen]
+        context = int(had[ids // group_size == chosen].sum())
+        engines.take_away(busiest, leaving, at_s=now)
+        price_s = float(cluster.speed.fixed_s[1] + (cluster.speed.fixed_s[2] - cluster.speed.fixed_s[1]) * context)
+        engines.pause(target, now, now + price_s)
+        engines.give(target, leaving, at_s=now + price_s)
+        home[int(chosen)] = target
+        num_groups[busiest] -= 1
+        num_groups[target] += 1
+        return 1
 
     def admit() -> None:
         groups = admission.due(len(published_s) - 1)
-        dispatcher.admit(plan(scheme.policy, groups, dispatcher.loads(cluster.num_slots)))
+        loads = dispatcher.loads(cluster.num_slots)
+        tail_engines = round(scheme.tail_share * cluster.num_engines)
+        dispatcher.admit(plan(scheme.policy, groups, loads, tail_engines=tail_engines))
         for engine in range(cluster.num_engines):
             feed(engine)
 
@@ -117,10 +159,31 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
         if why == GROUP_ENDED:
             admission.completed(GroupId(group))
             dispatcher.finish(GroupId(group))
+            num_groups[home.pop(group)] -= 1
         if engines.asked[engine]:
             feed(engine)
+        if scheme.migration and why == GROUP_ENDED:
+            num_moved += move()
     check_batches(batches, started, groups_per_step=workload.groups_per_step, max_staleness=scheme.max_staleness)
-    return _outcome(workload, cluster, scheme, engines, admission, dispatcher, batches, published_s)
+    return _outcome(workload, cluster, num_moved, engines, admission, dispatcher, batches, published_s)
+
+
+def _mover(workload: Workload, cluster: Cluster) -> Mover:
+    """The product's rule, by the simulated engines' speed and the forecasts."""
+    speed, forecasts = cluster.speed, workload.forecasts
+    token_s = float(speed.fixed_s[2] - speed.fixed_s[1])
+    known = EngineSpeed(
+        fixed_s=float(speed.fixed_s[1]) - token_s,
+        token_s=token_s,
+        context_s=speed.context_s,
+        saturated_requests=cluster.num_slots,
+    )
+
+    def remaining(group: GroupId, emitted: int) -> float:
+        left = LengthEstimate.of([], prior_mean=float(forecasts[group])).remaining(emitted)
+        return min(left, MAX_TOKENS - emitted)
+
+    return Mover(remaining=remaining, speed=lambda: known)
 
 
 def admission_of(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleBatches:
@@ -148,7 +211,7 @@ def admission_of(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleB
 def _outcome(
     workload: Workload,
     cluster: Cluster,
-    scheme: Scheme,
+    num_moved: int,
     engines: Engines,
     admission: Admission,
     dispatcher: Dispatcher,
@@ -165,6 +228,7 @@ def _outcome(
         mean_staleness=float(staleness.mean()),
         max_staleness=int(staleness.max()),
         num_stolen=dispatcher.num_stolen,
+        num_moved=num_moved,
         num_waits=admission.num_waits if isinstance(admission, FlexibleBatches) else 0,
         consumed_lengths=np.sort(np.concatenate([workload.lengths[np.array(batch)].ravel() for batch in batches])),
     )

@@ -110,14 +110,14 @@ class Publisher:
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
         """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
-        summing = self._engines.begin("loaded_sums")
+        numbers, summing = self._engines.there, self._engines.begin("loaded_sums")
         expected = add_up(self._trainer.sent_sums(timeout_s=self._timeout_s))
         found = self._engines.wait(summing, "loaded_sums", timeout_s=self._timeout_s)
         judged = [difference(sums, expected, leniency=self._leniency) for sums in found if isinstance(sums, dict)]
         faults = {
             engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
             "what is allowed"
-            for engine, (gap, where) in enumerate(judged)
+            for engine, (gap, where) in zip(numbers, judged, strict=True)
             if not gap <= MAX_WEIGHT_GAP
         }
         if faults:
@@ -137,14 +137,14 @@ class Publisher:
         reference = self._trainer.probe(self._probe_tokens, timeout_s=self._timeout_s)
         if self._make_room is not None:
             self._make_room()
-        proving = proving or self._engines.begin("probe", self._probe_tokens)
+        numbers, proving = self._engines.there, proving or self._engines.begin("probe", self._probe_tokens)
         found = self._engines.wait(proving, "probe", timeout_s=self._timeout_s)
         gaps = tuple(_gap(logprobs, reference) for logprobs in found)
-        bad = [engine for engine, gap in enumerate(gaps) if not gap <= self._max_probe_gap]
+        bad = {engine: gap for engine, gap in zip(numbers, gaps, strict=True) if not gap <= self._max_probe_gap}
         if bad:
             fault = (
                 f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
-                f"{max(gaps[engine] for engine in bad):.3g} nats on average, {self._max_probe_gap} are allowed "
+                f"{max(bad.values()):.3g} nats on average, {self._max_probe_gap} are allowed "
                 "(engine.probe_max_logprob_gap)"
             )
             self._fence(dict.fromkeys(bad, fault))

@@ -64,6 +64,46 @@ def test_an_engine_ends_responses_when_one_that_goes_forward_by_forward_does(gai
     np.testing.assert_allclose(engine.ended_s, expected, rtol=0.004 if gain == 1.0 else 0.02)
 
 
+def test_responses_that_move_end_when_their_new_engine_has_computed_the_rest():
+    """Two run on engine 0; after a second the longer one goes on alone on engine 1."""
+    lengths = np.array([300.0, 100.0])
+    speed = Speed(fixed_s=0.01 + 0.001 * np.arange(9), context_s=2e-5, gains=np.ones(9))
+    engines = Engines(num_engines=2, num_slots=8, speed=speed, lengths=lengths, groups=np.arange(2), waiting_capacity=4)
+    engines.give(0, np.arange(2), at_s=0.0)
+    assert engines.run(1.0)[0] == REACHED
+    ids, had = engines.running(0, at_s=1.0)
+    assert ids.tolist() == [0, 1] and had[0] == had[1]
+    engines.take_away(0, np.array([0]), at_s=1.0)
+    engines.give(1, np.array([0]), at_s=2.0)
+    while engines.run(1e9)[0] != REACHED:
+        pass
+
+    def rest_s(length, begins_at):
+        clock, tokens = begins_at, had[0]
+        while tokens < length:
+            clock += speed.fixed_s[1] + speed.context_s * tokens
+            tokens += 1
+        return clock
+
+    together = 0.0
+    for tokens in range(int(had[0])):
+        together += speed.fixed_s[2] + speed.context_s * 2 * tokens
+    assert 1.0 <= together < 1.0 + speed.fixed_s[2] + speed.context_s * 2 * had[0]
+    assert engines.ended_s[0] == pytest.approx(rest_s(300, 2.0), rel=1e-9)
+    assert engines.ended_s[1] == pytest.approx(rest_s(100, together), rel=1e-9)
+    assert engines.started_s.tolist() == [0.0, 0.0]
+    assert engines.free_slots(0) == engines.free_slots(1) == 8
+
+
+def test_moving_groups_to_idle_engines_helps_a_step_that_waits_for_its_last():
+    workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=6))
+    cluster = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s_per_token=1e-6)
+    stay, move = (simulate(workload, cluster, Scheme(policy="adaptive", migration=on)) for on in (False, True))
+    assert stay.num_moved == 0 < move.num_moved
+    assert move.step_s < stay.step_s and move.idle < stay.idle
+    np.testing.assert_array_equal(move.consumed_lengths, stay.consumed_lengths)
+
+
 def test_full_engines_take_the_time_of_the_bound_and_never_less():
     lengths = np.full(64 * 8, 2000.0)
     speed = inferred(64)

@@ -47,6 +47,10 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         (["data.train.0.path=nowhere.jsonl"], ["`data.train.0.path` = nowhere.jsonl", "no such file"]),
         (["evaluation.sets.held.path=nowhere.jsonl"], ["`evaluation.sets.held.path` = nowhere.jsonl"]),
         (["reward.function=no_such.module.score"], ["`reward.function` = no_such.module.score", "no module"]),
+        (
+            ["planner.tail_engines=1"],
+            ["`planner.tail_engines` = 1", "`engine.num_engines` = 1: no engine is left"],
+        ),
         (["planner.overlap=1"], ["`planner.max_staleness` = 0 is below 1", "`planner.overlap` = 1"]),
         (
             ["planner.overlap=1", "planner.head_start=0.2", "planner.max_staleness=1"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.durable import read_rows, replace_rows
 from launcher.errors import RunDirectoryError
 from launcher.run_directory import RunDirectory
 
@@ -131,3 +132,16 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="is a file"):
         RunDirectory(tmp_path / "file")
+
+
+def test_rows_are_read_up_to_the_one_that_is_being_written(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert read_rows(file) == []
+    file.write_text("", encoding="utf-8")
+    assert read_rows(file) == []
+    replace_rows(file, [{"text": "a\u2028b\u00e9"}, {"n": 1}])
+    whole = file.read_bytes()
+    assert read_rows(file) == [{"text": "a\u2028b\u00e9"}, {"n": 1}]
+    for cut in range(len(whole)):
+        file.write_bytes(whole[:cut])
+        assert read_rows(file) == [{"text": "a\u2028b\u00e9"}][: whole[:cut].count(b"\n")]

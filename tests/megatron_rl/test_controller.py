@@ -78,7 +78,13 @@ def controller(
             upcoming=lambda step: ["train"],
             metrics=lambda: {},
         ),
-        pool=Stand(num_reissued=0, loads=lambda: [], admit=log.call("admit"), take_batch=lambda step, progress: groups),
+        pool=Stand(
+            num_reissued=0,
+            moves=Stand(num_moved=0),
+            loads=lambda: [],
+            admit=log.call("admit"),
+            take_batch=lambda step, progress: groups,
+        ),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
         crew=Stand(replace_lost=lambda: 0),
@@ -143,6 +149,36 @@ def test_engines_that_made_room_for_a_save_are_given_weights_before_the_next_ste
     controller(log, num_steps=2, checkpoint_every=1, needs_publish=True).run()
     kept = [entry for entry in log if entry.startswith(("save", "due")) or entry in ("publish 1", "publish 2")]
     assert kept == ["due 0", "publish 1", "save 1", "publish 1", "due 1", "publish 2", "save 2"]
+
+
+def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_place():
+    log, lost = Log(), [1]
+    run = controller(log, num_steps=1)
+    publish = run.publisher.publish
+
+    def dies_once(version):
+        report = publish(version)
+        if version == 1 and lost:
+            raise RuntimeError("engine 0: update failed")
+        return report
+
+    run.publisher = Stand(publish=dies_once)
+    run.crew = Stand(replace_lost=lambda: log.append("replace") or (lost.pop() if "publish 1" in log and lost else 0))
+    run.run()
+    kept = [entry for entry in log if entry in ("publish 1", "replace")]
+    assert kept == ["replace", "publish 1", "replace", "publish 1"]
+
+
+def test_a_publish_that_fails_while_everybody_lives_ends_the_run():
+    log = Log()
+    run = controller(log, num_steps=1)
+
+    def refused(version):
+        raise RuntimeError("engine 0 refused weight version 0")
+
+    run.publisher = Stand(publish=refused)
+    with pytest.raises(RuntimeError, match="refused"):
+        run.run()
 
 
 def test_a_resumed_run_publishes_its_own_version_and_does_not_evaluate_the_start_again():

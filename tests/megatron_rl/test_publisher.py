@@ -27,6 +27,7 @@ class Engines:
     def __init__(self, log, probes, sums):
         self.log, self.probes, self.sums = log, probes, sums
         self.actors = [Actor(log, number) for number in range(len(probes))]
+        self.there = tuple(range(len(probes)))
 
     def begin(self, method, *args):
         self.log.append(f"{method} begins")

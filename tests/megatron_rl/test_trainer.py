@@ -311,6 +311,17 @@ def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
 
 
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_bit_by_bit(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_tied", model)
+    spec, batch = trainer_spec(model, DP2, algorithm, distributed=True), batch_for(DP2, algorithm)
+    whole = ranks.run(train_save_train, spec, batch, saved, parallel=DP2)
+    resumed = ranks.run(load_and_train, spec, batch, saved, parallel=DP2)
+    found = assembled(resumed)
+    assert all(np.array_equal(tensor, found[name]) for name, tensor in assembled(whole).items())
+
+
 def test_a_checkpoint_of_spread_experts_goes_on_where_they_are_spread_and_nowhere_else(ranks, tmp_path):
     algorithm, spread = ALGORITHMS["one update"], ParallelConfig(data=2, expert=2)
     model, saved = tmp_path / "model", tmp_path / "saved"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rollout import pool as pool_module
 from rollout.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.engine_group import EngineGroup
+from rollout.migration import InFlight
 from rollout.plan import GroupForecast
 from rollout.policies import POLICIES, plan
 from rollout.pool import EnginePool
@@ -81,6 +82,8 @@ class Engine:
     running: dict = field(default_factory=dict)
     """Group: (ref of the summary, ref of the columns, responses that have not ended)"""
     asked: list = field(default_factory=list)
+    surveys: list = field(default_factory=list)
+    aborting: list = field(default_factory=list)
 
     @property
     def generate_group(self):
@@ -89,6 +92,40 @@ class Engine:
     @property
     def ended_at_least(self):
         return Method(self._ended_at_least)
+
+    @property
+    def in_flight(self):
+        return Method(self._in_flight)
+
+    @property
+    def abort(self):
+        return Method(self.aborting.append)
+
+    def _in_flight(self):
+        ref = Ref()
+        self.surveys.append(ref)
+        if not self.is_alive:
+            ref.is_ready, ref.value = True, ActorDiedError("gone")
+        return ref
+
+    def tell_what_runs(self):
+        """Answer those who asked; what they hear may be old by the time they do."""
+        for ref in self.surveys:
+            ref.is_ready = True
+            ref.value = [
+                InFlight(group_id=group_id, num_prompt_tokens=1, emitted=(1,) * had.count(False))
+                for group_id, (_, _, had) in self.running.items()
+            ]
+        self.surveys = []
+
+    def abort_as_told(self):
+        for group_id in self.aborting:
+            if group_id in self.running:
+                self.ended += self.running[group_id][2].count(False)
+                self.world.num_moved += 1
+                self._return(group_id)
+        self.aborting = []
+        self._answer()
 
     def _generate(self, group, summary=None, columns=None):
         refs = Ref(), Ref(value=columns)
@@ -124,6 +161,8 @@ class Engine:
     def abort_one(self):
         """Somebody aborts a group; what it has is what it gets."""
         group_id = self.world.generator.choice(list(self.running))
+        if group_id in self.aborting:  # it goes on elsewhere whoever aborts it
+            return
         self.ended += self.running[group_id][2].count(False)
         self.world.num_aborted += 1
         self._return(group_id)
@@ -148,8 +187,9 @@ class Engine:
                 self.running.pop(group_id)[0].__init__(is_ready=True, value=ActorDiedError("killed"))
             else:
                 self._return(group_id, fault="the core died")
-        for _, ref in self.asked:
+        for ref in [*(ref for _, ref in self.asked), *self.surveys]:
             ref.is_ready, ref.value = True, ActorDiedError("killed")
+        self.aborting = []
 
 
 @dataclass
@@ -160,6 +200,7 @@ class World:
     num_events: int = 0
     num_deaths: int = 0
     num_aborted: int = 0
+    num_moved: int = 0
     num_kept: int = 0
     """Responses that had ended before their group went on elsewhere."""
 
@@ -171,6 +212,12 @@ class World:
         """One event: a response ends, a group is scored, an engine dies or comes back."""
         self.num_events += 1
         draw, busy = self.generator.random(), [e for e in self.engines.actors if e.is_alive and e.running]
+        asked = [e for e in self.engines.actors if e.is_alive and (e.surveys or e.aborting)]
+        if asked and (draw < 0.5 or not busy):
+            engine = self.generator.choice(asked)
+            engine.tell_what_runs() if engine.surveys else engine.abort_as_told()
+            return
+        draw = self.generator.random()
         if self.scores and (draw < 0.1 or not busy):
             ref = self.scores.pop(self.generator.randrange(len(self.scores)))
             ref.is_ready = True
@@ -186,6 +233,11 @@ class World:
     def bring_back(self):
         for number in self.engines.lost:
             self.engines.replace(number, Engine(self))
+
+    def choose(self, running):
+        """A mover that moves whatever it likes."""
+        groups = [group.group_id for group in running]
+        return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
 
     def score(self, group, columns):
         del group, columns
@@ -258,7 +310,8 @@ def one_run(world: World, generator: random.Random) -> None:
     watched = Watched(admission)
     scorer = type("Scorer", (), {"score": Method(world.score)})
     pool = EnginePool(world.engines, [scorer], slots_per_engine=SLOTS, batches=watched)
-    pool.revive = world.bring_back
+    pool.revive, pool.moves.mover = world.bring_back, world
+    moved_before = world.num_moved
     batches, rewards, num_aborted, aborted_before = [], 0, 0, world.num_aborted
     for step in range(num_steps):
         watched.version = step
@@ -275,6 +328,7 @@ def one_run(world: World, generator: random.Random) -> None:
         if generator.random() < 0.5:  # a publish brings everybody back
             world.bring_back()
     assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
+    assert pool.moves.num_moved <= world.num_moved - moved_before
     assert rewards == num_steps * per_step * SIZE
     check_batches(batches, watched.started_under, groups_per_step=per_step, max_staleness=bound)
 
@@ -282,4 +336,4 @@ def one_run(world: World, generator: random.Random) -> None:
 if __name__ == "__main__":
     done = stress(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     print(f"{done.num_events} events: {done.num_aborted} groups aborted, {done.num_deaths} engines lost, ", end="")
-    print(f"{done.num_kept} responses kept over a loss")
+    print(f"{done.num_moved} groups moved, {done.num_kept} responses kept over a loss or a move")

@@ -141,6 +141,35 @@ def test_abort_keeps_the_tokens_so_far(live, loop):
     assert sum(span.num_tokens for span in summary.weight_spans[0]) == summary.lengths[0]
 
 
+def test_what_runs_is_told_by_group_with_the_tokens_of_each_response(live, loop):
+    async def told():
+        group = live.group(seeds=(21, 22), max_response_tokens=240)
+        job = asyncio.create_task(live.engine.generate_group(group))
+        await live.until_emitted(5)
+        found = live.engine.in_flight()
+        await live.engine.abort(group.group_id)
+        return group, found, await job
+
+    group, (found,), (summary, columns) = loop.run(told())
+    assert (found.group_id, found.num_prompt_tokens) == (group.group_id, len(PROMPT))
+    assert len(found.emitted) == 2 and 5 <= max(found.emitted) <= max(summary.lengths)
+    had = replace(summary, finish_reasons=(FinishReason.STOP, FinishReason.ABORT))
+
+    async def gone_on():
+        job = asyncio.create_task(live.engine.generate_group(group, had, columns))
+        await live.until_emitted(1)
+        found = live.engine.in_flight()
+        await live.engine.abort(group.group_id)
+        await job
+        return found
+
+    (found,) = loop.run(gone_on())
+    (emitted,) = found.emitted
+    assert emitted > summary.lengths[1]
+    assert found.num_context_tokens == len(PROMPT) + emitted
+    assert live.engine.in_flight() == []
+
+
 def test_a_group_that_was_begun_elsewhere_goes_on_from_its_tokens(live, loop):
     """One response was over, one is aborted half-way and one before its first token."""
     seeds = (21, 22, 23)

@@ -37,7 +37,7 @@ def test_a_response_without_tokens_still_names_a_version():
 
 
 def response(request_id: str) -> Response:
-    return Response(group_id=GroupId(1), queue=SimpleNamespace(request_id=request_id))
+    return Response(group_id=GroupId(1), num_prompt_tokens=4, queue=SimpleNamespace(request_id=request_id))
 
 
 def output(num_tokens: int) -> SimpleNamespace:

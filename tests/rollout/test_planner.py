@@ -127,3 +127,13 @@ def test_lengths_of_what_was_trained_on_are_what_is_expected_next_time():
     one.consumed([scored(group, (10 * i + 10,) * 4) for i, group in enumerate(groups)])
     expected = [one.lengths.expected(prompt_key(group.prompt.prompt_id)) for group in groups]
     assert expected == sorted(expected) and expected[-1] > 2 * expected[0]
+
+
+def test_what_is_still_to_come_follows_what_its_prompt_said_before_and_ends_with_the_limit():
+    one = planner(num_steps=20)
+    groups, _ = step(one, 0)
+    one.lengths.observe(prompt_key(groups[0].prompt.prompt_id), 0, [40] * 50)
+    assert one.remaining(groups[0].group_id, 0) == pytest.approx(40, rel=0.05)
+    assert one.remaining(groups[0].group_id, 30) == pytest.approx(10, rel=0.2)
+    assert 0 < one.remaining(groups[0].group_id, 60) <= 4
+    assert one.remaining(groups[1].group_id, 60) == 4

@@ -75,7 +75,7 @@ def test_rank_groups_cost_alike_and_change_ends_with_every_step():
 def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_there(data):
     dispatcher, naive, running, closed, number = Dispatcher(3), {}, {}, set(), 0
     for _ in range(data.draw(st.integers(5, 60))):
-        match data.draw(st.sampled_from(("admit", "take", "take", "finish", "again", "close", "open"))):
+        match data.draw(st.sampled_from(("admit", "take", "take", "finish", "again", "move", "close", "open"))):
             case "admit":
                 new = forecasts(data.draw(st.lists(st.integers(1, 99), max_size=5)), step=number % 3, first=number)
                 number += len(new)
@@ -95,6 +95,14 @@ def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_t
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 del running[group_id]
                 dispatcher.finish(group_id)
+            case "move" if running:
+                group_id = data.draw(st.sampled_from(sorted(running)))
+                naive[group_id] = running.pop(group_id)
+                target = data.draw(st.integers(0, 2))
+                dispatcher.again(group_id, at=target)
+                if target not in closed:
+                    others = {dispatcher.peek(engine) for engine in range(3) if engine != target}
+                    assert naive[group_id] not in others
             case "again" if running:
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 naive[group_id] = running.pop(group_id)
@@ -246,3 +254,30 @@ def test_only_the_longest_expected_have_a_head_start():
         admission.completed(GroupId(group_id))
     assert admission.batch(0) == [0, 1, 2, 3]
     assert [group.group_id for group in admission.due(1)] == [4, 6]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    st.integers(2, 6),
+    st.data(),
+    st.sampled_from(("static", "lpt", "histopipe", "adaptive", "flexible")),
+)
+def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(lengths, num_engines, data, policy):
+    engines = [EngineLoad(num_slots=8)] * num_engines
+    tail = data.draw(st.integers(1, num_engines - 1))
+    groups = forecasts(lengths)
+    found = plan(policy, groups, engines, tail_engines=tail)
+    check_plan(found, groups, engines)
+    first = num_engines - tail
+    others, longest = (
+        [g for queue in queues for g in queue] for queues in (found.queues[:first], found.queues[first:])
+    )
+    assert not longest or not others or min(g.tokens for g in longest) >= max(g.tokens for g in others)
+    cost = sum(g.tokens**LENGTH_COST for g in groups)
+    assert sum(g.tokens**LENGTH_COST for g in longest) <= cost * tail / num_engines * (1 + 1e-9)
+
+
+def test_no_engine_left_for_the_others_is_refused():
+    with pytest.raises(ValueError, match="2 engines for the longest groups leave none of 2"):
+        plan("lpt", forecasts([1]), [EngineLoad(num_slots=8)] * 2, tail_engines=2)
