@@ -32,6 +32,7 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt
 	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	$(RUN) -m history.compile_kernels
 	touch $@
 
 quickstart:

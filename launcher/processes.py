@@ -34,9 +34,10 @@ START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 15.0
 """How long an engine or a scorer may take to end its children."""
 
-_LOCAL_RAY = {"worker_niceness": 0}
+_LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """Ray makes its workers nice (15), and whatever else runs on the machine then takes a core from the threads of an
-engine, of which all wait for the last."""
+engine, of which all wait for the last. It also starts a worker for each core, which no actor of ours would use, since
+each has an environment of its own."""
 
 
 Actor = ray.actor.ActorHandle

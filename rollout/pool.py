@@ -32,7 +32,8 @@ from rollout.engine_group import EngineGroup
 from rollout.migration import InFlight
 from rollout.moves import Moves
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
-from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Score, ScoredGroup
+from rollout.scorer_pool import ScorerPool
+from rollout.types import GroupId, GroupSummary, PromptGroup, ScoredGroup
 
 Progress = Callable[[int, int], None]
 """Called with (groups finished, groups wanted) whenever a group is scored."""
@@ -72,13 +73,6 @@ class _Generating:
     columns: ray.ObjectRef
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scoring:
-    group: PromptGroup
-    summary: GroupSummary
-    columns: ray.ObjectRef
-
-
 class EnginePool:
     """Engines and scorers of a run, driven by the controller."""
 
@@ -102,7 +96,7 @@ class EnginePool:
         self.num_reissued = 0
         """Groups that were begun again, or went on elsewhere, because their engine had died."""
         self._engines = engines
-        self._scorers = tuple(scorers)
+        self._scoring = ScorerPool(scorers)
         self._slots = slots_per_engine
         self._batches = batches
         self._whole_step = whole_step
@@ -117,9 +111,7 @@ class EnginePool:
         self._survey: ray.ObjectRef | None = None
         """What the engine that `moves` asked runs."""
         self._generating: dict[ray.ObjectRef, _Generating] = {}
-        self._scoring: dict[ray.ObjectRef, _Scoring] = {}
         self._scored: dict[GroupId, ScoredGroup] = {}
-        self._next_scorer = 0
 
     def loads(self) -> list[EngineLoad]:
         """What each engine has to do, as planning sees it."""
@@ -178,23 +170,26 @@ class EnginePool:
         Raises:
             RuntimeError: an engine or a scorer died or raised meanwhile; at the end.
         """
-        ends, failures = threading.Event(), list[RuntimeError]()
+        ends, failures = threading.Event(), list[Exception]()
 
         def work() -> None:
             try:
                 while not ends.is_set():
                     self._dispatch()
-                    if self._generating or self._scoring:
+                    if self._calls():
                         self._advance(timeout_s=_POLL_S)
                     else:
                         ends.wait(_POLL_S)
-            except RuntimeError as error:
+            except Exception as error:  # raised below, where the caller comes back
                 failures.append(error)
 
         thread = threading.Thread(target=work, name="pool", daemon=True)
         thread.start()
         try:
             yield
+        except Exception as error:
+            error.add_note(f"the pool beside it: {failures[0] if failures else 'no failure'}")
+            raise
         finally:
             ends.set()
             thread.join()
@@ -226,7 +221,7 @@ class EnginePool:
         return [
             *self._waiting.values(),
             *(item.group for item in self._generating.values()),
-            *(item.group for item in self._scoring.values()),
+            *self._scoring.groups(),
             *(scored.group for scored in self._scored.values()),
         ]
 
@@ -263,9 +258,13 @@ class EnginePool:
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 
-    def _advance(self, timeout_s: float | None = None) -> None:
+    def _calls(self) -> list[ray.ObjectRef]:
+        """All that are under way."""
         surveys = [] if self._survey is None else [self._survey]
-        waiting = [*self._generating, *self._scoring, *self._asked, *surveys]
+        return [*self._generating, *self._scoring, *self._asked, *surveys]
+
+    def _advance(self, timeout_s: float | None = None) -> None:
+        waiting = self._calls()
         if not waiting and not self._engines.there and self.revive is not None:
             self.revive()
             self._dispatch()
@@ -380,26 +379,13 @@ class EnginePool:
             self._issue_again(item.group, at=target)
             return
         self._dispatcher.finish(item.group.group_id)
-        scorer = self._scorers[self._next_scorer]
-        self._next_scorer = (self._next_scorer + 1) % len(self._scorers)
-        score = scorer.score.remote(item.group, item.columns)
-        self._scoring[score] = _Scoring(group=item.group, summary=summary, columns=item.columns)
+        self._scoring.submit(item.group, summary, item.columns)
 
     def _finish_scoring(self, ref: ray.ObjectRef) -> None:
-        item = self._scoring.pop(ref)
-        try:
-            scores: tuple[Score, ...] = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(f"scoring of group {item.group.group_id} failed: {error}") from error
-        self._scored[item.group.group_id] = ScoredGroup(
-            group=item.group,
-            summary=item.summary,
-            rewards=tuple(score.reward for score in scores),
-            scores=scores,
-            columns=ColumnsRef(item.columns),
-        )
-        if self._batches is not None and item.group.purpose == TRAIN:
-            self._batches.completed(item.group.group_id)
+        scored = self._scoring.finish(ref)
+        self._scored[scored.group.group_id] = scored
+        if self._batches is not None and scored.group.purpose == TRAIN:
+            self._batches.completed(scored.group.group_id)
 
 
 def _tell(progress: Progress | None, done: int, total: int) -> None:

@@ -35,9 +35,6 @@ STEP = "step"
 _THREADS_BESIDE_GPUS = 4
 """That draft where the process would wait for a device; on a CPU its cores multiply matrices."""
 
-_WARM_UPS = 12
-"""Forwards after which a drafter has done everything once; it only watches the first ones."""
-
 
 class ModelRunner(Protocol):
     """What is read of vLLM's model runner (V1)."""
@@ -78,12 +75,13 @@ class HistoryProposer:
         `forward_ended` is called before each proposal: what follows is not the forward's time.
         """
         # numba may not be imported before the CPU worker has initialised
+        from history.compile_kernels import compile_kernels
         from history.prices import PriceSurface
 
         self._runner = runner
         self._forward_ended = forward_ended
         self._prices = PriceSurface(verify_sizes=self._graph_sizes)
-        self._warm_up(PriceSurface())
+        compile_kernels()  # or load them, before the first request comes
         self._drafter = self.make_drafter(self._prices)
 
     def make_drafter(self, prices: "PriceSurface") -> "Drafter":
@@ -97,16 +95,6 @@ class HistoryProposer:
             max_model_len=self._runner.max_model_len,
             num_threads=_THREADS_BESIDE_GPUS if current_platform.is_cuda_alike() else 1,
         )
-
-    def _warm_up(self, prices: "PriceSurface") -> None:
-        """Have the kernels compiled, or loaded, before the first request comes."""
-        drafter = self.make_drafter(prices)
-        slot = drafter.open(prompt_key=0, prompt_length=1, max_length=3)
-        text, ones = self._runner.input_batch.token_ids_cpu[:1], np.ones(1, dtype=np.int32)
-        for _ in range(_WARM_UPS):
-            prices.observe(num_rows=1, num_tokens=1, num_context_tokens=1, seconds=0.01)
-            drafter.propose(np.array([slot]), text, ones, ones)
-        drafter.close(slot)
 
     def propose(
         self,

@@ -40,6 +40,7 @@ RAY_USERS = {
     "rollout/engine_group.py",
     "rollout/history_outbox.py",
     "rollout/pool.py",
+    "rollout/scorer_pool.py",
     "rollout/scoring.py",
 }
 PURE = {

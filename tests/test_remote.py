@@ -37,9 +37,10 @@ class Rank:
 class Engine:
     """Answers groups after a moment each; notes how many responses it held at once."""
 
-    def __init__(self):
+    def __init__(self, answers_after_s=0.0):
         self.held = self.most = self.ended = 0
         self.calls = []
+        self.answers_after_s = answers_after_s
 
     @ray.method(num_returns=2)
     async def generate_group(self, group):
@@ -61,6 +62,7 @@ class Engine:
 
         while self.ended < count:
             await asyncio.sleep(0.001)
+        await asyncio.sleep(self.answers_after_s)
         return self.ended
 
     async def hold(self):
@@ -204,9 +206,12 @@ def test_a_plan_says_which_engine_starts_what_and_in_which_order():
     assert calls == [[5, 0], [4, 3, 2, 1]]
 
 
-def test_while_the_caller_does_something_else_groups_are_started_and_scored():
+@pytest.mark.parametrize("answers_after_s", [0.0, 0.5], ids=["at_once", "when_all_are_scored"])
+def test_while_the_caller_does_something_else_groups_are_started_and_scored(answers_after_s):
+    """Also where an engine says that it has room after the last of its groups was scored."""
     batches = Batches(12)
-    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4, batches=batches)
+    engines = group_of(Engine.remote(answers_after_s))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4, batches=batches)
     pool.admit(groups(12))
     with pool.aside():
         deadline = time.monotonic() + 60

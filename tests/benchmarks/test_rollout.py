@@ -89,15 +89,24 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         "ours", tmp_path / "model", tmp_path, max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches)
     )
     try:
-        for seed in range(3):  # what a forward costs is learned on the way
-            found = engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
+        decoded = [  # what a forward costs is learned on the way
+            engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
+            for seed in range(3)
+        ]
         history, prompts = write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=3)
         first, second = (engine.sample(history, prompts, temperature=0.0, seed=seed, max_tokens=20) for seed in (1, 2))
     finally:
         engine.close()
     traces = list(read_traces(tmp_path / "2.jsonl"))
-    assert found["num_tokens"] == pytest.approx(sum(len(trace.response_ids) for trace in traces), abs=4 * len(traces))
-    assert found["num_tokens"] > 1.5 * found["num_row_forwards"]
+    assert decoded[2]["num_tokens"] == pytest.approx(
+        sum(len(trace.response_ids) for trace in traces), abs=4 * len(traces)
+    )
+    # how much is drafted depends on what forwards cost while others use the machine; that it holds does not
+    drafted, tokens, forwards = (
+        sum(found[name] for found in decoded) for name in ("num_drafted", "num_tokens", "num_row_forwards")
+    )
+    assert drafted > 0
+    assert tokens - forwards > 0.5 * drafted
     (took, responses), (_, again) = first, second
     assert responses == again
     assert [len(response) for response in responses] == [20] * 8

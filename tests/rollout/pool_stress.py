@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from rollout import pool as pool_module
+from rollout import scorer_pool
 from rollout.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.engine_group import EngineGroup
 from rollout.migration import InFlight
@@ -40,7 +41,7 @@ class Ref:
 
 @dataclass
 class FakeRay:
-    """`ray` as `rollout.pool` uses it; waiting lets things happen."""
+    """`ray` as `rollout.pool` and `rollout.scorer_pool` use it; waiting lets things happen."""
 
     world: "World"
 
@@ -272,10 +273,11 @@ def stress(num_events: int, seed: int, monkeypatch=None) -> World:
     generator = random.Random(seed)
     world = World(generator)
     fake = FakeRay(world)
-    if monkeypatch is None:
-        pool_module.ray = fake
-    else:
-        monkeypatch.setattr(pool_module, "ray", fake)
+    for module in (pool_module, scorer_pool):
+        if monkeypatch is None:
+            module.ray = fake
+        else:
+            monkeypatch.setattr(module, "ray", fake)
     while world.num_events < num_events:
         one_run(world, generator)
     return world
