@@ -132,11 +132,27 @@ def workload(seed: int, *, num_steps: int) -> Workload:
     )
 
 
-def on_engines(engines: EngineGroup, work: Workload, scheme: Scheme, *, train_s_per_token: float) -> Measured:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real:
+    """Engines with the pool that they keep, and what it asks for its batches."""
+
+    engines: EngineGroup
+    batches: Versioned
+    pool: EnginePool
+
+    @classmethod
+    def of(cls, engines: EngineGroup) -> "Real":
+        """Around engines that have sampled nothing."""
+        scorer: ray.actor.ActorClass = Scorer
+        batches = Versioned(admission=admission_of(workload(0, num_steps=1), SCHEMES["static"]))
+        pool = EnginePool(engines, [scorer.remote()], slots_per_engine=NUM_SLOTS, batches=batches)
+        return cls(engines=engines, batches=batches, pool=pool)
+
+
+def on_engines(real: Real, work: Workload, scheme: Scheme, *, train_s_per_token: float) -> Measured:
     """One run under a scheme."""
-    batches = Versioned(admission=admission_of(work, scheme))
-    scorer: ray.actor.ActorClass = Scorer
-    pool = EnginePool(engines, [scorer.remote()], slots_per_engine=NUM_SLOTS, batches=batches)
+    engines, batches, pool = real.engines, real.batches, real.pool
+    batches.admission = admission_of(work, scheme)
     engines.call("drain_trace", timeout_s=60)
     began = time.time()
     for step in range(work.num_steps):
@@ -197,7 +213,7 @@ def fitted(measured: Measured) -> Speed:
     return replace(shape, fixed_s=factor * shape.fixed_s, context_s=factor * shape.context_s)
 
 
-def compare(engines: EngineGroup, speed: Speed, seed: int, *, num_steps: int) -> Iterator[Row]:
+def compare(real: Real, speed: Speed, seed: int, *, num_steps: int) -> Iterator[Row]:
     """Every scheme on the engines and in simulation, on the same lengths."""
     work = workload(seed, num_steps=num_steps)
     bound = saturated_s(
@@ -212,7 +228,7 @@ def compare(engines: EngineGroup, speed: Speed, seed: int, *, num_steps: int) ->
         publish_s=0.0,
     )
     for name, scheme in SCHEMES.items():
-        real = on_engines(engines, work, scheme, train_s_per_token=train_s_per_token)
+        measured = on_engines(real, work, scheme, train_s_per_token=train_s_per_token)
         simulated = simulate(work, cluster, scheme)
         simulated_s = simulated.step_s * work.num_steps
         yield {
@@ -220,10 +236,10 @@ def compare(engines: EngineGroup, speed: Speed, seed: int, *, num_steps: int) ->
             "seed": seed,
             "steps": num_steps,
             "saturated_s": round(bound, 2),
-            "makespan_s": round(real.makespan_s, 2),
+            "makespan_s": round(measured.makespan_s, 2),
             "simulated_s": round(simulated_s, 2),
-            "simulated_over_real": round(simulated_s / real.makespan_s, 4),
-            "idle": round(real.idle, 4),
+            "simulated_over_real": round(simulated_s / measured.makespan_s, 4),
+            "idle": round(measured.idle, 4),
             "simulated_idle": round(simulated.idle, 4),
         }
 
@@ -268,11 +284,12 @@ def main() -> int:
     with processes(ClusterConfig(), num_actors=NUM_ENGINES + 1, log_dir=None) as running:
         engines, starting = running.begin_engines(specs, slots)
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        real = Real.of(engines)
         known = workload(1000, num_steps=num_steps)
         for _ in range(2):  # the first one warms up
-            speed = fitted(on_engines(engines, known, SCHEMES["adaptive, overlap 1"], train_s_per_token=0.0))
+            speed = fitted(on_engines(real, known, SCHEMES["adaptive, overlap 1"], train_s_per_token=0.0))
         for seed in range(1, repeats + 1):
-            for row in compare(engines, speed, seed, num_steps=num_steps):
+            for row in compare(real, speed, seed, num_steps=num_steps):
                 print(*row.values(), flush=True)
                 rows.append(row)
     write(options.json, rows=rows, goals=list(goals(rows)), not_measured=["any GPU"])

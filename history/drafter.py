@@ -19,7 +19,7 @@ from history.kernel import kernel
 from history.learn import absorb, tally
 from history.prices import PriceSurface
 from history.segment import SegmentError
-from history.shared import keep
+from history.shared import REGION, keep
 from history.slots import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -41,6 +41,8 @@ from history.slots import (
     REST_POINTS,
     ROWS,
     SHARED,
+    SHARED_END,
+    SHARED_STOP,
     SURVIVED,
     Doubles,
     DraftState,
@@ -149,14 +151,9 @@ class Drafter:
         index, group = self._slots.pop(slot)
         self._free_slots.append(slot)
         row = self._state.slots[slot]
-        keep(
-            self._state.ring,
-            self._state.ring_buckets,
-            self._state.ring_end,
-            group.text,
-            int(row[LIVE_STOP]) - group.room,
-            int(row[LIVE_END]),
-        )
+        start, end = int(row[LIVE_STOP]) - group.room, int(row[LIVE_END])
+        if row[SHARED_END] == row[SHARED_STOP] or end - start > REGION:
+            keep(self._state.ring, self._state.ring_buckets, self._state.ring_end, group.text, start, end)
         group.num_open -= 1
         if group.num_open == 0:
             del self._groups[group.prompt_key]

@@ -4,6 +4,7 @@ from history.acceptance import NUM_CANDIDATES, depth_bin, score, score_correctio
 from history.kernel import borrowed, int32s_at, kernel
 from history.live import BUCKET, append
 from history.origins import score_origin
+from history.shared import share
 from history.slots import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -37,6 +38,8 @@ from history.slots import (
     PROPOSED_BY,
     ROWS,
     SEEN,
+    SHARED_END,
+    SHARED_STOP,
     STICKY,
     STRENGTH,
     SURVIVED,
@@ -91,6 +94,7 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
             _move_cursor(state, slot, text, seen, length)
         if length > seen:
             _extend_live(state, slot, text, seen, length)
+            _share(state, slot, text, seen, length)
         state.slots[slot, SEEN] = length
         for candidate in range(NUM_CANDIDATES):
             state.lengths[slot, candidate] = 0
@@ -201,3 +205,22 @@ def _extend_live(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     group[NUM_LIVE] += max(stop - start, 0)
     if group[NUM_LIVE] > 2 * group[NUM_BUCKETS]:
         state.sums[CROWDED] += 1
+
+
+@kernel
+def _share(state: DraftState, slot: int, text: TokenIds, start: int, stop: int) -> None:
+    columns = state.slots[slot]
+    if not state.shares[0]:
+        columns[SHARED_STOP] = columns[SHARED_END]  # what comes later would not stand behind what is there
+        return
+    columns[SHARED_END], columns[SHARED_STOP] = share(
+        state.ring,
+        state.ring_buckets,
+        state.ring_end,
+        text,
+        columns[PROMPT_LENGTH],
+        start,
+        stop,
+        columns[SHARED_END],
+        columns[SHARED_STOP],
+    )

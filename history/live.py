@@ -77,7 +77,7 @@ def _matching(
     live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, least: int, places: TokenIds
 ) -> tuple[int, int]:
     best, count = least, 0
-    for i in range(BUCKET):
+    for i in range(buckets.shape[1]):
         position = buckets[bucket, i]
         if position < 0:
             break
@@ -101,7 +101,7 @@ def _remember(live: TokenIds, buckets: Numbers, position: int, alone: bool) -> N
 
 @kernel
 def _push(buckets: Numbers, bucket: int, position: int) -> None:
-    for i in range(BUCKET - 1, 0, -1):
+    for i in range(buckets.shape[1] - 1, 0, -1):
         buckets[bucket, i] = buckets[bucket, i - 1]
     buckets[bucket, 0] = position
 

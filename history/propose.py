@@ -13,6 +13,7 @@ from history.learn import cursor_tokens
 from history.live import BUCKET, bucket_of, newest_places
 from history.match import WINDOW, best_places, follow, narrowed, window
 from history.origins import ELSEWHERE, LIVING, origin_at, scaled
+from history.shared import NUM_PLACES
 from history.slots import (
     BUCKETS,
     CHOSEN,
@@ -27,6 +28,7 @@ from history.slots import (
     LIVE_SIZE,
     LIVE_TEXT,
     LOST,
+    MAX_PLACES,
     MOVED,
     NOWHERE,
     NUM_BUCKETS,
@@ -88,7 +90,7 @@ def propose(
                 state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
             )
             if shared[row] >= 0:
-                for i in range(BUCKET):
+                for i in range(NUM_PLACES):
                     position = max(state.ring_buckets[shared[row], i], 0)
                     prefetch(state.ring.ctypes.data + 4 * position)
     for row in range(num_rows):
@@ -139,7 +141,8 @@ def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) ->
     if limit <= 0 or state.shares[0] == 0:
         return -1
     bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
-    prefetch(state.ring_buckets.ctypes.data + 4 * BUCKET * bucket)
+    for line in range(0, 4 * NUM_PLACES, _LINE):
+        prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
     return bucket
 
 
@@ -190,7 +193,8 @@ def _find_candidates(
             if end > begin:
                 tokens = int32s_at(group[TOKENS], group[NUM_TOKENS])
                 order = int32s_at(group[ORDER], group[NUM_TOKENS])
-                count, strength = best_places(tokens, order, begin, end, text, last, limit, places)
+                few = places[:MAX_PLACES]
+                count, strength = best_places(tokens, order, begin, end, text, last, limit, few)
         elif candidate == LIVE:
             if bucket >= 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
@@ -199,7 +203,7 @@ def _find_candidates(
         elif candidate == SHARED:
             if shared >= 0:
                 tokens = state.ring
-                count, strength = newest_places(tokens, state.ring_buckets, shared, text, last, limit, False, places)
+                count, strength = newest_places(tokens, state.ring_buckets, shared, text, last, limit, True, places)
         elif cursor_text != NOWHERE:
             tokens = cursor_tokens(state, slot)
             strength, places[0] = columns[STRENGTH], cursor

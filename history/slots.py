@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_CORRECTIONS, fresh_counts
 from history.kernel import borrowed, kernel
-from history.live import BUCKET
 from history.origins import NUM_ORIGINS
 from history.shared import NUM_BUCKETS as RING_BUCKETS
-from history.shared import RING_TOKENS
+from history.shared import NUM_PLACES, RING_TOKENS
 from history.suffix_array import SEPARATOR
 from history.types import TokenIds
 
@@ -33,7 +32,9 @@ CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
 LIVE_STOP: where its region of the living text grows and ends. CURSOR: the position expected next, in CURSOR_TEXT.
 STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: the candidate drafted last (-1: none),
 DRAFTED: how many of its tokens."""
-NUM_SLOT_COLUMNS = 12
+SHARED_END, SHARED_STOP = 12, 13
+"""Where its newest region of the ring grows and ends; both 0: it has none."""
+NUM_SLOT_COLUMNS = 14
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
 LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
@@ -44,7 +45,7 @@ the segment starts, then the origin of each."""
 NUM_GROUP_COLUMNS = 13
 
 MAX_PLACES = 8
-"""Places of a match that are followed together."""
+"""Places of a match in the history that are followed together; of one in the ring, `history.shared.NUM_PLACES`."""
 
 REST_POINTS = 33
 """Points of a group's table of expected remaining tokens."""
@@ -100,7 +101,7 @@ class DraftState(NamedTuple):
     ring: TokenIds
     """[RING_TOKENS], see `history.shared`."""
     ring_buckets: TokenIds
-    """[RING_BUCKETS, BUCKET]"""
+    """[RING_BUCKETS, NUM_PLACES]"""
     ring_end: Longs
     """[1]"""
     shares: Longs
@@ -108,7 +109,7 @@ class DraftState(NamedTuple):
     sums: Doubles
     """[NUM_SUMS]"""
     places: TokenIds
-    """[MAX_PLACES], as all below room to work in."""
+    """[NUM_PLACES], as all below room to work in."""
     votes: TokenIds
     """[C, K, 2]: how many places said a chain's token, of how many."""
     kinds: Longs
@@ -178,7 +179,7 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         origin_sums=np.zeros((NUM_ORIGINS, 2), dtype=np.float32),
         origin_scales=np.ones(NUM_ORIGINS, dtype=np.float32),
         ring=np.full(RING_TOKENS, SEPARATOR, dtype=np.int32),
-        ring_buckets=np.full((RING_BUCKETS, BUCKET), -1, dtype=np.int32),
+        ring_buckets=np.full((RING_BUCKETS, NUM_PLACES), -1, dtype=np.int32),
         ring_end=np.zeros(1, dtype=np.int64),
         shares=np.ones(1, dtype=np.int64),
         sums=np.zeros(NUM_SUMS),
@@ -189,7 +190,7 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
 def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
     """The fields of the state that hold nothing from one row to the next."""
     return {
-        "places": np.zeros(MAX_PLACES, dtype=np.int32),
+        "places": np.zeros(NUM_PLACES, dtype=np.int32),
         "votes": np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
         "kinds": np.zeros(NUM_CANDIDATES, dtype=np.int64),
         "leads": np.zeros(NUM_CANDIDATES, dtype=np.int64),

@@ -85,7 +85,7 @@ class EnginePool:
         batches: Batches | None = None,
         whole_step: bool = False,
     ) -> None:
-        """`scorers` are `rollout.scoring.ScorerActor` handles.
+        """`engines` have not sampled for another pool; `scorers` are `rollout.scoring.ScorerActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called.
         """
@@ -328,6 +328,11 @@ class EnginePool:
             self._lose(engine, error)
         except ray.exceptions.RayError as error:
             raise RuntimeError(f"engine {engine} does not say how many of its responses have ended: {error}") from error
+        if self._ended[engine] > self._sent[engine]:
+            raise RuntimeError(
+                f"engine {engine} has ended {self._ended[engine]} responses, of which this pool began "
+                f"{self._sent[engine]}: an engine has one pool, from its start on"
+            )
 
     def _lose(self, engine: int, error: Exception) -> None:
         """An engine has died; raises where there is no going on without it."""

@@ -155,6 +155,16 @@ def test_an_engine_that_fails_is_named_with_its_group():
         pool.take("train", 0)
 
 
+def test_a_second_pool_of_an_engine_that_has_sampled_is_refused():
+    engines = group_of(Engine.remote())
+    EnginePool(engines, [Scorer.remote()], slots_per_engine=12).admit(groups(3))
+    ray.get(engines.actors[0].ended_at_least.remote(12))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4)
+    pool.admit(groups(3))
+    with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began 4"):
+        pool.take("train", 0)
+
+
 class Batches:
     """Trains on what is complete first, so many groups at a time; notes what it was told."""
 

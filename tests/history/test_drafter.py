@@ -157,7 +157,7 @@ def test_the_cursor_finds_its_place_again(
     assert engine.forwards <= 30
 
 
-def test_siblings_are_drafted_from_while_they_run_and_not_by_other_prompts() -> None:
+def test_siblings_are_drafted_from_while_they_run_and_others_hardly_where_that_has_brought_nothing() -> None:
     text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
 
     def forwards(keys: list[int]) -> int:
@@ -170,7 +170,7 @@ def test_siblings_are_drafted_from_while_they_run_and_not_by_other_prompts() -> 
         return behind.forwards
 
     assert forwards([1, 1]) < 30
-    assert forwards([1, 2]) == 89
+    assert forwards([1, 2]) > 60
 
 
 def test_survival_is_calibrated(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from history.drafter import Drafter
 from history.live import BUCKET, bucket_of, newest_places
-from history.shared import MOST_KEPT, keep
+from history.shared import MOST_KEPT, NUM_PLACES, REGION, keep, share
 from history.suffix_array import SEPARATOR
-from tests.history.test_drafter import Engine, K
+from tests.history.test_drafter import PROMPT, Engine, K
 
 NUM_BUCKETS = 1 << 12
 
@@ -77,3 +77,55 @@ def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -
     engine = Engine(drafter, [generator.integers(0, 600, size=200).tolist()], keys=[9])
     engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
     assert 0 < sum(looked) < 0.2 * len(looked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=30))
+def test_running_responses_stand_in_the_ring_as_they_were_emitted(steps: list[tuple[int, int]]) -> None:
+    """Four responses grow in any order, of tokens that say whose they are and where."""
+    size = 4000
+    ring = np.full(size, SEPARATOR, dtype=np.int32)
+    buckets, end = np.full((NUM_BUCKETS, NUM_PLACES), -1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+    texts = [np.arange(row * 10_000, row * 10_000 + 3000, dtype=np.int32) for row in range(4)]
+    grown, regions = [0] * 4, [(0, 0)] * 4
+    for row, count in steps:
+        stop = grown[row] + count
+        regions[row] = share(ring, buckets, end, texts[row], 0, grown[row], stop, *regions[row])
+        grown[row] = stop
+    assert ring[0] == ring[-1] == SEPARATOR
+    if end[0] + REGION < size - 2 and sum(grown) < size // 4:  # nothing was overwritten
+        assert set(ring[ring >= 0].tolist()) == {
+            token for row in range(4) for token in texts[row][: grown[row]].tolist()
+        }
+    follows = (ring[:-1] >= 0) & (ring[1:] >= 0)
+    assert (ring[1:][follows] == ring[:-1][follows] + 1).all()
+
+
+def test_what_another_prompt_is_saying_is_drafted_before_it_has_ended(tmp_path: Path) -> None:
+    """Two prompts say the same, one of them twenty tokens later."""
+    said = np.random.default_rng(0).integers(0, 600, size=200).tolist()
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [said, said], keys=[1, 2])
+    for _ in range(20):  # the second one has only begun
+        length = engine.emitted[:1] + len(PROMPT)
+        drafter.propose(engine.slots[:1], engine.texts, length, np.zeros(1, dtype=np.int32))
+        engine.emit([[]])
+    num_forwards = 0
+    while engine.emitted[1] < 60:
+        engine.emit([[], engine.propose()[1]])
+        num_forwards += 1
+    assert num_forwards < 60 - 10
+
+
+def test_a_response_that_could_not_be_shared_for_a_while_is_not_followed_over_the_gap(tmp_path: Path) -> None:
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [list(range(100, 130))], keys=[1])
+    for step in range(12):
+        drafter._is_sharing = not 4 <= step < 8
+        drafter._num_forwards = 1  # not one of the seldom looks
+        engine.propose(room=0)
+        engine.emit([[]])
+    ring = drafter._state.ring
+    follows = (ring[:-1] >= 0) & (ring[1:] >= 0)
+    assert follows.sum() > 5
+    assert (ring[1:][follows] == ring[:-1][follows] + 1).all()
