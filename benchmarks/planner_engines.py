@@ -1,12 +1,20 @@
 """Whether the simulator is to be believed: the same schedules on real engines and in simulation.
 
-`python -m benchmarks.planner_engines --json OUT [--quick] [--repeats 3]`: two vLLM engines on a core each, under the
-product's own pool, policies and admission. Every response is a group of its own and as long as it is told to be
-(weights are random and nothing ends a response but its limit); the trainer is a sleep. What a forward costs, from its
-start to the next one's, is fitted to a run with other lengths. Then each scheme runs on the engines and in simulation,
-with the same lengths: makespan, and the share of time in which an engine ran nothing.
+`python -m benchmarks.planner_engines --json OUT --run RUN [--quick] [--repeats 3]`: two vLLM engines on a core each,
+under the product's own pool, policies and admission. Every response is a group of its own and as long as it is told to
+be (weights are random and nothing ends a response but its limit); the trainer is a sleep.
+
+    recorded    lengths are those of the traces of RUN, a run's directory, forecasts those that a run makes of them,
+                and a step's training lasts as long as it did in RUN
+    drawn       lengths have a long tail, forecasts a given correlation with them, and training takes half as long as
+                saturated engines do: less of the time is the trainer's, so the schedules differ more
+
+What a forward costs, from its start to the next one's, is fitted to a run of other lengths of the same kind. Then each
+scheme runs on the engines and in simulation, with the same lengths: makespan, and the share of time in which an engine
+ran nothing.
 """
 
+import json
 import statistics
 import sys
 import time
@@ -22,8 +30,9 @@ from benchmarks.simulator.bounds import saturated_s
 from benchmarks.simulator.engines import Speed
 from benchmarks.simulator.run import Cluster, Scheme, admission_of, simulate
 from benchmarks.simulator.speeds import of_surface
-from benchmarks.simulator.workload import Workload
+from benchmarks.simulator.workload import Workload, replayed, single_responses
 from history.prices import Observation, PriceSurface
+from history.traces import read_traces
 from launcher.config import ClusterConfig
 from launcher.processes import START_TIMEOUT_S, processes
 from rollout.admission import FixedBatches, FlexibleBatches
@@ -41,6 +50,7 @@ MEAN_TOKENS, MAX_TOKENS, SIGMA = 120.0, 640, 0.9
 CORRELATION = 0.9
 TRAIN_SHARE = 0.5
 """Of the time of saturated engines."""
+STEPS = {"recorded": 6, "drawn": 8}
 LONGEST_GAP_S = 0.1
 """Between the starts of two forwards of an engine that has work."""
 VOCABULARY, HIDDEN, LAYERS = 2048, 256, 6
@@ -133,6 +143,59 @@ def workload(seed: int, *, num_steps: int) -> Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What engines and simulator are both given to do."""
+
+    work: Workload
+    train_s: tuple[float, ...]
+    """Of each step."""
+
+
+def drawn(seed: int, *, num_steps: int, speed: Speed | None = None) -> Task:
+    """Lengths of a seed; the trainer takes a share of the time of saturated engines of that speed, or none."""
+    work = workload(seed, num_steps=num_steps)
+    train_s = TRAIN_SHARE * _saturated_s(work, speed) / num_steps if speed else 0.0
+    return Task(work=work, train_s=(train_s,) * num_steps)
+
+
+def recorded(run_dir: Path) -> Task:
+    """All steps of a run.
+
+    Raises:
+        ValueError: a step has no traces, no time or another number of responses, or one is longer than `MAX_TOKENS`.
+    """
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    train_s = {int(row["step"]): float(row["timing_s/train"]) for row in rows}  # of repeated steps the last counts
+    paths = {step: run_dir / "traces" / f"step-{step}.jsonl" for step in sorted(train_s)}
+    lacking = [step for step, path in paths.items() if not path.is_file()]
+    if lacking:
+        raise ValueError(f"{run_dir}: no traces of steps {lacking}, of which there are metrics")
+    work = single_responses(replayed(trace for path in paths.values() for trace in read_traces(path)))
+    if work.num_steps != len(train_s):
+        raise ValueError(f"{run_dir}: {work.num_steps} of {len(train_s)} steps have as many responses as the first")
+    longest = int(work.lengths.max())
+    if longest > MAX_TOKENS:
+        raise ValueError(f"{run_dir}: a response of {longest} tokens; engines are set up for {MAX_TOKENS}")
+    return Task(work=work, train_s=tuple(train_s.values()))
+
+
+def window(task: Task, number: int, *, num_steps: int) -> Task:
+    """`num_steps` steps, after `number` times as many.
+
+    Raises:
+        ValueError: `task` is not that long.
+    """
+    first, end = number * num_steps, (number + 1) * num_steps
+    if end > task.work.num_steps:
+        raise ValueError(
+            f"a run of {task.work.num_steps} steps; {end} are needed: pass a longer one, or fewer --repeats"
+        )
+    groups = slice(first * task.work.groups_per_step, end * task.work.groups_per_step)
+    work = replace(task.work, lengths=task.work.lengths[groups], forecasts=task.work.forecasts[groups])
+    return Task(work=work, train_s=task.train_s[first:end])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Real:
     """Engines with the pool that they keep, and what it asks for its batches."""
 
@@ -149,9 +212,10 @@ class Real:
         return cls(engines=engines, batches=batches, pool=pool)
 
 
-def on_engines(real: Real, work: Workload, scheme: Scheme, *, train_s_per_token: float) -> Measured:
+def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
     """One run under a scheme."""
     engines, batches, pool = real.engines, real.batches, real.pool
+    work = task.work
     batches.admission = admission_of(work, scheme)
     engines.call("drain_trace", timeout_s=60)
     began = time.time()
@@ -160,9 +224,9 @@ def on_engines(real: Real, work: Workload, scheme: Scheme, *, train_s_per_token:
         forecasts = batches.admission.due(step)
         groups = [_group(forecast.group_id, int(work.lengths[forecast.group_id, 0])) for forecast in forecasts]
         pool.admit(groups, plan(scheme.policy, forecasts, pool.loads()))
-        tokens = sum(scored.summary.lengths[0] for scored in pool.take_batch(step))
+        pool.take_batch(step)
         with pool.aside():
-            time.sleep(train_s_per_token * tokens)
+            time.sleep(task.train_s[step])
     makespan_s = time.time() - began
     forwards = tuple(ray.get(engines.begin("drain_trace")))
     busy_s = sum(float(_durations(of_engine).sum()) for of_engine in forwards)
@@ -213,29 +277,32 @@ def fitted(measured: Measured) -> Speed:
     return replace(shape, fixed_s=factor * shape.fixed_s, context_s=factor * shape.context_s)
 
 
-def compare(real: Real, speed: Speed, seed: int, *, num_steps: int) -> Iterator[Row]:
-    """Every scheme on the engines and in simulation, on the same lengths."""
-    work = workload(seed, num_steps=num_steps)
-    bound = saturated_s(
+def _saturated_s(work: Workload, speed: Speed) -> float:
+    return saturated_s(
         work.lengths, fixed_s=speed.fixed_s, context_s=speed.context_s, gains=speed.gains, num_engines=NUM_ENGINES
     )
-    train_s_per_token = TRAIN_SHARE * bound / float(work.lengths.sum())
+
+
+def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) -> Iterator[Row]:
+    """Every scheme on the engines and in simulation, on the same lengths."""
+    work = task.work
     cluster = Cluster(
-        num_engines=NUM_ENGINES,
-        num_slots=NUM_SLOTS,
-        speed=speed,
-        train_s_per_token=train_s_per_token,
-        publish_s=0.0,
-    )
+        num_engines=NUM_ENGINES, num_slots=NUM_SLOTS, speed=speed, train_s=task.train_s, publish_s=0.0
+    )  # fmt: skip
     for name, scheme in SCHEMES.items():
-        measured = on_engines(real, work, scheme, train_s_per_token=train_s_per_token)
+        measured = on_engines(real, task, scheme)
         simulated = simulate(work, cluster, scheme)
         simulated_s = simulated.step_s * work.num_steps
         yield {
+            "lengths": lengths,
             "scheme": name,
-            "seed": seed,
-            "steps": num_steps,
-            "saturated_s": round(bound, 2),
+            "repeat": repeat,
+            "steps": work.num_steps,
+            "responses": work.lengths.size,
+            "mean_tokens": round(float(work.lengths.mean()), 1),
+            "longest_tokens": int(work.lengths.max()),
+            "saturated_s": round(_saturated_s(work, speed), 2),
+            "trainer_s": round(sum(task.train_s), 2),
             "makespan_s": round(measured.makespan_s, 2),
             "simulated_s": round(simulated_s, 2),
             "simulated_over_real": round(simulated_s / measured.makespan_s, 4),
@@ -246,25 +313,33 @@ def compare(real: Real, speed: Speed, seed: int, *, num_steps: int) -> Iterator[
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """Medians over schemes and repeats."""
-    gaps = [abs(float(row["simulated_over_real"]) - 1) for row in rows]
-    idle = [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in rows]
-    yield Goal(
-        name="makespan: simulated against real", value=statistics.median(gaps), bound=0.15, direction="at most",
-        unit="share",
-    )  # fmt: skip
-    yield Goal(
-        name="idle share: simulated against real", value=statistics.median(idle), bound=0.05, direction="at most",
-        unit="share",
-    )  # fmt: skip
+    for lengths in STEPS:
+        of_these = [row for row in rows if row["lengths"] == lengths]
+        gaps = [abs(float(row["simulated_over_real"]) - 1) for row in of_these]
+        idle = [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in of_these]
+        for what, gap, bound in (("makespan", gaps, 0.15), ("idle share", idle, 0.05)):
+            yield Goal(
+                name=f"{what}, {lengths} lengths: simulated against real",
+                value=statistics.median(gap),
+                bound=bound,
+                direction="at most",
+                unit="share",
+            )
 
 
 def main() -> int:
     """Start engines, fit, compare, record."""
     parser = arguments(__doc__ or "")
+    parser.add_argument("--run", type=Path, required=True, help="directory of a run that recorded its traces")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/bench/planner_engines"))
     options = parser.parse_args()
-    num_steps, repeats = (2, 1) if options.quick else (8, options.repeats)
+    steps, repeats = (dict.fromkeys(STEPS, 2), 1) if options.quick else (STEPS, options.repeats)
+    try:
+        of_run = recorded(options.run)
+        windows = [window(of_run, number, num_steps=steps["recorded"]) for number in range(1 + repeats)]
+    except (ValueError, OSError) as error:
+        parser.error(f"--run: {error}")
     model = options.work / "model"
     write_model(model)
     config = EngineConfig(num_engines=NUM_ENGINES, max_num_seqs=NUM_SLOTS, kv_cache_bytes=256 << 20)
@@ -285,13 +360,17 @@ def main() -> int:
         engines, starting = running.begin_engines(specs, slots)
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
         real = Real.of(engines)
-        known = workload(1000, num_steps=num_steps)
-        for _ in range(2):  # the first one warms up
-            speed = fitted(on_engines(real, known, SCHEMES["adaptive, overlap 1"], train_s_per_token=0.0))
-        for seed in range(1, repeats + 1):
-            for row in compare(real, speed, seed, num_steps=num_steps):
-                print(*row.values(), flush=True)
-                rows.append(row)
+        for lengths in steps:
+            is_recorded, num_steps = lengths == "recorded", steps[lengths]
+            other = windows[0] if is_recorded else drawn(1000, num_steps=num_steps)
+            for _ in range(2):  # the first one warms up
+                measured = on_engines(real, replace(other, train_s=(0.0,) * num_steps), SCHEMES["adaptive, overlap 1"])
+            speed = fitted(measured)
+            for repeat in range(1, repeats + 1):
+                task = windows[repeat] if is_recorded else drawn(repeat, num_steps=num_steps, speed=speed)
+                for row in compare(real, speed, task, lengths=lengths, repeat=repeat):
+                    print(*row.values(), flush=True)
+                    rows.append(row)
     write(options.json, rows=rows, goals=list(goals(rows)), not_measured=["any GPU"])
     return 0
 

@@ -24,7 +24,9 @@ class Cluster:
     num_engines: int
     num_slots: int
     speed: Speed
-    train_s_per_token: float
+    train_s_per_token: float = 0.0
+    train_s: tuple[float, ...] = ()
+    """Of each step, where it does not go by tokens."""
     publish_s: float = 2.0
     """Engines stand still so long at every publish."""
     is_colocated: bool = False
@@ -139,7 +141,7 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
             batch = admission.batch(len(batches))
             if batch is not None:
                 batches.append(batch)
-                train_until = now + cluster.train_s_per_token * float(tokens_of[np.array(batch)].sum())
+                train_until = now + _train_s(cluster, len(batches) - 1, float(tokens_of[np.array(batch)].sum()))
                 if cluster.is_colocated:
                     for engine in range(cluster.num_engines):
                         engines.pause(engine, now, train_until)
@@ -166,6 +168,10 @@ def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
             num_moved += move()
     check_batches(batches, started, groups_per_step=workload.groups_per_step, max_staleness=scheme.max_staleness)
     return _outcome(workload, cluster, num_moved, engines, admission, dispatcher, batches, published_s)
+
+
+def _train_s(cluster: Cluster, step: int, tokens: float) -> float:
+    return cluster.train_s[step] if cluster.train_s else cluster.train_s_per_token * tokens
 
 
 def _mover(workload: Workload, cluster: Cluster) -> Mover:

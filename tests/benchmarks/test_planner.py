@@ -104,6 +104,14 @@ def test_moving_groups_to_idle_engines_helps_a_step_that_waits_for_its_last():
     np.testing.assert_array_equal(move.consumed_lengths, stay.consumed_lengths)
 
 
+def test_a_trainer_of_given_times_takes_them():
+    workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=3))
+    at_once = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s=(0.0, 0.0, 0.0))
+    slow = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s=(7.0, 0.0, 20.0))
+    waits = [simulate(workload, cluster, Scheme(policy="lpt")).step_s * 3 for cluster in (at_once, slow)]
+    assert waits[1] - waits[0] == pytest.approx(27.0)
+
+
 def test_full_engines_take_the_time_of_the_bound_and_never_less():
     lengths = np.full(64 * 8, 2000.0)
     speed = inferred(64)
