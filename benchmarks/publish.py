@@ -6,13 +6,17 @@ model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/va
 trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory and sockets.
 
 Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
-bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well. `peer`: BF16
+bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;
+`peak_extra_bytes` is what a process of a role has resident at most beyond what it began with, in processes that give
+back what they free (started again for that), `peak_bound_bytes` two buckets and the largest layer's shard, in shared
+memory also what is staged. `peer`: BF16
 is gathered whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do
 it; its seconds are the sum of parts measured here: gathering (`gather_s`), the transfer of all of BF16 to every engine
 rank (`send_s`), quantising on one core (`quantise_s`), and what an engine takes to load that format once it is there
 (`apply_s`, ours through shared memory).
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks import publish_on_device
-from benchmarks.publish_parts import gather_s, peak_extra, quantise_s, transfer_s, write_model
+from benchmarks.publish_parts import exact_memory, gather_s, peak_extra, quantise_s, transfer_s, write_model
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.config import ClusterConfig
 from launcher.processes import START_TIMEOUT_S, Processes, processes
@@ -31,6 +35,7 @@ from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.trainer_spec import TrainerSpec
 from megatron_rl.weights.links import GroupLink, Link, ShmLink
+from megatron_rl.weights.names import rank_placements
 from megatron_rl.weights.publisher import Publisher
 from megatron_rl.weights.reshard import ReshardPlan, plan_reshard
 from rollout.config import EngineConfig, Format
@@ -51,6 +56,7 @@ ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
 """Number of engines, ranks of each."""
 TRANSPORTS = ("shm", "gloo")
 TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
+PEAKS = tuple(f"peak_extra_bytes/{role}" for role in TITLES)
 NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
 
 
@@ -97,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += measure(case, model, options.work, num_transfers=1 if options.quick else NUM_PUBLISHES - 1)
         write(options.json, rows=rows, not_measured=NOT_MEASURED)
     if not options.quick:
-        rows += peer(model, rows)
+        rows += list(peer(model, rows))  # it goes over them
         write(options.json, rows=rows, goals=goals(rows), not_measured=NOT_MEASURED)
     return 0
 
@@ -105,24 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Iterator[Row]:
     """Rows of one trainer and its engines."""
     num_engines, num_ranks = ENGINES[case.engines]
-    logs = (work / "logs").resolve()
-    logs.mkdir(exist_ok=True)
-    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
-        trainer, engines = _start(case, model, running)
-        wanted = engines.wanted(timeout_s=TIMEOUT_S)
-        trainer.plan_publishes(wanted)
-        plan = _plan(case, model, wanted, te_names=trainer.te_names())
-        measured = {}
-        version = 0
-        for transport in TRANSPORTS:
-            publisher = _publisher(trainer, engines, plan, model, transport)
-            found = []
-            for _ in range(NUM_PUBLISHES):
-                with peak_extra(TITLES) as peaks:
-                    report = publisher.publish(version)
-                version += 1
-                found.append(report.metrics() | peaks)
-            measured[transport] = found[1:]
+    measured, plan, wanted = publishes(case, model, work, count=NUM_PUBLISHES)
+    with exact_memory():
+        peaks, _, _ = publishes(case, model, work, count=NUM_PUBLISHES - 1)
     for transport, found in measured.items():
         times = {
             name: statistics.median(
@@ -139,8 +130,35 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
             "transport": transport,
             **times,
             **_bytes(plan, wanted),
-            **{name: statistics.median(one[name] for one in found) for name in found[0]},
+            **_peak_bounds(case, model, plan, wanted, transport),
+            **{name: statistics.median(one[name] for one in found) for name in found[0] if name not in PEAKS},
+            **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
         }
+
+
+def publishes(
+    case: Case, model: Path, work: Path, *, count: int
+) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
+    """Metrics and peaks of publishes but for the first, by transport; their plan, and what the engines take."""
+    logs = (work / "logs").resolve()
+    logs.mkdir(exist_ok=True)
+    measured = {}
+    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
+        trainer, engines = _start(case, model, running)
+        wanted = engines.wanted(timeout_s=TIMEOUT_S)
+        trainer.plan_publishes(wanted)
+        plan = _plan(case, model, wanted, te_names=trainer.te_names())
+        version = 0
+        for transport in TRANSPORTS:
+            publisher = _publisher(trainer, engines, plan, model, transport)
+            found = []
+            for _ in range(count):
+                with peak_extra(TITLES) as peaks:
+                    report = publisher.publish(version)
+                version += 1
+                found.append(report.metrics() | peaks)
+            measured[transport] = found[1:]
+    return measured, plan, wanted
 
 
 def _start(case: Case, model: Path, running: Processes) -> tuple[TrainerGroup, EngineGroup]:
@@ -233,6 +251,48 @@ def _bytes(plan: ReshardPlan, wanted: Sequence[Wanted]) -> dict[str, float]:
     }
 
 
+def _peak_bounds(
+    case: Case, model: Path, plan: ReshardPlan, wanted: Sequence[Wanted], transport: str
+) -> dict[str, float]:
+    """What the processes of each role may hold for a publish; a layer's shard is BF16 in a trainer."""
+    width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
+    on_engines = [[(name, box.size * width[name]) for name, parts in one.items() for box in parts] for one in wanted]
+    parallel, spec = TRAINERS[case.trainer], read_model_spec(model)
+    on_trainers = [
+        [
+            (one.hf_name, 2 * math.prod(one.shape))
+            for one in rank_placements(
+                spec,
+                parallel,
+                tensor_rank=slot.tensor_rank,
+                pipeline_rank=slot.pipeline_rank,
+                data_rank=slot.data_rank,
+                te_names=False,
+            )
+        ]
+        for slot in trainer_slots(parallel, cpu_threads=1)
+    ]
+    buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
+    staged = {"trainer": 0, "engine": 0}
+    if transport == "shm":
+        own = [sum(b.num_bytes for b in plan.buckets if b.source_rank == rank) for rank in plan.source_ranks]
+        staged = {"trainer": max(own), "engine": sum(own)}
+    layers = {"trainer": _largest_layer(on_trainers), "engine": _largest_layer(on_engines)}
+    return {f"peak_bound_bytes/{role}": buckets + layers[role] + staged[role] for role in layers}
+
+
+def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
+    """Bytes of the largest layer on any rank, from names and bytes; embedding and output layer are layers, too."""
+    largest = 0
+    for held in ranks:
+        layers: dict[str, int] = {}
+        for name, num_bytes in held:
+            layer = name.partition(".layers.")[2].partition(".")[0] or name
+            layers[layer] = layers.get(layer, 0) + num_bytes
+        largest = max(largest, *layers.values())
+    return largest
+
+
 def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
     """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
     gathering = {"TP2": statistics.median(gather_s(model) for _ in range(NUM_PUBLISHES - 1)), "PP2": 0.0}
@@ -277,6 +337,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         _worst(ours, "bytes_over_bf16", "wire bytes over BF16 of what is quantised", 0.52),
         Goal(name="seconds over the peer's", value=over_peer, bound=0.6, direction="at most", unit="x"),
         Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
+        *(_worst_peak(ours, role) for role in TITLES),
     ]
 
 
@@ -287,6 +348,11 @@ def _key(row: Row) -> tuple[str, ...]:
 def _worst(rows: Sequence[Row], column: str, name: str, bound: float) -> Goal:
     value = max(float(row[column]) for row in rows)
     return Goal(name=name, value=value, bound=bound, direction="at most", unit="x")
+
+
+def _worst_peak(rows: Sequence[Row], role: str) -> Goal:
+    value = max(float(row[f"peak_extra_bytes/{role}"]) / float(row[f"peak_bound_bytes/{role}"]) for row in rows)
+    return Goal(name=f"{role}: peak extra over its bound", value=value, bound=1.0, direction="at most", unit="x")
 
 
 if __name__ == "__main__":

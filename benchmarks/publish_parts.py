@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_rl.model_config import read_model_spec
+from megatron_rl.weights.packer import STRIP, strips
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import ReshardPlan, wire_tensors
 from rollout.transports import groups, process_group, segments, shm
 from rollout.transports.base import GroupChannel, Inbox, Sender, chain
 from rollout.types import WeightVersion
-from rollout.weight_format import WeightFormat
-from rollout.wire import WeightManifest
+from rollout.weight_format import FP8_BLOCK, WeightFormat
+from rollout.wire import Box, WeightManifest
 
 RUN_ID = "publishbenchmark"
 TIMEOUT_S = 300.0
@@ -82,6 +83,21 @@ def peak_extra(titles: Mapping[str, str]) -> Iterator[dict[str, float]]:
         peak = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]
         key = f"peak_extra_bytes/{role}"
         found[key] = max(found.get(key, 0.0), float(int(peak) * 1024 - before))
+
+
+@contextmanager
+def exact_memory() -> Iterator[None]:
+    """Processes that are started within give every larger block back to the system as soon as it is freed.
+
+    Otherwise glibc keeps it, and what a process has resident says little about what it needs. It costs time.
+    """
+    settings = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 20))
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
 
 
 # -- bytes over a transport ----------------------------------------------------------------------------
@@ -248,8 +264,12 @@ def quantise_s(model: Path, format: str) -> float:
     for name, weight in load_file(model / "model.safetensors").items():
         if ".layers." in name and weight.dim() == 2:
             began = time.perf_counter()
-            amax = rule.amax(weight, (0, 0))
-            rule.scales(amax)
-            rule.codes(weight, amax, (0, 0))
+            # as our trainers do it: strip by strip it is several times faster than whole
+            whole = Box(start=(0, 0), shape=tuple(weight.shape))
+            for strip in strips(whole, most=STRIP, multiple=FP8_BLOCK):
+                part = weight[strip.slices((0, 0))]
+                amax = rule.amax(part, strip.start)
+                rule.scales(amax)
+                rule.codes(part, amax, strip.start)
             seconds += time.perf_counter() - began
     return seconds

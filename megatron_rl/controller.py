@@ -9,7 +9,8 @@ published as t + 1.
 The controller never holds tokens, only handles (`ScoredGroup.columns`), and never imports torch.
 """
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.batching import TrainBatch, build_batch
@@ -28,6 +29,8 @@ from rollout.planner import Planner
 from rollout.pool import EnginePool
 from rollout.seeds import derive_seed
 from rollout.types import PromptId, ScoredGroup
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
@@ -48,6 +51,10 @@ class Recorder(Protocol):
 
 class Crew(Protocol):
     """Who brings engines back that have died; `launcher.crew.Crew` in a run."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that have been started again in this run."""
 
     def replace_lost(self) -> int:
         """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
@@ -86,6 +93,8 @@ class Controller:
     history: HistoryLink | None = None
     """None: nothing is remembered, engines do not draft."""
     first_step: int = 0
+    num_repeated_publishes: int = field(default=0, init=False)
+    """Publishes in which an engine died."""
 
     def run(self) -> None:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
@@ -125,9 +134,11 @@ class Controller:
             try:
                 with self.phases.publish():
                     return self.publisher.publish(version)
-            except RuntimeError:
+            except RuntimeError as error:
                 if not self.crew.replace_lost():
                     raise
+                self.num_repeated_publishes += 1
+                _log.warning("weight version %d is published again, an engine died in it: %s", version, error)
 
     def _revive(self) -> None:
         """No engine is left in the middle of a rollout."""
@@ -161,6 +172,8 @@ class Controller:
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
         metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
+        metrics["engine/restarts"] = float(self.crew.num_restarts)
+        metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         metrics["planner/moved_groups"] = float(self.pool.moves.num_moved)
         if self.history is not None:

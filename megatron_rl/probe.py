@@ -1,9 +1,9 @@
 """The trainer's half of a publish's proof: log-probabilities under the weights as the engines hold them.
 
 A fixed prompt goes through the trainer's own model with every parameter replaced by its published value
-(after the round trip through the wire format). Decoder layers are replaced one at a time, around their
-own forward, so that no second copy of the model exists; embedding, final norm and output layer, which
-are read outside a layer, for the whole pass.
+(after the round trip through the wire format). The embedding and decoder layers are replaced one at a time, around
+their own forward, so that no second copy of the model exists; the output layer, which is read without being called,
+when the last layer is done.
 
 It is parameters that are replaced, in their modules, and not their contents: what is assigned to one that is FP8
 would be quantised into it and stay. Products are not in FP8 here, whatever they are in training: weights would be
@@ -63,14 +63,17 @@ def _policy(chunk: torch.nn.Module) -> PolicyModel:
 
 @contextmanager
 def _published(models: Sequence[PolicyModel], published: PublishedValues) -> Iterator[None]:
-    handles = []
+    handles: list[torch.utils.hooks.RemovableHandle] = []
     outer: Swapped = []
     try:
         for model in models:
             layers = {f"decoder.layers.{index}.": layer for index, layer in enumerate(model.decoder.layers)}
-            for prefix, layer in layers.items():
-                handles += _hook(layer, prefix, published)
-            outer += _swap(model, "", published, but=tuple(layers))
+            embedding = {"embedding.": model.embedding} if model.pre_process else {}
+            for prefix, module in (embedding | layers).items():
+                handles += _hook(module, prefix, published)
+            outer += _swap(model, "", published, but=("embedding.", "output_layer.", *layers))
+            if model.post_process:
+                handles.append(model.decoder.register_forward_hook(_output(model, published, outer)))
         yield
     finally:
         for handle in handles:
@@ -78,17 +81,30 @@ def _published(models: Sequence[PolicyModel], published: PublishedValues) -> Ite
         _restore(outer)
 
 
-def _hook(layer: torch.nn.Module, prefix: str, published: PublishedValues) -> list[torch.utils.hooks.RemovableHandle]:
+def _output(model: PolicyModel, published: PublishedValues, outer: Swapped) -> Callable[..., None]:
+    """Put published values into what the output is computed with, once the decoder is done with."""
+    prefix, module = "output_layer.", getattr(model, "output_layer", None)
+    if model.pre_process and model.share_embeddings_and_output_weights:
+        prefix, module = "embedding.", model.embedding
+
+    def swap(*_: object) -> None:
+        if module is not None:
+            outer.extend(_swap(module, prefix, published))
+
+    return swap
+
+
+def _hook(module: torch.nn.Module, prefix: str, published: PublishedValues) -> list[torch.utils.hooks.RemovableHandle]:
     own: Swapped = []
 
     def enter(*_: object) -> None:
-        own.extend(_swap(layer, prefix, published))
+        own.extend(_swap(module, prefix, published))
 
     def leave(*_: object) -> None:
         _restore(own)
         own.clear()
 
-    return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 def _swap(root: torch.nn.Module, prefix: str, published: PublishedValues, *, but: tuple[str, ...] = ()) -> Swapped:
@@ -105,5 +121,5 @@ def _swap(root: torch.nn.Module, prefix: str, published: PublishedValues, *, but
 
 
 def _restore(swapped: Swapped) -> None:
-    for owner, leaf, parameter in swapped:
+    for owner, leaf, parameter in reversed(swapped):
         owner.register_parameter(leaf, parameter)

@@ -7,6 +7,7 @@ Invariant: a part is given only if pieces that arrived make up all of it. A part
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -45,21 +46,37 @@ class Arrivals:
             return self._vectors[name, box]
         if not box.size:
             return torch.empty(box.shape, dtype=getattr(torch, self._dtypes[name]))
+        whole: torch.Tensor | None = None
+        for common, piece in self.pieces(name, box):
+            if common == box:
+                whole = piece
+                break
+            if whole is None:
+                whole = piece.new_empty(box.shape)
+            whole[common.slices(box.start)] = piece
+        assert whole is not None, "a part that is not empty has pieces"
+        if whole.dim() < 2:  # a copy: a few bytes must not hold a bucket
+            whole = self._vectors[name, box] = whole.clone()
+        return whole
+
+    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The same, as it came: boxes that make up the part, and views of the buckets that they came in.
+
+        A bucket is held no longer than until the piece after is asked for, if the last view is forgotten by then.
+
+        Raises:
+            RuntimeError: as `part`.
+        """
         of_matrix = self._pieces.get((name, box.expert), [])
         found = [(bucket, piece, box.common(piece.box)) for bucket, piece in of_matrix]
         found = [(bucket, piece, common) for bucket, piece, common in found if common.size]
         if (size := sum(common.size for _, _, common in found)) != box.size:
             raise RuntimeError(f"{name}: {size} of the {box.size} elements that are loaded were sent to this rank")
-        dtype = self._dtypes[name]
-        boxes = [
-            (common, self._take(bucket, piece, dtype)[common.slices(piece.start)]) for bucket, piece, common in found
-        ]
-        for bucket, _, common in found:
+        for bucket, piece, common in found:
+            view = self._take(bucket, piece, self._dtypes[name])[common.slices(piece.start)]
             self._let_go(bucket, common.size)
-        whole = boxes[0][1] if len(boxes) == 1 else _joined(box, boxes)
-        if whole.dim() < 2:  # a copy: a few bytes must not hold a bucket
-            whole = self._vectors[name, box] = whole.clone()
-        return whole
+            yield common, view
+            del view
 
     def _take(self, bucket: Bucket, piece: Piece, dtype: str) -> torch.Tensor:
         index = bucket.index
@@ -75,10 +92,3 @@ class Arrivals:
         self._left[bucket.index] -= num_elements
         if self._left[bucket.index] <= 0:
             self._held.pop(bucket.index, None)
-
-
-def _joined(box: Box, boxes: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
-    whole = boxes[0][1].new_empty(box.shape)
-    for common, part in boxes:
-        whole[common.slices(box.start)] = part
-    return whole

@@ -25,7 +25,8 @@ import torch
 from rollout.weight_sums import NUM_GROUPS, NUM_VECTORS
 from rollout.wire import Box
 
-_ROWS_AT_ONCE = 8192
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 18, 1 << 23
+"""Elements of a matrix that are in float32 at a time."""
 
 
 @lru_cache(maxsize=256)
@@ -91,4 +92,5 @@ def expert_inputs(hidden_size: int) -> torch.Tensor:
 def multiply(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Products [S, N] of rows with vectors [S, K] in float32, without a copy of the whole matrix in it."""
     vectors = vectors.to(matrix.device)
-    return torch.cat([vectors @ rows.float().t() for rows in torch.split(matrix, _ROWS_AT_ONCE)], dim=1)
+    num_rows = max((_AT_ONCE_ON_DEVICE if matrix.is_cuda else _AT_ONCE) // max(matrix.shape[1], 1), 1)
+    return torch.cat([vectors @ rows.float().t() for rows in torch.split(matrix, num_rows)], dim=1)

@@ -3,6 +3,8 @@
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from rollout import vllm_quirks
+
 
 class LlmHandle:
     """One engine's vLLM."""
@@ -26,6 +28,7 @@ class LlmHandle:
     async def start(self, arguments: AsyncEngineArgs) -> None:
         """Start vLLM; returns when it answers."""
         self._started = AsyncLLM.from_engine_args(arguments)
+        vllm_quirks.calls_wait_forever_for_a_dead_engine(self._started.engine_core)
         await self.llm.get_supported_tasks()
 
     def shutdown(self) -> None:

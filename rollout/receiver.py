@@ -160,7 +160,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
         stand_ins = StandIns(order.manifest.tensors)
-        self._feeding = stand_ins.feed(Arrivals(order.manifest, inbox, engine_rank=self._rank).part)
+        self._feeding = stand_ins.feed(Arrivals(order.manifest, inbox, engine_rank=self._rank))
         with self._feeding:
             self.model.load_weights(stand_ins.items())
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,8 +37,15 @@ class Landing:
     """First row in the parameter."""
 
 
-Source = Callable[[str, Box], torch.Tensor]
-"""Returns a part of a tensor, of the box's shape."""
+class Source(Protocol):
+    """Who has the parts of tensors; `rollout.arrivals.Arrivals`."""
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """A part of a tensor, of the box's shape."""
+
+    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The same in boxes that make it up."""
+
 
 _Copy = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """What to do for a copy of (name, destination, view of a stand-in)."""
@@ -102,9 +110,15 @@ class StandIns:
             if destination.is_meta:  # vLLM counts what a layer has been given before it gets memory
                 return destination
             box = self._box(name, view)
-            part = source(name, box)
             if tuple(view.shape) == box.in_matrix.shape:
-                return destination.copy_(part.view(view.shape))
+                if view.dim() < 2:
+                    return destination.copy_(source.part(name, box))
+                target = destination.view(box.shape)  # of a stack, with its first dimension
+                for common, piece in source.pieces(name, box):
+                    target[common.slices(box.start)].copy_(piece)
+                    del piece  # its bucket need not be held until the next one has come
+                return destination
+            part = source.part(name, box)
             # a view that is no box was given the whole matrix
             first = part.storage_offset() + view.storage_offset() - box.expert * math.prod(box.in_matrix.shape)
             return destination.copy_(part.as_strided(view.shape, view.stride(), first))

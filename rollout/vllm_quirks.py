@@ -5,9 +5,10 @@ fault, or another kernel was picked, nothing happens. For each there is a test t
 fault is gone, so that the function can go too.
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,11 +19,16 @@ from typing import Protocol
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
+from vllm.v1.engine.core_client import BackgroundResources
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+_LOOK_S = 0.5
+"""How often who waits for an answer looks whether one can still come."""
 _STAND_INS = "vllm.utils.cpu_triton_utils"
 """Where vLLM keeps CPU functions for its Triton kernels; builds without a CPU backend may lack it."""
 
@@ -68,6 +74,34 @@ def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None
         return
     if head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
+
+
+class CoreClient(Protocol):
+    """What is touched of AsyncLLM's connection to the process that samples."""
+
+    resources: BackgroundResources
+    call_utility_async: Callable[..., Awaitable[object]]
+
+
+def calls_wait_forever_for_a_dead_engine(client: CoreClient) -> None:
+    """Have calls that are waiting when the process dies raise what later ones do.
+
+    vLLM notes the death and fails requests, but nobody answers the calls under way: an update would wait for its
+    deadline.
+    """
+    call = client.call_utility_async
+
+    async def call_while_it_lives(method: str, *args: object) -> object:
+        answer = asyncio.ensure_future(call(method, *args))
+        try:
+            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+                if client.resources.engine_dead:
+                    raise EngineDeadError
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    client.call_utility_async = call_while_it_lives
 
 
 class ModelRunner(Protocol):
@@ -202,8 +236,26 @@ def experts_multiply_by_unpacked_weights_after_reload(model: nn.Module) -> None:
             layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
 
 
+class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Of an embedding that nothing is multiplied by."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave the weights as they are."""
+
+
+def embedding_is_held_twice(model: nn.Module) -> None:
+    """Do without the copy of the embedding that CPU kernels would multiply by, where it is no output layer."""
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if type(layer) is VocabParallelEmbedding and layer is not getattr(model, "lm_head", None):
+            layer.quant_method = _LookedUp()
+            layer.__dict__.pop("cpu_linear", None)
+
+
 def before_reload(model: nn.Module) -> None:
     """Run what has to happen before a model goes back to checkpoint layout to be loaded."""
+    embedding_is_held_twice(model)
     experts_multiply_by_unpacked_weights_after_reload(model)
 
 

@@ -73,6 +73,9 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_anot
             assert versions == sorted(versions) and set(versions) <= {step - 1, step}
             assert sum(count for _, count in row["versions"]) == row["length"]
     assert found[-1]["engine/reissued_groups"] <= 4
+    assert [row["engine/restarts"] for row in found] == [0, 1, 0, 2]
+    assert found[-1]["publish/repeated"] >= 1
+    assert found[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ def run_warm_start(example: Path) -> WarmStart:
 def run_ahead(example: Path) -> Path:
     """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more.
 
-    Once its engine is killed as a whole, once vLLM's process inside it.
+    Once its engine is killed as a whole, once vLLM's process inside it, once that in the middle of a publish.
     """
     run_dir = example / "ahead"
     config = configuration(
@@ -220,15 +220,34 @@ def run_ahead(example: Path) -> Path:
     assert "engine 0 died and is started again" in finish(process)
     process = start(config, run_dir, "placement.mode=colocated")
     kill_when(3, run_dir, process, "VLLM::EngineCore")
+    kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
     output = finish(process)
     assert "placement.mode: disaggregated -> colocated" in output
-    assert "engine 0 died and is started again" in output
+    assert output.count("engine 0 died and is started again") == 2
+    assert f"weight version {NUM_STEPS} is published again, an engine died in it" in output
     return run_dir
 
 
 def kill_when(num_rows: int, run_dir: Path, process: subprocess.Popen, title: str) -> None:
     """Kill (-9) the descendant of a run with that title as soon as so many steps are recorded."""
     wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= num_rows, process)
+    kill(process, title)
+
+
+def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None:
+    """The same as soon as engines are given that weight version (a trainer's shared memory becomes visible)."""
+
+    def is_visible() -> bool:
+        pids = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+        found = (segments._NAME.fullmatch(path.name) for path in segments.SHM.glob(f"mrl-*-w{version}-r0"))
+        return any(match is not None and int(match["pid"]) in pids for match in found)
+
+    wait_for(is_visible, process)
+    kill(process, title)
+
+
+def kill(process: subprocess.Popen, title: str) -> None:
+    """Kill (-9) all descendants with that title."""
     descendants = psutil.Process(process.pid).children(recursive=True)
     found = [one for one in descendants if (one.cmdline() or [""])[0].startswith(title)]
     assert found, f"no {title} among the descendants"

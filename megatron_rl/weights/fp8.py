@@ -37,8 +37,8 @@ def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torc
     rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
     above, before = start[0] % BLOCK, start[1] % BLOCK
     below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
-    padded = torch.nn.functional.pad(weight_NK.float().abs(), (before, behind, above, below))
-    return padded.view(rows, BLOCK, columns, BLOCK).amax(dim=(1, 3))
+    padded = torch.nn.functional.pad(weight_NK.abs(), (before, behind, above, below))
+    return padded.view(rows, BLOCK, columns, BLOCK).amax(dim=(1, 3)).float()
 
 
 def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -65,22 +65,30 @@ def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> 
 
 def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`."""
-    return _cast(weight_NK, _spread(scale_PQ, weight_NK.shape, start))
+    return _cast(_times(weight_NK, scale_PQ, start))
 
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
-    return codes_NK.float() * _spread(inverse_PQ, codes_NK.shape, start)
+    return _times(codes_NK.float(), inverse_PQ, start)
 
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have these scales: e4m3 [N, K]."""
-    return _cast(weight_NK, scale_N1)
+    return _cast(weight_NK * scale_N1)
 
 
 def _blocks(first: int, size: int) -> int:
     """Blocks that `size` rows from `first` on touch."""
     return -(-(first % BLOCK + size) // BLOCK)
+
+
+def _times(slice_NK: torch.Tensor, grid_PQ: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+    """Each number times its block's, float32 [N, K]."""
+    if any(number % BLOCK for number in (*start, *slice_NK.shape)):
+        return slice_NK * _spread(grid_PQ, slice_NK.shape, start)
+    blocks = slice_NK.reshape(len(grid_PQ), BLOCK, -1, BLOCK) * grid_PQ[:, None, :, None]
+    return blocks.view(slice_NK.shape)
 
 
 def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, ...]) -> torch.Tensor:
@@ -90,6 +98,7 @@ def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, ...]) ->
     return grid_PQ[rows][:, columns]
 
 
-def _cast(weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # in float32, and clamped: torch casts what is too large to NaN
-    return (weight_NK.float() * scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def _cast(scaled_NK: torch.Tensor) -> torch.Tensor:
+    """Codes of float32 numbers, which are used up."""
+    # clamped: torch casts what is too large to NaN
+    return scaled_NK.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -9,8 +9,11 @@ column-cut matrices, blocks across a border) all trainer ranks of a tensor-paral
 
 Parameters that are FP8 themselves (`te_primary`) travel as they are in `fp8_block`, codes and scales, wherever blocks
 agree (`primary_plan`); elsewhere, and in any other format, they are decoded first and then weights like any.
+
+Matrices are worked on in strips of rows: what is needed meanwhile in higher precision stays small beside a layer.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +34,9 @@ from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weight_sums import Sums
 from rollout.wire import Box, Bucket
+
+STRIP, DEVICE_STRIP = 1 << 18, 1 << 23
+"""Weights that are worked on at a time, at most about: what a core's cache holds; on a device, what keeps it busy."""
 
 
 class WeightPacker:
@@ -96,9 +102,10 @@ class WeightPacker:
             device = self._parameters[placement.megatron_name].device
             whole = self._amax.setdefault(name, torch.zeros(grid, device=device))
             if placement not in self._as_is:
-                found = self._format.amax(self._values(placement, _whole(placement)), placement.hf_start)
-                blocks = self._layout.touched(placement.hf_start, placement.shape)
-                whole[blocks] = torch.maximum(whole[blocks], found)
+                for strip in self._strips(placement, _whole(placement)):
+                    found = self._format.amax(self._values(placement, strip), strip.start)
+                    blocks = self._layout.touched(strip.start, strip.shape)
+                    whole[blocks] = torch.maximum(whole[blocks], found)
         if self._shared and self._tensor_group is not None:
             joined = torch.cat([self._amax[name].view(-1) for name in self._shared])
             dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
@@ -137,13 +144,13 @@ class WeightPacker:
         end = 0
         for piece, source in zip(bucket.pieces, sources, strict=True):
             buffer[end : piece.offset] = 0  # equal weights make equal buckets
-            box = piece.box.in_matrix
-            encoded = self._encoded(source, box)
+            box, end = piece.box.in_matrix, piece.offset
+            for strip in [box] if source.role is Role.SCALES else self._strips(source.placement, box):
+                content = self._encoded(source, strip).contiguous().view(-1).view(torch.uint8)
+                buffer[end : end + content.numel()].copy_(content)
+                end += content.numel()
             if source.role is Role.CODES:
-                self._look_at(encoded, source.placement, box)
-            content = encoded.contiguous().view(-1).view(torch.uint8)
-            end = piece.offset + content.numel()
-            buffer[piece.offset : end].copy_(content)
+                self._look_at(buffer[piece.offset : end], source.placement, box)
         buffer[end : bucket.payload_bytes] = 0
 
     def _encoded(self, source: PieceSource, box: Box) -> torch.Tensor:
@@ -155,9 +162,17 @@ class WeightPacker:
             case Role.SCALES:
                 return self._scales[source.placement.hf_name][box.slices((0, 0))]
 
+    def _strips(self, placement: Placement, box: Box) -> Iterator[Box]:
+        """A box cut into some rows each, between blocks that share a scale."""
+        is_on_device = self._parameters[placement.megatron_name].device.type == "cuda"
+        most = DEVICE_STRIP if is_on_device else STRIP
+        return strips(box, most=most, multiple=1 if self._layout is None else self._layout.block[0])
+
     def _look_at(self, codes: torch.Tensor, placement: Placement, box: Box) -> None:
+        """`codes` are the bytes of a piece."""
+        assert self._layout is not None, "only 8-bit formats have codes"
         rows = sampled_rows(box)
-        some = codes[: rows.shape[0]]
+        some = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
         values = self._decoded(some, placement, rows)
         is_fp8 = te_primary.is_primary(self._parameters[placement.megatron_name])
         self.watch.see(
@@ -179,14 +194,15 @@ class WeightPacker:
             published = parameter.detach().clone()
         for placement in self._held:
             if placement.megatron_name == megatron_name:
-                published[placement.megatron_slices] = self._round_trip(placement).to(published.dtype)
+                for strip in self._strips(placement, _whole(placement)):
+                    published[_local(placement, strip)] = self._round_trip(placement, strip).to(published.dtype)
         return published
 
     @torch.no_grad()
     def sent_sums(self) -> Sums:
         """Sums (`rollout.fingerprint`) of what this rank owns, as published. Needs fresh scales.
 
-        From whole boxes as the model holds them, not from pieces as they were sent.
+        From boxes as the model holds them, not from pieces as they were sent.
         """
         found: dict[str, npt.NDArray[np.float64]] = {}
         experts: dict[str, dict[str, Placement]] = {}
@@ -195,19 +211,21 @@ class WeightPacker:
                 expert, _, leaf = placement.hf_name.removesuffix("_proj.weight").rpartition(".")
                 experts.setdefault(expert, {})[leaf] = placement
             elif placement.owned and self._answers(placement):
-                sums = of_box(self._round_trip(placement), _whole(placement), placement.hf_full_shape)
-                name = placement.hf_name
-                found[name] = found[name] + sums if name in found else sums
+                name, shape = placement.hf_name, placement.hf_full_shape
+                for strip in self._strips(placement, _whole(placement)):
+                    sums = of_box(self._round_trip(placement, strip), strip, shape)
+                    found[name] = found[name] + sums if name in found else sums
         for parts in experts.values():
-            made = through_expert(*(self._round_trip(parts[leaf]).float() for leaf in ("gate", "up", "down")))
+            matrices = (self._round_trip(one, _whole(one)) for one in (parts[leaf] for leaf in ("gate", "up", "down")))
+            made = through_expert(*(matrix.float() for matrix in matrices))
             last = parts["down"]
             found[last.hf_name] = fold(made, _whole(last), last.hf_full_shape)
         return found
 
-    def _round_trip(self, placement: Placement) -> torch.Tensor:
+    def _round_trip(self, placement: Placement, box: Box) -> torch.Tensor:
         if self._format is None or self._layout is None or not self._plan.quantizes(placement):
-            return self._values(placement, _whole(placement)).to(torch.bfloat16)
-        return self._decoded(self._codes(placement, _whole(placement)), placement, _whole(placement))
+            return self._values(placement, box).to(torch.bfloat16)
+        return self._decoded(self._codes(placement, box), placement, box)
 
     def _decoded(self, codes: torch.Tensor, placement: Placement, box: Box) -> torch.Tensor:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
@@ -232,6 +250,19 @@ class WeightPacker:
         parameter = self._parameters[placement.megatron_name]
         assert te_primary.is_primary(parameter), "only FP8 parameters have blocks"
         return te_primary.Blocks.of(parameter)
+
+
+def strips(box: Box, *, most: int, multiple: int) -> Iterator[Box]:
+    """A box from top to bottom in boxes of whole rows with at most about `most` elements.
+
+    Each ends at a multiple of so many rows of the tensor, or where the box ends.
+    """
+    height = max(most // max(math.prod(box.shape[1:]), 1) // multiple, 1) * multiple
+    first, end = box.start[0], box.start[0] + box.shape[0]
+    while first < end:
+        stop = min((first + height) // multiple * multiple, end)
+        yield Box(start=(first, *box.start[1:]), shape=(stop - first, *box.shape[1:]))
+        first = stop
 
 
 def _whole(placement: Placement) -> Box:

@@ -25,7 +25,7 @@ INT8_MAX: Final = 127.0
 
 def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row in float32, [N, 1]."""
-    return weight_NK.float().abs().amax(dim=1, keepdim=True)
+    return weight_NK.abs().amax(dim=1, keepdim=True).float()
 
 
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,8 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have the given scales: int8 [N, K], rounded half to even."""
-    return (weight_NK.float() / scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    # a division of BF16 by float32 is one of float32
+    return torch.div(weight_NK, scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """A streaming transport's buckets, received ahead of their use.
 
 A thread takes bucket after bucket while the engine still decodes, so that generation pauses only when
-the first one is there and verified, and the network works while the engine loads. At most `window`
-received buckets wait in the queue.
+the first one is there and verified, and the network works while the engine loads.
 
-Invariants: buckets are received in index order; the first failure ends the reception and is raised by
+Invariants: buckets are received in index order; at most `window` of them have come, or are coming, and have not been
+taken; the first failure ends the reception and is raised by
 `arrived` or `take`, whichever comes next.
 """
 
@@ -23,9 +23,10 @@ _POLL_S = 0.2
 class Prefetch:
     """Satisfies `rollout.transports.base.Inbox`."""
 
-    def __init__(self, inbox: Inbox, buckets: Sequence[Bucket], *, window: int = 2) -> None:
+    def __init__(self, inbox: Inbox, buckets: Sequence[Bucket], *, window: int = 1) -> None:
         self._inbox = inbox
-        self._ready: queue.Queue[tuple[int, torch.Tensor] | RuntimeError] = queue.Queue(maxsize=window)
+        self._room = threading.Semaphore(window)
+        self._ready: queue.SimpleQueue[tuple[int, torch.Tensor] | RuntimeError] = queue.SimpleQueue()
         self._held: dict[int, torch.Tensor] = {}
         self._error: RuntimeError | None = None
         self._arrived = False
@@ -35,24 +36,17 @@ class Prefetch:
 
     def _receive(self, buckets: tuple[Bucket, ...]) -> None:
         for bucket in buckets:
+            while not self._room.acquire(timeout=_POLL_S):
+                if self._closed.is_set():
+                    return
             try:
-                view = self._inbox.take(bucket)
+                # nothing here may hold the bucket once it has been taken
+                self._ready.put((bucket.index, self._inbox.take(bucket)))
             except RuntimeError as error:
                 self._error = error
-                self._put(error)
+                self._ready.put(error)
                 return
             self._arrived = True
-            if not self._put((bucket.index, view)):
-                return
-
-    def _put(self, item: tuple[int, torch.Tensor] | RuntimeError) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
 
     def arrived(self) -> bool:
         """Whether the first bucket is there.
@@ -71,6 +65,7 @@ class Prefetch:
             if isinstance(item, RuntimeError):
                 raise item
             self._held[item[0]] = item[1]
+            self._room.release()
         return self._held.pop(bucket.index)
 
     def close(self) -> None:

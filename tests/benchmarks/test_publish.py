@@ -16,6 +16,8 @@ def rows(*, deliver_s: float = 1.0, transfer: float = 0.5, share: float = 1.0) -
     case = {"trainer": "TP2", "engines": "1 x TP2", "transport": "shm"}
     ours = {"kind": "publish", "timing_s/publish_deliver": deliver_s, "transfer_s": transfer, "plain_s": 0.4}
     ours |= {"rank_bytes_over_own_shard": share, "bytes_over_bf16": 0.501}
+    for role, peak in (("trainer", 90), ("engine", 120)):
+        ours |= {f"peak_extra_bytes/{role}": peak, f"peak_bound_bytes/{role}": 100}
     return [
         {**case, **ours, "format": "int8"},
         {**case, **ours, "format": "bf16", "rank_bytes_over_own_shard": 9.0},
@@ -33,9 +35,11 @@ def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> No
         "wire bytes over BF16 of what is quantised": (0.501, True),
         "seconds over the peer's": (0.5, True),
         "rate over a plain copy's": (0.8, True),
+        "trainer: peak extra over its bound": (0.9, True),
+        "engine: peak extra over its bound": (1.2, False),
     }
     found = met(rows(deliver_s=1.5, transfer=1.0, share=1.5))
-    assert [ok for _, ok in found.values()] == [False, True, False, False]
+    assert [ok for _, ok in found.values()] == [False, True, False, False, True, False]
 
 
 def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> None:

@@ -87,7 +87,7 @@ def controller(
         ),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
-        crew=Stand(replace_lost=lambda: 0),
+        crew=Stand(replace_lost=lambda: 0, num_restarts=0),
         phases=phases,
         evaluator=Stand(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
@@ -163,10 +163,12 @@ def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_pla
         return report
 
     run.publisher = Stand(publish=dies_once)
-    run.crew = Stand(replace_lost=lambda: log.append("replace") or (lost.pop() if "publish 1" in log and lost else 0))
+    replace = lambda: log.append("replace") or (lost.pop() if "publish 1" in log and lost else 0)  # noqa: E731
+    run.crew = Stand(replace_lost=replace, num_restarts=1)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace")]
     assert kept == ["replace", "publish 1", "replace", "publish 1"]
+    assert run.num_repeated_publishes == 1
 
 
 def test_a_publish_that_fails_while_everybody_lives_ends_the_run():

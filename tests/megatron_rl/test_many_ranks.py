@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,18 @@ def _of_single_experts(box: Box) -> Iterator[Box]:
         yield Box(start=(expert, *box.start[1:]), shape=(1, *box.shape[1:]))
 
 
+def assembled(arrivals: Arrivals, name: str, box: Box) -> torch.Tensor:
+    """A part as a loader is fed with it: a vector whole, a matrix piece by piece."""
+    if len(box.shape) < 2:
+        return arrivals.part(name, box)
+    found: torch.Tensor | None = None
+    for common, piece in arrivals.pieces(name, box):
+        found = piece.new_empty(box.shape) if found is None else found
+        found[common.slices(box.start)] = piece
+    assert found is not None
+    return found
+
+
 layouts = st.sampled_from([(t, p, WORLD // t // p) for t in (1, 2, 4, 8) for p in (1, 2, 8)])
 
 
@@ -145,10 +158,11 @@ def meetings(monkeypatch):
     name=st.sampled_from(["bf16", "int8", "fp8_channel", "fp8_block"]),
     experts=st.sampled_from([(0, 1), (8, 1), (8, 4)]),
     bucket_bytes=st.integers(1000, 30_000),
+    strip=st.sampled_from([300, 1 << 20]),
     seed=st.integers(0, 1000),
 )
 def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
-    meetings, layout, engine_ranks, name, experts, bucket_bytes, seed
+    meetings, layout, engine_ranks, name, experts, bucket_bytes, strip, seed
 ):
     tensor, pipeline, data = layout
     count, spread = experts
@@ -184,7 +198,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
         packer.refresh_scales()
         packer.send(memory, WeightVersion(0))
 
-    with ThreadPoolExecutor(WORLD) as threads:
+    with mock.patch.object(packer_module, "STRIP", strip), ThreadPoolExecutor(WORLD) as threads:
         list(threads.map(send, slots))
     manifest = plan.manifest("run", WeightVersion(0))
     manifest.check()
@@ -193,6 +207,6 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
         arrivals = Arrivals(manifest, memory, engine_rank=rank)
         for tensor_name, boxes in wanted[rank].items():
             for box in boxes:
-                part = arrivals.part(tensor_name, box)
+                part = assembled(arrivals, tensor_name, box)
                 right = expected[tensor_name][box.slices((0,) * len(box.start))]
                 assert torch.equal(part.view(torch.uint8), right.contiguous().view(torch.uint8)), (tensor_name, box)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import ModelSpec
-from megatron_rl.weights import te_primary
+from megatron_rl.weights import packer, te_primary
 from megatron_rl.weights.code_sums import code_metrics
 from megatron_rl.weights.names import Kind, rank_placements
 from megatron_rl.weights.packer import WeightPacker
@@ -14,7 +16,7 @@ from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.types import WeightVersion
 from rollout.weight_format import LAYOUTS, WeightFormat
-from rollout.wire import DTYPE_BYTES
+from rollout.wire import DTYPE_BYTES, Box
 from tests.megatron_rl.fake_primary import FakePrimary
 from tests.megatron_rl.memory_sender import MemorySender
 
@@ -137,11 +139,17 @@ def test_bf16_is_what_the_parameter_stands_for():
         assert torch.equal(sent[one.hf_name][one.hf_slices], te_primary.values(parameter, one.megatron_slices))
 
 
+@pytest.mark.parametrize("strip", [500, 1 << 20])
 @pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
-def test_published_values_and_sums_are_of_what_was_sent(format):
+def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, strip):
     published = Published(format)
     sent = published.send()
-    assert published.packer.sent_sums()
+    sums = published.packer.sent_sums()
+    monkeypatch.setattr(packer, "STRIP", strip)
+    assert all((published.send()[name] == sent[name]).all() for name in sent)
+    again = published.packer.sent_sums()
+    assert sums.keys() == again.keys()
+    assert all(again[name] == pytest.approx(sums[name], rel=1e-4, abs=1e-3) for name in sums)
     for one, parameter, agrees in linears(published):
         values = published.packer.published_values(one.megatron_name)
         assert values.shape == parameter.shape and values.dtype == torch.bfloat16
@@ -170,3 +178,22 @@ def test_a_code_that_is_no_number_stops_the_publish_by_name():
     published.parameters["decoder.layers.0.self_attention.linear_proj.weight"]._rowwise_data[0, 0] = 0x7F
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: 1 FP8 codes .* diverged"):
         published.packer.refresh_scales()
+
+
+@given(
+    start=st.integers(0, 300),
+    height=st.integers(0, 400),
+    columns=st.integers(1, 50),
+    most=st.integers(1, 5000),
+    multiple=st.sampled_from([1, 128]),
+)
+def test_strips_tile_a_box_and_cut_no_block(start, height, columns, most, multiple):
+    box = Box(start=(start, 7), shape=(height, columns))
+    found = list(packer.strips(box, most=most, multiple=multiple))
+    end = start
+    for strip in found:
+        assert strip.start == (end, 7) and strip.shape[1] == columns and strip.shape[0] > 0
+        assert strip.size <= max(most, multiple * columns)
+        end += strip.shape[0]
+        assert end % multiple == 0 or end == start + height
+    assert end == start + height

@@ -1,5 +1,6 @@
 """Each workaround is still needed. A test that fails here says: upstream has mended it, drop the workaround."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample import rejection_sampler
 
 from rollout import vllm_quirks
@@ -38,6 +41,40 @@ def test_experts_still_multiply_by_unpacked_weights_after_a_reload_without_the_w
     name = "push-experts-AB-bf16-without_quirk"
     answer, expected = oracle.answers[name][1], oracle.fresh("experts", "B", "bf16")
     assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.2
+
+
+def test_an_embedding_is_still_packed_for_products_that_nobody_asks_it_for():
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+    embedding.quant_method = UnquantizedEmbeddingMethod()
+    embedding.quant_method.process_weights_after_loading(embedding)
+    assert hasattr(embedding, "cpu_linear")
+    model = torch.nn.Module()
+    model.lm_head = embedding  # tied: here it is multiplied by
+    vllm_quirks.embedding_is_held_twice(model)
+    assert hasattr(embedding, "cpu_linear")
+    model.lm_head, model.embed_tokens = torch.nn.Linear(2, 2), embedding
+    vllm_quirks.embedding_is_held_twice(model)
+    embedding.quant_method.process_weights_after_loading(embedding)
+    assert not hasattr(embedding, "cpu_linear")
+
+
+def test_a_call_that_waits_when_the_engine_dies_raises():
+    dead = SimpleNamespace(engine_dead=False)
+
+    async def never(method: str) -> str:
+        if method == "answered":
+            return "answer"
+        dead.engine_dead = True
+        await asyncio.sleep(100)
+        return ""
+
+    client = SimpleNamespace(resources=dead, call_utility_async=never)
+    vllm_quirks.calls_wait_forever_for_a_dead_engine(client)
+    assert asyncio.run(client.call_utility_async("answered")) == "answer"
+    with pytest.raises(EngineDeadError):
+        asyncio.run(asyncio.wait_for(client.call_utility_async("unanswered"), 20))
 
 
 ONEDNN_READS_SCALES_LATER = """

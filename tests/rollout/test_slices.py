@@ -1,5 +1,7 @@
 """What loaders copy out of stand-ins is the part that came, whatever view they have made of it."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,12 +16,24 @@ SPECS = (
 )
 
 
-def part(name: str, box: Box) -> torch.Tensor:
-    """A view into the middle of something larger, as a bucket's piece is."""
-    whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
-    found = whole[box.slices((0,) * whole.dim())]
-    larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
-    return larger[5:].view(found.shape)
+class Parts:
+    """Of tensors that are there."""
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """A view into the middle of something larger, as a bucket's piece is."""
+        whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
+        found = whole[box.slices((0,) * whole.dim())]
+        larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
+        return larger[5:].view(found.shape)
+
+    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Row by row, and each row in two."""
+        *before, row, left = box.start
+        *one, rows, columns = box.shape
+        for number in range(rows):
+            for first, end in ((0, columns // 2), (columns // 2, columns)):
+                piece = Box(start=(*before, row + number, left + first), shape=(*one, 1, end - first))
+                yield piece, self.part(name, piece)
 
 
 VIEWS = {
@@ -38,7 +52,7 @@ def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> N
     shown = dict(StandIns(SPECS).items())
     assert list(shown) == ["matrix.weight", *(f"m.experts.{expert}.up.weight" for expert in range(3))]
     stand_ins = StandIns(SPECS)
-    with stand_ins.feed(part):
+    with stand_ins.feed(Parts()):
         for (_, tensor), real in zip(stand_ins.items(), [MATRIX, *STACK], strict=True):
             expected = VIEWS[how](real)
             found = torch.zeros(expected.shape)
