@@ -9,11 +9,10 @@ Rows: `publish`, one per trainer, engines, format and transport, medians over pu
 bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;
 `peak_extra_bytes` is what a process of a role has resident at most beyond what it began with, in processes that give
 back what they free (started again for that), `peak_bound_bytes` two buckets and the largest layer's shard, in shared
-memory also what is staged. `peer`: BF16
-is gathered whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do
-it; its seconds are the sum of parts measured here: gathering (`gather_s`), the transfer of all of BF16 to every engine
-rank (`send_s`), quantising on one core (`quantise_s`), and what an engine takes to load that format once it is there
-(`apply_s`, ours through shared memory).
+memory also what is staged. `peer`: BF16 is gathered whole by one rank, sent whole to every engine and quantised there,
+which is how FlashRL and most others do it; its seconds are the sum of parts measured here: gathering (`gather_s`), the
+transfer of all of BF16 to every engine rank (`send_s`), quantising by all engine ranks at once (`quantise_s`), and what
+an engine takes to load that format once it is there (`apply_s`, ours through shared memory).
 """
 
 import math
@@ -296,7 +295,7 @@ def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
 def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
     """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
     gathering = {"TP2": statistics.median(gather_s(model) for _ in range(NUM_PUBLISHES - 1)), "PP2": 0.0}
-    quantising = {format: quantise_s(model, format) for format in {str(row["format"]) for row in rows}}
+    quantising: dict[tuple[str, str], float] = {}
     sending: dict[tuple[str, str], float] = {}
     whole = plan_reshard(
         read_model_spec(model),
@@ -308,8 +307,14 @@ def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
     applying = {_key(row)[:3]: float(row["timing_s/publish_apply"]) for row in rows if row["transport"] == "shm"}
     for row in rows:
         key = str(row["engines"]), str(row["transport"])
+        of_format = key[0], str(row["format"])
+        num_engines, num_ranks = ENGINES[key[0]]
+        if of_format not in quantising:
+            quantising[of_format] = statistics.median(
+                quantise_s(model, of_format[1], num_engines=num_engines, num_ranks=num_ranks)
+                for _ in range(NUM_PUBLISHES - 1)
+            )
         if key not in sending:
-            num_engines, num_ranks = ENGINES[key[0]]
             sending[key] = statistics.median(
                 transfer_s(whole, num_engines=num_engines, num_ranks=num_ranks, transport=key[1], plain=False)
                 for _ in range(NUM_PUBLISHES - 1)
@@ -317,7 +322,7 @@ def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
         parts = {
             "gather_s": gathering[str(row["trainer"])],
             "send_s": sending[key],
-            "quantise_s": quantising[str(row["format"])],
+            "quantise_s": quantising[of_format],
             "apply_s": applying[_key(row)[:3]],
         }
         same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}

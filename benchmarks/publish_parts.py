@@ -254,22 +254,42 @@ def _gather(model: str, port: int, rank: int, found: "multiprocessing.Queue[floa
     dist.destroy_process_group()
 
 
-def quantise_s(model: Path, format: str) -> float:
-    """Seconds to quantise all matrices of the decoder layers on one core, as each engine of a peer does."""
-    torch.set_num_threads(1)
+def quantise_s(model: Path, format: str, *, num_engines: int, num_ranks: int) -> float:
+    """Seconds in which all engine ranks of a peer, a process each, quantise their shards of the layers at once."""
     if format not in CODE_FORMATS:
         return 0.0
-    rule = CODE_FORMATS[format]
-    seconds = 0.0
-    for name, weight in load_file(model / "model.safetensors").items():
-        if ".layers." in name and weight.dim() == 2:
-            began = time.perf_counter()
-            # as our trainers do it: strip by strip it is several times faster than whole
-            whole = Box(start=(0, 0), shape=tuple(weight.shape))
-            for strip in strips(whole, most=STRIP, multiple=FP8_BLOCK):
-                part = weight[strip.slices((0, 0))]
-                amax = rule.amax(part, strip.start)
-                rule.scales(amax)
-                rule.codes(part, amax, strip.start)
-            seconds += time.perf_counter() - began
+    context = multiprocessing.get_context("spawn")
+    meet, found = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
+    jobs = [
+        context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, found))
+        for _ in range(num_engines)
+        for rank in range(num_ranks)
+    ]
+    for job in jobs:
+        job.start()
+    seconds = max(float(found.get(timeout=TIMEOUT_S)) for _ in jobs)
+    for job in jobs:
+        job.join()
     return seconds
+
+
+def _quantise(
+    model: str, format: str, rank: int, num_ranks: int, meet: Barrier, found: "multiprocessing.Queue[float]"
+) -> None:
+    torch.set_num_threads(1)
+    rule = CODE_FORMATS[format]
+    shards = [
+        weight.chunk(num_ranks)[rank].clone()
+        for name, weight in load_file(Path(model) / "model.safetensors").items()
+        if ".layers." in name and weight.dim() == 2
+    ]
+    meet.wait()
+    began = time.perf_counter()
+    for shard in shards:
+        # as our trainers do it: strip by strip it is faster than whole
+        for strip in strips(Box(start=(0, 0), shape=tuple(shard.shape)), most=STRIP, multiple=FP8_BLOCK):
+            part = shard[strip.slices((0, 0))]
+            amax = rule.amax(part, strip.start)
+            rule.scales(amax)
+            rule.codes(part, amax, strip.start)
+    found.put(time.perf_counter() - began)

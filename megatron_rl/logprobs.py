@@ -74,16 +74,19 @@ def token_scores(
     return TokenScores(logprobs=logprobs_R, entropy=entropy_R)
 
 
-def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix as the logits' product wants it: CPU kernels end in FP32 only if they begin there."""
-    return matrix if matrix.is_cuda else matrix.float()
+_AT_ONCE = 1 << 22
+"""Weights that are in FP32 at a time, where they have to be and are not."""
 
 
-def _logits(hidden_CH: torch.Tensor, operand_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    hidden_CH = _operand(hidden_CH)
-    if hidden_CH.dtype is torch.float32:
-        return (hidden_CH @ operand_VH.t()).div_(temperature)
-    return torch.mm(hidden_CH, operand_VH.t(), out_dtype=torch.float32).div_(temperature)
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Float32 [C, V]; products of BF16 end in it on a device, CPU kernels have to begin there."""
+    if weight_VH.is_cuda and weight_VH.dtype is not torch.float32:
+        return torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32).div_(temperature)
+    hidden_CH = hidden_CH.float()
+    if weight_VH.dtype is torch.float32:
+        return (hidden_CH @ weight_VH.t()).div_(temperature)
+    parts = torch.split(weight_VH, max(_AT_ONCE // weight_VH.shape[1], 1))
+    return torch.cat([hidden_CH @ part.float().t() for part in parts], dim=1).div_(temperature)
 
 
 def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> None:
@@ -92,12 +95,12 @@ def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, op: dist.Redu
 
 
 def _chunk_scores(
-    hidden_CH: torch.Tensor, operand_VH: torch.Tensor, targets_C: torch.Tensor, shard: VocabShard, temperature: float
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, targets_C: torch.Tensor, shard: VocabShard, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability, entropy and log of the partition sum of each row, [C] each."""
     sums_3C = hidden_CH.new_zeros(3, len(targets_C), dtype=torch.float32)
     max_C = hidden_CH.new_full((len(targets_C),), -torch.inf, dtype=torch.float32)
-    logits_CV = _logits(hidden_CH, operand_VH, temperature)
+    logits_CV = _logits(hidden_CH, weight_VH, temperature)
     if shard.num_valid:
         max_C = logits_CV.amax(dim=1)
     _reduce(max_C, shard.group, dist.ReduceOp.MAX)
@@ -164,9 +167,9 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        operand_VH = _operand(weight_VH[: shard.num_valid])
+        valid_VH = weight_VH[: shard.num_valid]
         chunks = [
-            _chunk_scores(hidden_RH[rows], operand_VH, targets_R[rows], shard, temperature)
+            _chunk_scores(hidden_RH[rows], valid_VH, targets_R[rows], shard, temperature)
             for rows in _chunks(len(targets_R), chunk_tokens)
         ]
         logprobs_R, entropy_R, log_z_R = (torch.cat(column) for column in zip(*chunks, strict=True))
@@ -183,11 +186,10 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         valid = slice(0, ctx.shard.num_valid)
-        operand_VH = _operand(weight_VH[valid])
         # A rank whose rows are all padding has nothing to add; there is no collective to keep up with here.
         for rows in _chunks(len(targets_R) if ctx.shard.num_valid else 0, ctx.chunk_tokens):
             grad_CV = _grad_logits(
-                _logits(hidden_RH[rows], operand_VH, ctx.temperature) - log_z_R[rows, None],
+                _logits(hidden_RH[rows], weight_VH[valid], ctx.temperature) - log_z_R[rows, None],
                 targets_R[rows],
                 entropy_R[rows],
                 None if grad_logprobs_R is None else grad_logprobs_R[rows],
