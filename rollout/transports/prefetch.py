@@ -36,9 +36,10 @@ class Prefetch:
 
     def _receive(self, buckets: tuple[Bucket, ...]) -> None:
         for bucket in buckets:
-            while not self._room.acquire(timeout=_POLL_S):
-                if self._closed.is_set():
-                    return
+            while not self._room.acquire(timeout=_POLL_S) and not self._closed.is_set():
+                pass
+            if self._closed.is_set():
+                return
             try:
                 # nothing here may hold the bucket once it has been taken
                 self._ready.put((bucket.index, self._inbox.take(bucket)))
