@@ -147,5 +147,10 @@ class Ring:
 
     def sample_on(self, engine: int, group: PromptGroup):
         """(summary, columns) of a group sampled on one engine."""
-        refs = self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)
-        return tuple(ray.get(refs, timeout=TIMEOUT_S))
+        return tuple(ray.get(self.begin_on(engine, group), timeout=TIMEOUT_S))
+
+    def begin_on(self, engine: int, group: PromptGroup):
+        """The same without waiting for it."""
+        # the engine will say that these have ended; a pool takes more than it began for another pool's
+        self.pool._sent[engine] += len(group.seeds)
+        return self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)

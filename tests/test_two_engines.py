@@ -155,11 +155,11 @@ def test_engines_that_fail_the_probe_are_fenced_and_the_next_publish_heals_them(
     with pytest.raises(RuntimeError, match=r"engine\(s\) \[0, 1\] are fenced.*probe_max_logprob_gap"):
         published.publish(published.publisher(max_probe_gap=0.0))
     assert [state.status for state in published.states()] == [EngineStatus.FENCED] * 2
-    waiting = [published.engines.actors[0].generate_group.options(num_returns=2).remote(published.groups(1)[0])]
-    ready, _ = ray.wait([waiting[0][0]], timeout=1)
+    waiting, _ = published.begin_on(0, published.groups(1)[0])
+    ready, _ = ray.wait([waiting], timeout=1)
     assert not ready
     published.publish()
-    summary = ray.get(waiting[0][0], timeout=60)
+    summary = ray.get(waiting, timeout=60)
     assert summary.oldest_version == published.version
 
 

@@ -87,7 +87,8 @@ def _times(slice_NK: torch.Tensor, grid_PQ: torch.Tensor, start: tuple[int, ...]
     """Each number times its block's, float32 [N, K]."""
     if any(number % BLOCK for number in (*start, *slice_NK.shape)):
         return slice_NK * _spread(grid_PQ, slice_NK.shape, start)
-    blocks = slice_NK.reshape(len(grid_PQ), BLOCK, -1, BLOCK) * grid_PQ[:, None, :, None]
+    rows, columns = (size // BLOCK for size in slice_NK.shape)
+    blocks = slice_NK.reshape(rows, BLOCK, columns, BLOCK) * grid_PQ[:, None, :, None]
     return blocks.view(slice_NK.shape)
 
 

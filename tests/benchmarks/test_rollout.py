@@ -106,7 +106,7 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         sum(found[name] for found in decoded) for name in ("num_drafted", "num_tokens", "num_row_forwards")
     )
     assert drafted > 0
-    assert tokens - forwards > 0.5 * drafted
+    assert tokens - forwards > 0.3 * drafted
     (took, responses), (_, again) = first, second
     assert responses == again
     assert [len(response) for response in responses] == [20] * 8
