@@ -14,7 +14,6 @@ scheme runs on the engines and in simulation, with the same lengths: makespan, a
 ran nothing.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from benchmarks.example_run import read_metrics
 from benchmarks.record import Goal, Row, arguments, write
 from benchmarks.simulator.bounds import saturated_s
 from benchmarks.simulator.engines import Speed
@@ -164,8 +164,8 @@ def recorded(run_dir: Path) -> Task:
     Raises:
         ValueError: a step has no traces, no time or another number of responses, or one is longer than `MAX_TOKENS`.
     """
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    train_s = {int(row["step"]): float(row["timing_s/train"]) for row in rows}  # of repeated steps the last counts
+    # of repeated steps the last counts
+    train_s = {int(row["step"]): row["timing_s/train"] for row in read_metrics(run_dir)}
     paths = {step: run_dir / "traces" / f"step-{step}.jsonl" for step in sorted(train_s)}
     lacking = [step for step, path in paths.items() if not path.is_file()]
     if lacking:
@@ -286,9 +286,7 @@ def _saturated_s(work: Workload, speed: Speed) -> float:
 def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) -> Iterator[Row]:
     """Every scheme on the engines and in simulation, on the same lengths."""
     work = task.work
-    cluster = Cluster(
-        num_engines=NUM_ENGINES, num_slots=NUM_SLOTS, speed=speed, train_s=task.train_s, publish_s=0.0
-    )  # fmt: skip
+    cluster = Cluster(num_engines=NUM_ENGINES, num_slots=NUM_SLOTS, speed=speed, train_s=task.train_s, publish_s=0.0)
     for name, scheme in SCHEMES.items():
         measured = on_engines(real, task, scheme)
         simulated = simulate(work, cluster, scheme)

@@ -260,14 +260,7 @@ def _peak_bounds(
     on_trainers = [
         [
             (one.hf_name, 2 * math.prod(one.shape))
-            for one in rank_placements(
-                spec,
-                parallel,
-                tensor_rank=slot.tensor_rank,
-                pipeline_rank=slot.pipeline_rank,
-                data_rank=slot.data_rank,
-                te_names=False,
-            )
+            for one in rank_placements(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
         for slot in trainer_slots(parallel, cpu_threads=1)
     ]

@@ -22,6 +22,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+_AT_ONCE = 1 << 22
+"""Weights that are in FP32 at a time, where they have to be and are not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
@@ -72,10 +75,6 @@ def token_scores(
         hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens
     )
     return TokenScores(logprobs=logprobs_R, entropy=entropy_R)
-
-
-_AT_ONCE = 1 << 22
-"""Weights that are in FP32 at a time, where they have to be and are not."""
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:

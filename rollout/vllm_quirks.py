@@ -248,7 +248,9 @@ def embedding_is_held_twice(model: nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for layer in model.modules():
-        if type(layer) is VocabParallelEmbedding and layer is not getattr(model, "lm_head", None):
+        if type(layer) is not VocabParallelEmbedding or layer is getattr(model, "lm_head", None):
+            continue
+        if type(layer.quant_method) is UnquantizedEmbeddingMethod:
             layer.quant_method = _LookedUp()
             layer.__dict__.pop("cpu_linear", None)
 

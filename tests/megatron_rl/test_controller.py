@@ -163,7 +163,11 @@ def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_pla
         return report
 
     run.publisher = Stand(publish=dies_once)
-    replace = lambda: log.append("replace") or (lost.pop() if "publish 1" in log and lost else 0)  # noqa: E731
+
+    def replace():
+        log.append("replace")
+        return lost.pop() if "publish 1" in log and lost else 0
+
     run.crew = Stand(replace_lost=replace, num_restarts=1)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace")]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_rl.weights.publisher import MAX_WEIGHT_GAP
 from rollout.config import EngineConfig
@@ -59,6 +60,8 @@ class Loaded:
     """A group whose engine was killed while it sampled."""
     fault: str
     """What the engine says of itself afterwards."""
+    vllm_waits: bool
+    """Whether a call of vLLM's own was still waiting when ours had raised."""
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +84,24 @@ async def _raised(engine: Engine) -> str:
         return str(error)
 
 
-async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str]:
+async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str, bool]:
     assert live.engine.fault() == ""
     job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
     await live.until_emitted(1)
-    (core,) = live.engine._llm.engine_core.resources.engine_manager.processes
+    client = live.engine._llm.engine_core
+    (core,) = client.resources.engine_manager.processes
+    os.kill(core.pid, signal.SIGSTOP)  # so that it does not answer
+    of_vllm = asyncio.create_task(type(client).call_utility_async(client, "is_sleeping"))
+    ours = asyncio.create_task(client.call_utility_async("is_sleeping"))
+    await asyncio.sleep(0.1)
+    assert not of_vllm.done() and not ours.done()
     os.kill(core.pid, signal.SIGKILL)
-    return await job, live.engine.fault()
+    cut_off = await job
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(ours, 20)
+    waits = not of_vllm.done()
+    of_vllm.cancel()
+    return cut_off, live.engine.fault(), waits
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +214,11 @@ def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loade
 def test_vllm_still_takes_the_answers_of_a_failed_call_for_those_of_the_next(loaded):
     """If this fails, `Worker.answer` has lost its reason."""
     assert "Worker failed with error" in loaded.late_answers
+
+
+def test_vllm_still_waits_for_the_answer_of_an_engine_that_died(loaded):
+    """If this fails, `vllm_quirks.calls_wait_forever_for_a_dead_engine` has lost its reason."""
+    assert loaded.vllm_waits
 
 
 def test_a_dead_engine_says_so_and_gives_back_the_tokens_that_it_had(loaded):

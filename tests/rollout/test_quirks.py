@@ -60,6 +60,16 @@ def test_an_embedding_is_still_packed_for_products_that_nobody_asks_it_for():
     assert not hasattr(embedding, "cpu_linear")
 
 
+def test_an_embedding_that_is_quantised_keeps_its_method():
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.quant_method = method = object()
+    model = torch.nn.Module()
+    model.lm_head, model.embed_tokens = torch.nn.Linear(2, 2), embedding
+    vllm_quirks.embedding_is_held_twice(model)
+    assert embedding.quant_method is method
+
+
 def test_a_call_that_waits_when_the_engine_dies_raises():
     dead = SimpleNamespace(engine_dead=False)
 
