@@ -1,4 +1,4 @@
-"""INT8 codes on a grid of 4 bits: a sampler so far from its trainer that importance weights have something to repair.
+"""INT8 codes on a grid of 3 bits: a sampler so far from its trainer that importance weights have something to repair.
 
 A positive control of `benchmarks.mismatch`, chosen by `algorithm.loss=benchmarks.coarse_codes.clipped_surrogate`: the
 loss is the product's, and importing this module (only trainer ranks do, for that loss) coarsens what `int8` means.
@@ -9,17 +9,17 @@ import torch
 from megatron_rl.loss import clipped_surrogate as clipped_surrogate
 from megatron_rl.weights.quantize import CODE_FORMATS, Int8Channel, Start
 
-STEP = 16
-"""Codes are multiples of it: -112, -96, .. 112."""
+STEP = 32
+"""Codes are multiples of it: -96, -64, .. 96."""
 
 
 class Coarse(Int8Channel):
-    """`int8` with fifteen values."""
+    """`int8` with seven values."""
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """int8, multiples of `STEP`"""
         fine = super().codes(weight_NK, amax_PQ, start)
-        return ((fine.float() / STEP).round().clamp_(-7, 7) * STEP).to(torch.int8)
+        return ((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8)
 
 
 CODE_FORMATS["int8"] = Coarse()

@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmarks.process_tree import watch
 
 K3 = "rollout_corr/k3_kl"
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+"""Of runs with a correction; without one there are no weights."""
 
 
 def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
@@ -64,6 +66,5 @@ def mismatch_figures(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
         "k3_median": statistics.median(k3),
         "k3_min": min(k3),
         "k3_max": max(k3),
-        # a run without correction has no weights
-        "ess_min": min(row.get("rollout_corr/rollout_is_eff_sample_size", 1.0) for row in steps),
+        "ess_min": min(row.get(ESS, 1.0) for row in steps),
     }

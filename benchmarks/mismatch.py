@@ -2,11 +2,13 @@
 
 `python -m benchmarks.mismatch --json OUT [--warm DIR] [--seeds 3] [--formats bf16 int8 ..] [--resume] [--quick]`: the
 example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first), once for each
-seed, format and correction, and once on INT8 codes of 4 bits (`benchmarks.coarse_codes`), the positive control: it must
-be seen to hurt without correction. A run takes about four minutes. Beside OUT, `OUT.svg` shows k3 over steps.
+seed, format and correction, and once on INT8 codes of 3 bits (`benchmarks.coarse_codes`), the positive control: it must
+be seen to hurt without correction. A run takes about five minutes; OUT is written after each, and `--resume` goes on.
+Beside OUT, `OUT.k3.svg` and `OUT.ess.svg` show both over steps with correction, `OUT.reward.svg` the rewards of BF16
+and of the control with correction and without; all are means over seeds.
 
 Rows: one per run: k3 and effective sample size between sampler and trainer (1 where nothing is weighted), held-out
-accuracy in BF16 before and after.
+accuracy in BF16 before and after; `*_by_step` are numbers with blanks between them, of steps that trained.
 """
 
 import json
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.example_run import K3, mismatch_figures, read_metrics, run_example, trained
+from benchmarks.example_run import ESS, K3, mismatch_figures, run_example
 from benchmarks.history_example import warm_start
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
@@ -27,11 +29,13 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "int8": ("engine.format=int8",),
     "fp8_channel": ("engine.format=fp8_channel",),
     "fp8_block": ("engine.format=fp8_block",),
-    "4 bits": ("engine.format=int8", "algorithm.loss=benchmarks.coarse_codes.clipped_surrogate"),
+    "3 bits": ("engine.format=int8", "algorithm.loss=benchmarks.coarse_codes.clipped_surrogate"),
 }
 CORRECTIONS = ("tis_token", "none")
 QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_OUT}.limit=32")
-CONTROL = "4 bits"
+CONTROL = "3 bits"
+BY_STEP = {"k3": K3, "ess": ESS, "reward": "reward/mean"}
+"""Metrics that are shown over steps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append(run(warm, options.work, seed, name, correction, quick=options.quick))
                     write(options.json, rows=rows, not_measured=["any GPU"])
     write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=["any GPU"])
-    options.json.with_suffix(".svg").write_text(picture(options.work, rows), encoding="utf-8")
+    for name in BY_STEP:
+        options.json.with_suffix(f".{name}.svg").write_text(picture(rows, name), encoding="utf-8")
     return 0
 
 
@@ -72,12 +77,17 @@ def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick:
         "correction": correction,
         "commit": source_commit(),
         **mismatch_figures(metrics),
+        **{f"{name}_by_step": _by_step(metrics, metric) for name, metric in BY_STEP.items()},
         "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),
         "reward_last": metrics[-1]["reward/mean"],
         "held_out_before": before,
         "held_out_after": after,
         "seconds": round(seconds, 1),
     }
+
+
+def _by_step(metrics: Sequence[Mapping[str, float]], name: str) -> str:
+    return " ".join(f"{row.get(name, 1.0):.4g}" for row in metrics if K3 in row)
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
@@ -110,17 +120,24 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     return found
 
 
-def picture(work: Path, rows: Sequence[Row]) -> str:
-    """k3 over steps of the last seed's runs with TIS, as SVG."""
-    last = max(int(row["seed"]) for row in rows)
-    series = []
+def picture(rows: Sequence[Row], name: str) -> str:
+    """One of `BY_STEP` over the steps that trained in every seed, means over seeds, as SVG."""
+    runs: dict[str, list[list[float]]] = {}
     for row in rows:
-        if row["seed"] == last and row["correction"] == "tis_token":
-            metrics = trained(read_metrics(_run_dir(work, last, str(row["format"]), "tis_token")))
-            k3 = [max(one[K3], 1e-8) for one in metrics]
-            steps = [one["step"] + 1 for one in metrics]
-            series.append(Series(label=str(row["format"]), steps=steps, values=k3))
-    return lines("mismatch", series, unit="k3", log=True)
+        with_correction = row["correction"] != "none"
+        if name == "reward" and row["format"] in ("bf16", CONTROL):
+            label = f"{row['format']}, {'with' if with_correction else 'without'} TIS"
+        elif name != "reward" and with_correction:
+            label = str(row["format"])
+        else:
+            continue
+        runs.setdefault(label, []).append([float(value) for value in str(row[f"{name}_by_step"]).split()])
+    series = [
+        Series(label=label, steps=range(1, 1 + len(means)), values=[max(mean, 1e-8) for mean in means])
+        for label, found in runs.items()
+        if (means := [statistics.fmean(of_step) for of_step in zip(*found, strict=False)])
+    ]
+    return lines(f"mismatch-{name}", series, unit=name, log=name == "k3")
 
 
 def _run_dir(work: Path, seed: int, name: str, correction: str) -> Path:

@@ -1,24 +1,29 @@
 """A publish of half a billion parameters: bytes, seconds by stage and memory, against a plain copy and against BF16.
 
 `python -m benchmarks.publish --json OUT --device cuda [--shapes 7B ..]`: `benchmarks.publish_on_device`.
-`python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--quick]`: a
-model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096, vocabulary 32k), a
-trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory and sockets.
+`python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--resume]
+[--quick]`: a model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096,
+vocabulary 32k), a trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory
+and sockets. A case takes about four minutes; `--resume` keeps those that OUT has.
 
 Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
 bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;
 `peak_extra_bytes` is what a process of a role has resident at most beyond what it began with, in processes that give
 back what they free (started again for that), `peak_bound_bytes` two buckets and the largest layer's shard, in shared
-memory also what is staged. `peer`: BF16 is gathered whole by one rank, sent whole to every engine and quantised there,
-which is how FlashRL and most others do it; its seconds are the sum of parts measured here: gathering (`gather_s`), the
-transfer of all of BF16 to every engine rank (`send_s`), quantising by all engine ranks at once (`quantise_s`), and what
-an engine takes to load that format once it is there (`apply_s`, ours through shared memory).
+memory also what is staged. `delta`, over sockets: in every matrix every 20th weight has changed since the last publish
+(`benchmarks.changing_weights`), and what has changed travels. `peer`: BF16 is gathered whole by one rank, sent whole to
+every engine and quantised there, which is how FlashRL and most others do it; its seconds are the sum of parts that are
+measured here: gathering (`gather_s`), the transfer of all of BF16 to every engine rank (`send_s`), quantising by all
+engine ranks at once (`quantise_s`), and what an engine takes to load that format once it is there (`apply_s`, ours
+through shared memory).
 """
 
+import functools
+import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -27,6 +32,7 @@ from benchmarks import publish_on_device
 from benchmarks.publish_parts import exact_memory, gather_s, peak_extra, quantise_s, transfer_s, write_model
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.config import ClusterConfig
+from launcher.environment import source_commit
 from launcher.processes import START_TIMEOUT_S, Processes, processes
 from megatron_rl.config import AlgorithmConfig, ParallelConfig, PublishConfig, TrainerConfig
 from megatron_rl.model_config import read_model_spec
@@ -55,6 +61,8 @@ ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
 """Number of engines, ranks of each."""
 TRANSPORTS = ("shm", "gloo")
 TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
+CHANGING = "benchmarks.changing_weights.clipped_surrogate"
+"""Only trainer ranks import it."""
 PEAKS = tuple(f"peak_extra_bytes/{role}" for role in TITLES)
 NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
 
@@ -68,18 +76,24 @@ class Case:
     format: Format
 
     @property
+    def key(self) -> tuple[str, ...]:
+        """What a row of this case begins with."""
+        return self.trainer, self.engines, self.format
+
+    @property
     def weight_format(self) -> WeightFormat:
         """Without exceptions, which would only dilute what is measured."""
         return WeightFormat(name=self.format)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every case, then the peer."""
+    """Measure every case, and the peer's way beside it."""
     parser = arguments("What a publish costs.")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/publish"))
     parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
     parser.add_argument("--trainers", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT already has")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shapes", nargs="+", choices=list(publish_on_device.SHAPES), default=["7B", "32B"])
     options = parser.parse_args(argv)
@@ -97,19 +111,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
     model = write_model(options.work / "model", quick=options.quick)
-    rows: list[Row] = []
+    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    have = {_key(row)[:3] for row in rows}
+    peer = Peer(model, count=1 if options.quick else NUM_PUBLISHES - 1)
     for case in cases:
-        rows += measure(case, model, options.work, num_transfers=1 if options.quick else NUM_PUBLISHES - 1)
-        write(options.json, rows=rows, not_measured=NOT_MEASURED)
-    if not options.quick:
-        rows += list(peer(model, rows))  # it goes over them
-        write(options.json, rows=rows, goals=goals(rows), not_measured=NOT_MEASURED)
+        if case.key not in have:
+            found = list(measure(case, model, options.work, num_transfers=peer.count))
+            rows += [*found, *peer.rows(found)]
+            write(options.json, rows=rows, not_measured=NOT_MEASURED)
+    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)
     return 0
 
 
 def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Iterator[Row]:
     """Rows of one trainer and its engines."""
     num_engines, num_ranks = ENGINES[case.engines]
+    named = {"trainer": case.trainer, "engines": case.engines, "format": case.format, "commit": source_commit()}
     measured, plan, wanted = publishes(case, model, work, count=NUM_PUBLISHES)
     with exact_memory():
         peaks, _, _ = publishes(case, model, work, count=NUM_PUBLISHES - 1)
@@ -122,33 +139,40 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
             for name, plain in (("transfer_s", False), ("plain_s", True))
         }
         yield {
-            "kind": "publish",
-            "trainer": case.trainer,
-            "engines": case.engines,
-            "format": case.format,
-            "transport": transport,
+            **{"kind": "publish", **named, "transport": transport},
             **times,
             **_bytes(plan, wanted),
             **_peak_bounds(case, model, plan, wanted, transport),
-            **{name: statistics.median(one[name] for one in found) for name in found[0] if name not in PEAKS},
+            **_medians(found),
             **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
         }
+    changed, _, _ = publishes(case, model, work, count=NUM_PUBLISHES, delta=True)
+    row = _medians(changed["gloo"])
+    whole = statistics.median(one["publish/wire_bytes"] for one in measured["gloo"])
+    yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
+
+
+def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0] if name not in PEAKS}
 
 
 def publishes(
-    case: Case, model: Path, work: Path, *, count: int
+    case: Case, model: Path, work: Path, *, count: int, delta: bool = False
 ) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
-    """Metrics and peaks of publishes but for the first, by transport; their plan, and what the engines take."""
+    """Metrics and peaks of publishes but for the first, by transport; their plan, and what the engines take.
+
+    With `delta` weights change ahead of each, and what has changed travels, over sockets.
+    """
     logs = (work / "logs").resolve()
     logs.mkdir(exist_ok=True)
     measured = {}
     with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
-        trainer, engines = _start(case, model, running)
+        trainer, engines = _start(case, model, running, delta=delta)
         wanted = engines.wanted(timeout_s=TIMEOUT_S)
         trainer.plan_publishes(wanted)
         plan = _plan(case, model, wanted, te_names=trainer.te_names())
         version = 0
-        for transport in TRANSPORTS:
+        for transport in TRANSPORTS[1:] if delta else TRANSPORTS:
             publisher = _publisher(trainer, engines, plan, model, transport)
             found = []
             for _ in range(count):
@@ -160,7 +184,7 @@ def publishes(
     return measured, plan, wanted
 
 
-def _start(case: Case, model: Path, running: Processes) -> tuple[TrainerGroup, EngineGroup]:
+def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple[TrainerGroup, EngineGroup]:
     num_engines, num_ranks = ENGINES[case.engines]
     config = EngineConfig(
         num_engines=num_engines,
@@ -185,8 +209,8 @@ def _start(case: Case, model: Path, running: Processes) -> tuple[TrainerGroup, E
         model=str(model),
         run_id=RUN_ID,
         config=TrainerConfig(dtype="bf16", parallel=parallel),
-        algorithm=AlgorithmConfig(),
-        publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S),
+        algorithm=AlgorithmConfig(loss=CHANGING) if delta else AlgorithmConfig(),
+        publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, delta=delta, delta_full_every=0),
         format=case.weight_format,
         temperature=1.0,
         total_updates=1,
@@ -285,46 +309,63 @@ def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
     return largest
 
 
-def peer(model: Path, rows: Sequence[Row]) -> Iterator[Row]:
+class Peer:
     """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
-    gathering = {"TP2": statistics.median(gather_s(model) for _ in range(NUM_PUBLISHES - 1)), "PP2": 0.0}
-    quantising: dict[tuple[str, str], float] = {}
-    sending: dict[tuple[str, str], float] = {}
-    whole = plan_reshard(
-        read_model_spec(model),
-        ParallelConfig(),
-        format=WeightFormat(name="bf16"),
-        bucket_bytes=BUCKET_BYTES,
-        te_names=False,
-    )
-    applying = {_key(row)[:3]: float(row["timing_s/publish_apply"]) for row in rows if row["transport"] == "shm"}
-    for row in rows:
-        key = str(row["engines"]), str(row["transport"])
-        of_format = key[0], str(row["format"])
-        num_engines, num_ranks = ENGINES[key[0]]
-        if of_format not in quantising:
-            quantising[of_format] = statistics.median(
-                quantise_s(model, of_format[1], num_engines=num_engines, num_ranks=num_ranks)
-                for _ in range(NUM_PUBLISHES - 1)
+
+    def __init__(self, model: Path, *, count: int) -> None:
+        """`count`: how often each part is measured."""
+        self._model = model
+        self.count = count
+        self._whole = plan_reshard(
+            read_model_spec(model),
+            ParallelConfig(),
+            format=WeightFormat(name="bf16"),
+            bucket_bytes=BUCKET_BYTES,
+            te_names=False,
+        )
+        # parts that cases share are measured once
+        self._gather_s = functools.cache(self._gathering)
+        self._send_s = functools.cache(self._sending)
+        self._quantise_s = functools.cache(self._quantising)
+
+    def rows(self, ours: Sequence[Row]) -> Iterator[Row]:
+        """One for each of ours that published everything; of one case."""
+        whole = [row for row in ours if row["kind"] == "publish"]
+        (apply_s,) = (float(row["timing_s/publish_apply"]) for row in whole if row["transport"] == "shm")
+        for row in whole:
+            trainer, engines, format, transport = _key(row)
+            parts = {
+                "gather_s": self._gather_s(trainer),
+                "send_s": self._send_s(engines, transport),
+                "quantise_s": self._quantise_s(engines, format),
+                "apply_s": apply_s,
+            }
+            same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}
+            yield {"kind": "peer", **same, **parts, "deliver_s": sum(parts.values())}
+
+    def _gathering(self, trainer: str) -> float:
+        return self._median(lambda: gather_s(self._model, by_stage=TRAINERS[trainer].pipeline > 1))
+
+    def _sending(self, engines: str, transport: str) -> float:
+        num_engines, num_ranks = ENGINES[engines]
+        return self._median(
+            lambda: transfer_s(
+                self._whole, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=False
             )
-        if key not in sending:
-            sending[key] = statistics.median(
-                transfer_s(whole, num_engines=num_engines, num_ranks=num_ranks, transport=key[1], plain=False)
-                for _ in range(NUM_PUBLISHES - 1)
-            )
-        parts = {
-            "gather_s": gathering[str(row["trainer"])],
-            "send_s": sending[key],
-            "quantise_s": quantising[of_format],
-            "apply_s": applying[_key(row)[:3]],
-        }
-        same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}
-        yield {"kind": "peer", **same, **parts, "deliver_s": sum(parts.values())}
+        )
+
+    def _quantising(self, engines: str, format: str) -> float:
+        num_engines, num_ranks = ENGINES[engines]
+        return self._median(lambda: quantise_s(self._model, format, num_engines=num_engines, num_ranks=num_ranks))
+
+    def _median(self, measure: Callable[[], float]) -> float:
+        return statistics.median(measure() for _ in range(self.count))
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Those of every 8-bit row, by the row that is worst."""
     ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
+    deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
     if not ours:
         return []
     peers = {_key(row): float(row["deliver_s"]) for row in rows if row["kind"] == "peer"}
@@ -336,6 +377,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         Goal(name="seconds over the peer's", value=over_peer, bound=0.6, direction="at most", unit="x"),
         Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
         *(_worst_peak(ours, role) for role in TITLES),
+        *([_worst(deltas, "bytes_over_whole", "bytes of a delta over those of all", 0.25)] if deltas else []),
     ]
 
 

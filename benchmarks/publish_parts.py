@@ -223,12 +223,16 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
 # -- the peer's way ------------------------------------------------------------------------------------
 
 
-def gather_s(model: Path) -> float:
-    """Seconds in which one of two ranks gets the other half of every matrix in BF16, tensor after tensor."""
+def gather_s(model: Path, *, by_stage: bool) -> float:
+    """Seconds in which the first of two ranks gets in BF16 what the other has, tensor after tensor.
+
+    Half of every matrix, or `by_stage` the second half of all weights, which peers with pipeline stages also bring to
+    one place before they send (verl, `megatron_utils.broadcast_from_megatron_pp`: even to all stages).
+    """
     store = groups.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, found)) for rank in range(2)]
+    jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, found)) for rank in range(2)]
     for job in jobs:
         job.start()
     seconds = float(found.get(timeout=TIMEOUT_S))
@@ -238,16 +242,22 @@ def gather_s(model: Path) -> float:
     return seconds
 
 
-def _gather(model: str, port: int, rank: int, found: "multiprocessing.Queue[float]") -> None:
+def _gather(model: str, port: int, rank: int, by_stage: bool, found: "multiprocessing.Queue[float]") -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, None, is_master=False), rank=rank, world_size=2)
-    halves = [one.chunk(2)[rank].contiguous() for one in load_file(Path(model) / "model.safetensors").values()]
+    weights = [one for one in load_file(Path(model) / "model.safetensors").values() if one.dim() == 2]
+    # where every matrix is cut the other half is gathered of each, between stages half of the matrices
+    own = weights[len(weights) // 2 :] if by_stage else [one.chunk(2)[rank].contiguous() for one in weights]
     dist.barrier()
     began = time.perf_counter()
-    for half in halves:
-        if half.dim() == 2:
-            dist.gather(half, [torch.empty_like(half) for _ in range(2)] if rank == 0 else None)
+    for part in own:
+        if by_stage and rank == 0:
+            dist.recv(torch.empty_like(part), src=1)
+        elif by_stage:
+            dist.send(part, dst=0)
+        else:
+            dist.gather(part, [torch.empty_like(part) for _ in range(2)] if rank == 0 else None)
     dist.barrier()
     if rank == 0:
         found.put(time.perf_counter() - began)

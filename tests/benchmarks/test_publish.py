@@ -1,9 +1,13 @@
 """The record of publishing: what is held against what, and a transfer that really runs."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.publish import _bytes, goals
-from benchmarks.publish_parts import quantise_s, transfer_s, write_model
+from benchmarks.publish import CHANGING, Peer, _bytes, goals
+from benchmarks.publish_parts import gather_s, quantise_s, transfer_s, write_model
 from benchmarks.record import Row
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
@@ -62,6 +66,67 @@ def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
         assert transfer_s(plan, num_engines=1, num_ranks=1, transport=transport, plain=plain) > 0
     assert quantise_s(model, "int8", num_engines=1, num_ranks=2) > 0
     assert quantise_s(model, "bf16", num_engines=1, num_ranks=1) == 0
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_gathering_brings_what_one_rank_lacks(tmp_path, by_stage) -> None:
+    assert gather_s(write_model(tmp_path / "model", quick=True), by_stage=by_stage) > 0
+
+
+def test_the_peer_adds_up_its_parts_and_measures_what_cases_share_once(tmp_path, monkeypatch) -> None:
+    measured = []
+
+    def measure(name: str, seconds: float):
+        def one(*_args: object, **options: object) -> float:
+            measured.append((name, *options.values()))
+            return seconds
+
+        monkeypatch.setattr(f"benchmarks.publish.{name}", one)
+
+    for name, seconds in (("gather_s", 1.0), ("transfer_s", 2.0), ("quantise_s", 4.0)):
+        measure(name, seconds)
+    peer = Peer(write_model(tmp_path / "model", quick=True), count=1)
+    case = {"trainer": "PP2", "engines": "1 x TP2", "format": "int8"}
+    ours = [
+        {**case, "kind": kind, "transport": transport, "timing_s/publish_apply": 8.0 if transport == "shm" else 99.0}
+        for kind, transport in (("publish", "shm"), ("publish", "gloo"), ("delta", "gloo"))
+    ]
+    found = list(peer.rows(ours)) + list(peer.rows([{**row, "format": "fp8_block"} for row in ours]))
+    assert [(row["kind"], row["format"], row["transport"], row["deliver_s"]) for row in found] == [
+        ("peer", format, transport, 15.0) for format in ("int8", "fp8_block") for transport in ("shm", "gloo")
+    ]
+    assert measured == [
+        ("gather_s", True),
+        ("transfer_s", 1, 2, "shm", False),
+        ("quantise_s", 1, 2),
+        ("transfer_s", 1, 2, "gloo", False),
+        ("quantise_s", 1, 2),
+    ]
+
+
+def test_a_delta_is_held_against_a_whole_publish() -> None:
+    delta = {**rows()[0], "kind": "delta", "bytes_over_whole": 0.3}
+    assert {goal.name: goal.met for goal in goals([*rows(), delta])}["bytes of a delta over those of all"] is False
+
+
+def test_between_publishes_every_20th_weight_of_a_matrix_turns_its_sign() -> None:
+    """In a process of its own: importing the module changes what trainer ranks do."""
+    script = """
+import importlib
+from types import SimpleNamespace
+import torch
+from megatron_rl.weights.packer import WeightPacker
+seen = []
+WeightPacker.refresh_scales = lambda packer: seen.append(packer)
+module = importlib.import_module("CHANGING".rpartition(".")[0])
+matrix, vector = torch.ones(4, 30), torch.ones(30)
+packer = SimpleNamespace(_parameters={"a": matrix, "b": vector})
+WeightPacker.refresh_scales(packer)
+assert (matrix.view(-1) < 0).nonzero().view(-1).tolist() == [0, 20, 40, 60, 80, 100] and vector.eq(1).all()
+WeightPacker.refresh_scales(packer)
+assert matrix.eq(1).all() and seen == [packer, packer]
+""".replace("CHANGING", CHANGING)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_nothing_is_held_against_anything_without_8_bits() -> None:
