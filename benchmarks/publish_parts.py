@@ -214,7 +214,7 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
     else:
         paths = {source: Path(route.folder, str(source)) for source in route.source_ranks}
         segments = {source: path.read_text(encoding="utf-8") for source, path in paths.items()}
-        inbox = shm.ShmInbox(route.manifest, segments)
+        inbox = shm.ShmInbox(route.manifest, segments, engine_rank=rank)
     for bucket in own:
         inbox.take(bucket).clone()  # a copy, as the loader makes one
     meet.wait()

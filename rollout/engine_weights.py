@@ -28,8 +28,7 @@ from rollout.engine_state import EngineFencedError, EngineStatus, UpdateTimes, W
 from rollout.llm_handle import LlmHandle
 from rollout.model_tensors import check_manifest
 from rollout.receiver import UpdateOrder
-from rollout.transports.base import Channel, GroupChannel, ShmChannel
-from rollout.transports.shm import verify_segments
+from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weight_sums import add_up
 from rollout.wire import Box, TensorSpec, Wanted, WeightManifest
@@ -186,8 +185,6 @@ class EngineWeights:
     async def _announce(self, order: UpdateOrder) -> None:
         """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""
         try:
-            if isinstance(self._channel, ShmChannel):
-                await asyncio.to_thread(verify_segments, order.manifest, order.segments)
             await self._handle.ranks("expect_weights", pickle.dumps(order))
             while not all(await self._handle.ranks("weights_arrived")):
                 await asyncio.sleep(ARRIVAL_POLL_S)

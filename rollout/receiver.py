@@ -31,7 +31,7 @@ from rollout import vllm_quirks
 from rollout.arrivals import Arrivals
 from rollout.loaded_weights import loaded_sums
 from rollout.slices import Landing, StandIns, wanted_of
-from rollout.transports.base import Channel, GroupChannel, HandOverChannel, Inbox
+from rollout.transports.base import AwaitedInbox, Channel, GroupChannel, HandOverChannel
 from rollout.transports.hand_over import HandOverInbox, map_shm
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.process_group import GroupInbox
@@ -81,7 +81,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _order: UpdateOrder | None = None
     _specs: tuple[TensorSpec, ...] = ()
     _landings: tuple[Landing, ...] = ()
-    _inbox: Inbox | None = None
+    _inbox: AwaitedInbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """In force while loaders copy out of stand-ins."""
 
@@ -102,7 +102,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         """Open the inbox of a publish without touching the model; a streaming one begins to receive.
 
         Raises:
-            RuntimeError: what was handed over to this rank is missing or corrupt.
+            RuntimeError: what was staged for this rank is missing, or what was handed over to it is corrupt.
         """
         if self._channel is None:
             raise RuntimeError(
@@ -112,7 +112,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         if isinstance(self._channel, HandOverChannel):
             self._inbox = self._handed_over(self._channel, order)
         elif self._stream is None:
-            self._inbox = ShmInbox(order.manifest, order.segments)
+            self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
         else:
             self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
             own = [bucket for bucket in order.manifest.buckets if bucket.wanted_by(self._rank)]
@@ -144,9 +144,11 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         """Whether there is something verified to apply.
 
         Raises:
-            RuntimeError: the first bucket is late, corrupt or of another publish.
+            RuntimeError: it is late, corrupt or of another publish, or none was expected.
         """
-        return self._inbox.arrived() if isinstance(self._inbox, Prefetch) else True
+        if self._inbox is None:
+            raise RuntimeError("no publish was announced to this rank")
+        return self._inbox.arrived()
 
     def start_weight_update(self) -> None:
         """Put the model back into checkpoint layout on the meta device."""

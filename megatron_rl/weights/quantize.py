@@ -29,13 +29,7 @@ def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Scale of weights with these largest magnitudes, float32 of the same shape; never zero.
-
-    Raises:
-        ValueError: a weight is not finite, which no code can stand for.
-    """
-    if not bool(torch.isfinite(amax).all()):
-        raise ValueError(f"{int((~torch.isfinite(amax)).sum())} output channels hold non-finite weights")
+    """Scale of weights with these largest magnitudes, float32 of the same shape; never zero."""
     tiny = torch.finfo(torch.float32).tiny
     return (amax.float().clamp_min(tiny) / INT8_MAX).clamp_min(tiny)
 
@@ -62,7 +56,7 @@ class CodeFormat(Protocol):
         """Largest magnitudes of the blocks that a slice touches, as far as it shows them, float32 [P, Q]."""
 
     def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
-        """What travels beside the codes, float32 [P, Q]; ValueError when a magnitude is not finite."""
+        """What travels beside the codes, float32 [P, Q]; ValueError when a magnitude is not finite: it has no code."""
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Codes of a slice whose blocks have these magnitudes, 8 bits [N, K]."""
@@ -81,7 +75,7 @@ class Int8Channel:
 
     def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
         """Magnitude over 127."""
-        return int8_scale(amax_PQ)
+        return int8_scale(_finite(amax_PQ))
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """int8"""
@@ -102,7 +96,7 @@ class Fp8Channel:
 
     def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
         """Inverse of what weights were multiplied by."""
-        return 1.0 / _multiplier(amax_PQ, power_of_two=False)
+        return 1.0 / _multiplier(_finite(amax_PQ), power_of_two=False)
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """e4m3"""
@@ -123,7 +117,7 @@ class Fp8Block:
 
     def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
         """Inverse of what weights were multiplied by."""
-        return 1.0 / _multiplier(amax_PQ, power_of_two=True)
+        return 1.0 / _multiplier(_finite(amax_PQ), power_of_two=True)
 
     def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """e4m3, by Transformer Engine where it can"""
@@ -134,6 +128,15 @@ class Fp8Block:
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its block's inverse scale."""
         return fp8_block_values(codes_NK, scale_PQ, start)
+
+
+def _finite(amax: torch.Tensor) -> torch.Tensor:
+    # asked once a tensor, where scales are made: the answer has to come back from the device
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError(
+            f"{int((~torch.isfinite(amax)).sum())} of {amax.numel()} scales would be of non-finite weights"
+        )
+    return amax
 
 
 def _multiplier(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:

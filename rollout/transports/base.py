@@ -170,3 +170,15 @@ class Inbox(Protocol):
             RuntimeError: the bucket is late (naming the trainer rank), corrupt, or of another publish.
         """
         ...
+
+
+class AwaitedInbox(Inbox, Protocol):
+    """An inbox that says when a publish may begin to be applied."""
+
+    def arrived(self) -> bool:
+        """Whether something is there and verified: all of what is staged, the first bucket of a stream.
+
+        Raises:
+            RuntimeError: it will not come, or is corrupt or of another publish.
+        """
+        ...

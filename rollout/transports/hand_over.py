@@ -216,7 +216,7 @@ class HandOverSender:
 
 
 class HandOverInbox:
-    """An engine rank's end: a mapped segment, all of what the rank takes verified; satisfies `Inbox`."""
+    """An engine rank's end: a mapped segment, all of what the rank takes verified; satisfies `AwaitedInbox`."""
 
     def __init__(
         self, manifest: WeightManifest, memory: torch.Tensor, *, engine_rank: int, shared_with: Sequence[int]
@@ -242,6 +242,10 @@ class HandOverInbox:
         for bucket in shared:
             if bucket.wanted_by(engine_rank):
                 verify(self.take(bucket), manifest.weight_version, index=bucket.index)
+
+    def arrived(self) -> bool:
+        """It has, and was verified when the inbox was made."""
+        return True
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """The bytes of a bucket, which were verified when the inbox was made."""

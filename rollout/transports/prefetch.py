@@ -21,7 +21,7 @@ _POLL_S = 0.2
 
 
 class Prefetch:
-    """Satisfies `rollout.transports.base.Inbox`."""
+    """Satisfies `rollout.transports.base.AwaitedInbox`."""
 
     def __init__(self, inbox: Inbox, buckets: Sequence[Bucket], *, window: int = 1) -> None:
         self._inbox = inbox

@@ -4,6 +4,7 @@ What the file is: `rollout.transports.segments`.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -65,9 +66,13 @@ class ShmSender:
 
 
 class ShmInbox:
-    """All segments of one publish, mapped privately; satisfies `rollout.transports.base.Inbox`."""
+    """All segments of one publish, mapped privately; satisfies `rollout.transports.base.AwaitedInbox`.
 
-    def __init__(self, manifest: WeightManifest, segments: Mapping[int, str]) -> None:
+    A thread verifies everything that the engine rank takes, while the engine still decodes and other ranks verify what
+    is theirs.
+    """
+
+    def __init__(self, manifest: WeightManifest, segments: Mapping[int, str], *, engine_rank: int) -> None:
         """Map the segment of every trainer rank that the manifest names; `segments` maps rank to path.
 
         Raises:
@@ -83,20 +88,26 @@ class ShmInbox:
             for bucket in own:
                 start = offsets[bucket.index]
                 self._places[bucket.index] = view[start : start + bucket.num_bytes]
+        verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
+        wanted = [bucket for bucket in manifest.buckets if bucket.wanted_by(engine_rank)]
+        self._verified = verifier.submit(self._verify, wanted)
+        verifier.shutdown(wait=False)
+
+    def _verify(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            verify(self._places[bucket.index], self._version, index=bucket.index)
+
+    def arrived(self) -> bool:
+        """Whether all that the rank takes has been verified.
+
+        Raises:
+            RuntimeError: naming the first corrupt bucket.
+        """
+        if self._verified.done():
+            self._verified.result()
+        return self._verified.done()
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the verified bytes of a bucket."""
-        view = self._places[bucket.index]
-        verify(view, self._version, index=bucket.index)
-        return view
-
-
-def verify_segments(manifest: WeightManifest, segments: Mapping[int, str]) -> None:
-    """Check every bucket of a staged publish against its trailer.
-
-    Raises:
-        RuntimeError: naming the first missing segment or the first corrupt bucket.
-    """
-    inbox = ShmInbox(manifest, segments)
-    for bucket in manifest.buckets:
-        inbox.take(bucket)
+        """Return the bytes of a bucket, when all have been verified."""
+        self._verified.result()
+        return self._places[bucket.index]

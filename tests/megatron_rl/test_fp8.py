@@ -19,7 +19,7 @@ from megatron_rl.weights.fp8 import (
     fp8_channel_codes,
     fp8_scale,
 )
-from megatron_rl.weights.quantize import channel_values
+from megatron_rl.weights.quantize import Fp8Block, channel_values
 
 VECTORS = Path(__file__).parent.parent / "data" / "fp8_block.npz"
 """Made by `tests/data/make_fp8_block.py` with the reference of transformer_engine's tests."""
@@ -114,4 +114,4 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = weights((130, 130), 1)
     weight[129, 0] = value
     with pytest.raises(ValueError, match="1 of 4 scales"):
-        fp8_scale(block_amax(weight), power_of_two=True, dtype=weight.dtype)
+        Fp8Block().scales(block_amax(weight))

@@ -48,9 +48,11 @@ def test_a_row_of_zeros_keeps_a_positive_scale_and_zero_codes() -> None:
     assert not quantize.int8_codes(weight, scale).any()
 
 
+@pytest.mark.parametrize("name", quantize.CODE_FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_weights_are_refused(bad: float) -> None:
+def test_non_finite_weights_are_refused(bad: float, name: str) -> None:
     weight = torch.ones(4, 8)
     weight[2, 3] = bad
-    with pytest.raises(ValueError, match="1 output channels hold non-finite"):
-        quantize.int8_scale(quantize.row_amax(weight))
+    rule = quantize.CODE_FORMATS[name]
+    with pytest.raises(ValueError, match=r"1 of \d scales would be of non-finite"):
+        rule.scales(rule.amax(weight, (0, 0)))

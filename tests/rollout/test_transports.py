@@ -19,7 +19,7 @@ from rollout.transports.groups import join, open_store
 from rollout.transports.hand_over import HandOverInbox, HandOverSender, ShmSegment, map_shm
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.process_group import GroupInbox, GroupSender
-from rollout.transports.shm import ShmInbox, ShmSender, verify_segments
+from rollout.transports.shm import ShmInbox, ShmSender
 from rollout.wire import Box, Bucket, WeightManifest
 from tests.rollout.packing import Publish, pack
 
@@ -66,17 +66,33 @@ def stage():
         sender.abandon()
 
 
+def arrive(inbox: ShmInbox) -> None:
+    until = time.monotonic() + 20
+    while not inbox.arrived() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert inbox.arrived()
+
+
+def test_a_rank_looks_at_what_it_takes_and_at_nothing_else(stage, monkeypatch):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
+    buckets = [dataclasses.replace(bucket, engine_ranks=(bucket.index % 2,)) for bucket in publish.manifest.buckets]
+    seen = []
+    monkeypatch.setattr("rollout.transports.shm.verify", lambda bucket, version, *, index: seen.append(index))
+    manifest = dataclasses.replace(publish.manifest, buckets=tuple(buckets))
+    arrive(ShmInbox(manifest, stage(publish), engine_rank=1))
+    assert len(buckets) > 3 and seen == [bucket.index for bucket in buckets if bucket.index % 2]
+
+
 @pytest.mark.parametrize("bucket_bytes", [64, 1000, 1 << 20])
 def test_shared_memory_brings_every_tensor_back_from_pieces_of_two_ranks(stage, bucket_bytes):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
     segments = stage(publish)
-    verify_segments(publish.manifest, segments)
-    assert equal(dict(assemble(publish.manifest, ShmInbox(publish.manifest, segments))), tensors())
+    assert equal(dict(assemble(publish.manifest, ShmInbox(publish.manifest, segments, engine_rank=0))), tensors())
 
 
 def test_a_tensor_in_one_piece_is_not_copied(stage):
     publish = pack(tensors(), 7, "int8")
-    inbox = ShmInbox(publish.manifest, stage(publish) | {})
+    inbox = ShmInbox(publish.manifest, stage(publish), engine_rank=0)
     start = inbox.take(publish.manifest.buckets[0]).data_ptr()
     _, first = assemble(publish.manifest, inbox)[0]
     assert first.data_ptr() == start
@@ -97,7 +113,7 @@ def test_a_segment_appears_whole_or_not_at_all():
 def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
     publish = pack(tensors(), 7, "int8")
     sender = ShmSender(run_id="transporttest", rank=5)
-    inbox = ShmInbox(publish.manifest, {0: publish.send(sender)})
+    inbox = ShmInbox(publish.manifest, {0: publish.send(sender)}, engine_rank=0)
     sender.abandon()
     assert equal(dict(assemble(publish.manifest, inbox)), tensors())
 
@@ -112,17 +128,20 @@ def test_a_corrupt_bucket_of_a_segment_is_named(stage):
         byte = file.read(1)
         file.seek(offsets[index])
         file.write(bytes([byte[0] ^ 1]))
+    inbox = ShmInbox(publish.manifest, segments, engine_rank=0)
     with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
-        verify_segments(publish.manifest, segments)
+        arrive(inbox)
+    with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
+        inbox.take(publish.manifest.buckets[0])
 
 
 def test_a_missing_segment_names_its_rank(stage):
     publish = pack(tensors(), 7, "int8", num_ranks=2)
     segments = stage(publish)
     with pytest.raises(RuntimeError, match="trainer rank 1"):
-        verify_segments(publish.manifest, {0: segments[0]})
+        ShmInbox(publish.manifest, {0: segments[0]}, engine_rank=0)
     with pytest.raises(RuntimeError, match="trainer rank 1"):
-        verify_segments(publish.manifest, {0: segments[0], 1: segments[1] + "x"})
+        ShmInbox(publish.manifest, {0: segments[0], 1: segments[1] + "x"}, engine_rank=0)
 
 
 def test_a_truncated_segment_is_refused(stage):
@@ -130,7 +149,7 @@ def test_a_truncated_segment_is_refused(stage):
     segments = stage(publish)
     os.truncate(segments[0], 10)
     with pytest.raises(RuntimeError, match="has 10 bytes"):
-        verify_segments(publish.manifest, segments)
+        ShmInbox(publish.manifest, segments, engine_rank=0)
 
 
 def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
