@@ -103,9 +103,10 @@ class ShmInbox:
         Raises:
             RuntimeError: naming the first corrupt bucket.
         """
-        if self._verified.done():
+        is_done = self._verified.done()
+        if is_done:
             self._verified.result()
-        return self._verified.done()
+        return is_done
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket, when all have been verified."""

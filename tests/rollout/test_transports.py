@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,15 @@ def test_a_corrupt_bucket_of_a_segment_is_named(stage):
         arrive(inbox)
     with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
         inbox.take(publish.manifest.buckets[0])
+
+
+def test_what_is_found_corrupt_while_one_asks_has_not_arrived(stage):
+    publish = pack(tensors(), 7, "int8")
+    inbox = ShmInbox(publish.manifest, stage(publish), engine_rank=0)
+    arrive(inbox)
+    answers = iter([False, True])
+    inbox._verified = SimpleNamespace(done=lambda: next(answers))
+    assert not inbox.arrived()
 
 
 def test_a_missing_segment_names_its_rank(stage):
