@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.example_run import ESS, K3, mismatch_figures, run_example
+from benchmarks.example_run import ESS, K3, mismatch_figures, run_example, trained
 from benchmarks.history_example import warm_start
 from benchmarks.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
@@ -86,8 +86,9 @@ def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick:
     }
 
 
-def _by_step(metrics: Sequence[Mapping[str, float]], name: str) -> str:
-    return " ".join(f"{row.get(name, 1.0):.4g}" for row in metrics if K3 in row)
+def _by_step(metrics: Sequence[dict[str, float]], name: str) -> str:
+    steps = trained(metrics)
+    return " ".join(f"{row.get(ESS, 1.0) if name == ESS else row[name]:.4g}" for row in steps)
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:

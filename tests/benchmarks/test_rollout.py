@@ -101,12 +101,17 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
     assert decoded[2]["num_tokens"] == pytest.approx(
         sum(len(trace.response_ids) for trace in traces), abs=4 * len(traces)
     )
-    last = decoded[-1]
-    drafted, accepted = last["num_drafted"], last["num_tokens"] - last["num_row_forwards"]
+    drafted, tokens, forwards = (
+        sum(found[name] for found in decoded) for name in ("num_drafted", "num_tokens", "num_row_forwards")
+    )
     assert drafted > 0
-    # how much is drafted depends on what forwards cost while others use the machine: so it is held against chains of
-    # that length whose tokens are right in two of three cases
-    assert accepted > last["num_row_forwards"] * sum(0.65**n for n in range(1, 1 + drafted // last["num_row_forwards"]))
+    assert tokens - forwards > 0.3 * drafted
+    # how much is drafted depends on what forwards cost while others use the machine: so what is accepted is also held
+    # against chains of that length whose tokens are right in seven of ten cases
+    last = decoded[-1]
+    length = last["num_drafted"] // last["num_row_forwards"]
+    accepted = last["num_tokens"] - last["num_row_forwards"]
+    assert accepted > last["num_row_forwards"] * sum(0.7**n for n in range(1, 1 + length))
     (took, responses), (_, again) = first, second
     assert responses == again
     assert [len(response) for response in responses] == [20] * 8
