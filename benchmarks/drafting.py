@@ -5,8 +5,9 @@
 those of `benchmarks.trace_generator`. Arctic is built by `python -m benchmarks.baselines.arctic`. Takes ten minutes on
 a quiet core.
 
-Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `insert`, `propose` (methods take turns, CPU time),
-`alone` (only ours, wall clock, by threads), `attach`, `modelled`.
+Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `bound` (the same if the best text to copy were always
+known), `insert`, `propose` (methods take turns, CPU time), `alone` (only ours, wall clock, by threads), `attach`,
+`modelled`.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.baselines.arctic import DIRECTORY, VERSION
 from benchmarks.baselines.arctic import load as load_arctic
+from benchmarks.draft_bound import bound_row
 from benchmarks.draft_costs import SURFACE, Loaded, alone_rows, attach_row, load, modelled_row, propose_rows
 from benchmarks.draft_quality import (
     ARCTIC,
@@ -144,6 +146,11 @@ def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
             found = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=num_prompts)
             epochs = visits(found.traces)
             case = _case(length, reuse)
+            yield bound_row(case, 1, epochs[0], epochs[1])
+            if reuse == REUSE[0]:
+                yield bound_row(case, 0, [], epochs[0])
+            if reuse == MISSED:
+                yield bound_row(f"{case}, history missing", 1, [], epochs[1])
             for contestant in field:
                 if contestant.is_arctic and contestant.name not in CLOSEST and (length, reuse) not in GRID_CASES:
                     continue

@@ -6,7 +6,7 @@ the index is far larger than the caches, and waiting for it would be most of the
 
 import numpy as np
 
-from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, depth_bin, match_bin, relation_bin
+from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, depth_bin, level, match_bin, relation_bin
 from history.cursor import realign
 from history.kernel import borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
@@ -104,14 +104,15 @@ def propose(
         if chosen < 0:
             continue
         state.slots[slot, CHOSEN] = chosen
-        survival = 1.0
         available[row] = min(state.lengths[slot, chosen], rooms[row])
         for k in range(state.lengths[slot, chosen]):
             product = state.candidate_products[chosen, k]
-            survival = corrected(state.corrections, chosen, depth_bin(k), product, survival)
             state.products[slot, k] = product
-            state.survivals[slot, k] = survivals[row, k] = survival
+            survivals[row, k] = corrected(state.corrections, chosen, depth_bin(k), product)
             drafts[row, k] = state.chains[slot, chosen, k]
+        level(survivals[row], state.lengths[slot, chosen])
+        for k in range(state.lengths[slot, chosen]):
+            state.survivals[slot, k] = survivals[row, k]
 
 
 @kernel

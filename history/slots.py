@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_CORRECTIONS, fresh_counts
+from history.acceptance import NUM_BINS, NUM_CANDIDATES, NUM_CORRECTIONS, fresh_corrections, fresh_counts
 from history.kernel import borrowed, kernel
 from history.origins import NUM_ORIGINS
 from history.shared import NUM_BUCKETS as RING_BUCKETS
@@ -174,7 +174,7 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         remaining=np.zeros((0, REST_POINTS + 1)),
         counts=counts,
         rates=counts[:, 0] / counts[:, 1],
-        correction_sums=np.zeros((NUM_CORRECTIONS, 2), dtype=np.float32),
+        correction_sums=fresh_corrections(),
         corrections=np.zeros(NUM_CORRECTIONS, dtype=np.float32),
         origin_sums=np.zeros((NUM_ORIGINS, 2), dtype=np.float32),
         origin_scales=np.ones(NUM_ORIGINS, dtype=np.float32),

@@ -62,12 +62,16 @@ def goals_of(rows: list[Row]) -> list[str]:
 
 
 def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
-    rows = [row for row in generated(field(tmp_path), TINY) if row["visit"] == 1]
+    found = [row for row in generated(field(tmp_path), TINY) if row["visit"] == 1]
+    rows = [row for row in found if row["what"] == "tokens"]
     for case in {row["case"] for row in rows}:
         assert len({row["emitted"] for row in rows if row["case"] == case}) == 1
     mine = {str(row["case"]): float(row["tokens_per_forward"]) for row in rows if row["method"] == OURS}
     assert mine["2k, reuse 93 %"] > mine["2k, reuse 60 %"] > mine["2k, reuse 0 %"] == pytest.approx(1.0, abs=0.05)
     assert mine["2k, reuse 87 %"] > mine["2k, reuse 87 %, history missing"]
+    bounds = {str(row["case"]): float(row["tokens_per_forward"]) for row in found if row["what"] == "bound"}
+    assert bounds.keys() == mine.keys()
+    assert all(bounds[case] > mine[case] for case in mine)
 
 
 def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:

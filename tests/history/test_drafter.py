@@ -185,9 +185,9 @@ def test_survival_is_calibrated(tmp_path: Path) -> None:
     keys = [key for key in range(24) for _ in range(4)]
     assert Engine(drafter, new, keys=keys).run() > 3
     stats = drafter.drain()
-    assert stats.calibration_error() <= 0.03
+    assert stats.calibration_error() <= 0.025
     assert sum(stats.calibration_count) > 30_000
-    assert abs(sum(stats.calibration_predicted) / sum(stats.calibration_survived) - 1) < 0.06
+    assert abs(sum(stats.calibration_predicted) / sum(stats.calibration_survived) - 1) < 0.04
 
 
 def test_each_proposal_is_scored_once(tmp_path: Path, drafter: Drafter) -> None:
@@ -313,7 +313,7 @@ def test_prices_decide_how_much_is_drafted(tmp_path: Path) -> None:
     old, new = epochs(generator)
     publish(tmp_path, old)
     drafted = []
-    for cost in (0.001, 0.05, 0.2, 0.3):
+    for cost in (0.001, 0.06, 0.2, 0.3):
         drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), prices=FlatPrices(cost))
         Engine(drafter, new).run()
         stats = drafter.drain()
