@@ -28,6 +28,7 @@ from history.slots import (
     CROWDED,
     DRAFTED,
     EMITTED,
+    GAINED,
     GROUP,
     LIVE_END,
     LIVE_STOP,
@@ -40,7 +41,6 @@ from history.slots import (
     PROPOSED_BY,
     REST_POINTS,
     ROWS,
-    SHARED,
     SHARED_END,
     SHARED_STOP,
     SURVIVED,
@@ -68,8 +68,8 @@ _PATIENCE = 8
 _LONGEST_REST = 16
 _LOOKS, _SELDOM = 32, 16
 """Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
-_LEAST_SHARED = 0.01
-"""Share of the accepted tokens that must come from there."""
+_LEAST_GAINED = 0.01
+"""Share of the accepted tokens that must have come from there alone: it is half of the work."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 
@@ -110,7 +110,7 @@ class Drafter:
         self._free_slots: list[int] = []
         self._num_useless, self._num_resting = 0, 0
         self._is_sharing, self._num_looks = True, 0
-        self._num_shared, self._num_accepted = 0.0, 0.0
+        self._num_gained, self._num_accepted = 0.0, 0.0
         self._last_prices: tuple[float, float] | None = None
         """Of the forward under way: seconds of a plain one, and of this one."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
@@ -201,7 +201,7 @@ class Drafter:
             num_drafted=int(sums[PROPOSED]),
             num_accepted=int(sums[ACCEPTED]),
             drafted_by_source=tuple(int(x) for x in sums[PROPOSED_BY:ACCEPTED_BY]),
-            accepted_by_source=tuple(int(x) for x in sums[ACCEPTED_BY:COUNTED]),
+            accepted_by_source=tuple(int(x) for x in sums[ACCEPTED_BY:GAINED]),
             calibration_count=tuple(int(x) for x in sums[COUNTED:PREDICTED]),
             calibration_predicted=tuple(sums[PREDICTED:SURVIVED].tolist()),
             calibration_survived=tuple(int(x) for x in sums[SURVIVED : SURVIVED + NUM_BINS]),
@@ -221,9 +221,9 @@ class Drafter:
     ) -> list[list[int]]:
         state, num_rows = self._state, len(slots)
         sums = state.sums
-        num_shared, num_accepted = sums[ACCEPTED_BY + SHARED], sums[ACCEPTED]
+        num_gained, num_accepted = sums[GAINED], sums[ACCEPTED]
         absorb(state, slots, token_ids, num_tokens)
-        self._weigh_sharing(sums[ACCEPTED_BY + SHARED] - num_shared, sums[ACCEPTED] - num_accepted)
+        self._weigh_sharing(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
         if state.sums[CROWDED]:
             self._spread()
         drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
@@ -245,15 +245,15 @@ class Drafter:
             start = end
         return found
 
-    def _weigh_sharing(self, num_shared: float, num_accepted: float) -> None:
-        """Look into the ring in every forward as long as it yields something, else in few, to see whether it does."""
+    def _weigh_sharing(self, num_gained: float, num_accepted: float) -> None:
+        """Look into the ring in every forward as long as it adds something, else in few, to see whether it does."""
         if self._state.shares[0]:
             self._num_looks += 1
-            self._num_shared += num_shared
+            self._num_gained += num_gained
             self._num_accepted += num_accepted
         if self._num_looks >= _LOOKS:
-            self._is_sharing = self._num_shared > _LEAST_SHARED * self._num_accepted
-            self._num_looks, self._num_shared, self._num_accepted = 0, 0.0, 0.0
+            self._is_sharing = self._num_gained > _LEAST_GAINED * self._num_accepted
+            self._num_looks, self._num_gained, self._num_accepted = 0, 0.0, 0.0
         self._state.shares[0] = self._is_sharing or self._num_forwards % _SELDOM == 0
 
     def _count(self, slots: Longs, num_tokens: TokenIds) -> None:

@@ -1,10 +1,10 @@
 """Takes in what an engine emitted since the last forward: scores, cursors, living texts. Compiled."""
 
 from history.acceptance import NUM_CANDIDATES, depth_bin, score, score_correction, survival_bin
-from history.kernel import borrowed, int32s_at, kernel
-from history.live import BUCKET, append
+from history.kernel import CACHE_LINE, borrowed, int32s_at, kernel, prefetch
+from history.live import BUCKET, append, bucket_of
 from history.origins import score_origin
-from history.shared import share
+from history.shared import NUM_PLACES, share
 from history.slots import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -16,6 +16,7 @@ from history.slots import (
     CURSOR_TEXT,
     DRAFTED,
     EMITTED,
+    GAINED,
     GROUP,
     HISTORY,
     IN_HISTORY,
@@ -31,6 +32,7 @@ from history.slots import (
     NUM_BUCKETS,
     NUM_LIVE,
     NUM_TOKENS,
+    OTHERWISE,
     PREDICTED,
     PROMPT_LEFT,
     PROMPT_LENGTH,
@@ -38,6 +40,7 @@ from history.slots import (
     PROPOSED_BY,
     ROWS,
     SEEN,
+    SHARED,
     SHARED_END,
     SHARED_STOP,
     STICKY,
@@ -56,6 +59,9 @@ _PLACES = (STICKY, MOVED, HISTORY, LIVE)
 
 _GIVEN_UP = 24
 """Tokens without a match after which a cursor is dropped."""
+
+_AHEAD = 2
+"""Rows that memory is asked for before its row's turn."""
 
 _STRONG = 3
 """Tokens of context from which a match that predicted nothing right is still a place to stay at."""
@@ -81,6 +87,8 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
     state, token_ids = borrowed_state(state), borrowed(token_ids)
     for row in range(len(slots)):
         slot = slots[row]
+        if row + _AHEAD < len(slots) and slots[row + _AHEAD] >= 0:
+            _ask_for(state, slots[row + _AHEAD], token_ids[row + _AHEAD], num_tokens[row + _AHEAD])
         if slot < 0:
             continue
         seen, length = state.slots[slot, SEEN], num_tokens[row]
@@ -98,6 +106,27 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
         state.slots[slot, SEEN] = length
         for candidate in range(NUM_CANDIDATES):
             state.lengths[slot, candidate] = 0
+
+
+@kernel
+def _ask_for(state: DraftState, slot: int, text: TokenIds, length: int) -> None:
+    """Ask for the memory that `absorb` is about to work on for a row."""
+    columns, num_tokens = state.slots[slot], state.chains.shape[2]
+    for candidate in range(NUM_CANDIDATES):
+        at = 4 * num_tokens * (NUM_CANDIDATES * slot + candidate)
+        prefetch(state.chains.ctypes.data + at)
+        prefetch(state.cells.ctypes.data + at)
+    prefetch(state.products.ctypes.data + 4 * num_tokens * slot)
+    prefetch(state.survivals.ctypes.data + 4 * num_tokens * slot)
+    group, first = state.groups[columns[GROUP]], columns[PROMPT_LENGTH]
+    prefetch(group[LIVE_TEXT] + 4 * columns[LIVE_END])
+    for i in range(max(columns[SEEN], first + 1), min(length, columns[SEEN] + num_tokens)):
+        bucket = bucket_of(group[NUM_BUCKETS], text, i - 1, i - first)
+        prefetch(group[BUCKETS] + 4 * BUCKET * bucket)
+        if state.shares[0]:
+            bucket = bucket_of(len(state.ring_buckets), text, i - 1, i - first)
+            for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
+                prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
 
 
 @kernel
@@ -141,6 +170,9 @@ def _score(state: DraftState, slot: int, num_emitted: int) -> None:
     sums[ACCEPTED] += accepted
     sums[PROPOSED_BY + source] += drafted
     sums[ACCEPTED_BY + source] += accepted
+    if chosen == SHARED:
+        otherwise = state.slots[slot, OTHERWISE]
+        sums[GAINED] += accepted - (min(state.leads[otherwise], drafted) if otherwise >= 0 else 0)
 
 
 @kernel

@@ -8,7 +8,7 @@ import numpy as np
 
 from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, depth_bin, level, match_bin, relation_bin
 from history.cursor import realign
-from history.kernel import borrowed, int32s_at, int64s_at, kernel, prefetch
+from history.kernel import CACHE_LINE, borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
 from history.live import BUCKET, bucket_of, newest_places
 from history.match import WINDOW, best_places, follow, narrowed, window
@@ -36,6 +36,7 @@ from history.slots import (
     NUM_RESPONSES,
     NUM_TOKENS,
     ORDER,
+    OTHERWISE,
     PROMPT_LENGTH,
     RESPONSES,
     SHARED,
@@ -51,8 +52,6 @@ from history.types import TokenIds
 
 _HOPELESS = 0.02
 """Survival below which a candidate is not followed any further."""
-_LINE = 64
-"""Bytes of a cache line."""
 
 
 @kernel
@@ -100,10 +99,10 @@ def propose(
         _find_candidates(
             state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row], shared[row]
         )
-        chosen = _judge(state, slot, rooms[row])
+        chosen, otherwise = _judge(state, slot, rooms[row])
         if chosen < 0:
             continue
-        state.slots[slot, CHOSEN] = chosen
+        state.slots[slot, CHOSEN], state.slots[slot, OTHERWISE] = chosen, otherwise
         available[row] = min(state.lengths[slot, chosen], rooms[row])
         for k in range(state.lengths[slot, chosen]):
             product = state.candidate_products[chosen, k]
@@ -127,7 +126,7 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
         begin, end = window(fences, size, text, length - 1, limit)
         prefetch(state.groups[group, RESPONSES])
         address = state.groups[group, ORDER]
-        for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), _LINE):
+        for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), CACHE_LINE):
             prefetch(line)
     if limit > 0:
         bucket = bucket_of(state.groups[group, NUM_BUCKETS], text, length - 1, limit)
@@ -142,7 +141,7 @@ def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) ->
     if limit <= 0 or state.shares[0] == 0:
         return -1
     bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
-    for line in range(0, 4 * NUM_PLACES, _LINE):
+    for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
         prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
     return bucket
 
@@ -231,10 +230,10 @@ def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
 
 
 @kernel
-def _judge(state: DraftState, slot: int, room: int) -> int:
-    """Products of rates along every candidate; the one with most expected tokens (-1: none)."""
+def _judge(state: DraftState, slot: int, room: int) -> tuple[int, int]:
+    """Products of rates along every candidate; the one with most expected tokens, also without the ring (-1: none)."""
     votes, common, others = state.votes, state.common, state.leads
-    best, chosen = 0.0, -1
+    best, chosen, best_otherwise, otherwise = 0.0, -1, 0.0, -1
     for candidate in range(NUM_CANDIDATES):
         for other in range(candidate):
             common[candidate, other] = common[other, candidate] = _common(state, slot, candidate, other)
@@ -269,7 +268,9 @@ def _judge(state: DraftState, slot: int, room: int) -> int:
                 break
         if expected > best:
             best, chosen = expected, candidate
-    return chosen
+        if expected > best_otherwise and candidate != SHARED:
+            best_otherwise, otherwise = expected, candidate
+    return chosen, otherwise
 
 
 @kernel

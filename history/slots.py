@@ -34,7 +34,10 @@ STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: 
 DRAFTED: how many of its tokens."""
 SHARED_END, SHARED_STOP = 12, 13
 """Where its newest region of the ring grows and ends; both 0: it has none."""
-NUM_SLOT_COLUMNS = 14
+OTHERWISE = 14
+"""The candidate that would have been drafted if there were no ring (-1: none)."""
+NUM_SLOT_COLUMNS = 16
+"""Two cache lines; the last column is not used."""
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
 LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
@@ -54,10 +57,11 @@ NOWHERE, IN_HISTORY, IN_LIVE = range(3)
 """Texts that a cursor can be in."""
 
 ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
-PROPOSED_BY, ACCEPTED_BY = 5, 9
-COUNTED, PREDICTED, SURVIVED = 13, 13 + NUM_BINS, 13 + 2 * NUM_BINS
-NUM_SUMS = 13 + 3 * NUM_BINS
-"""Counters since the last report; CROWDED: living texts that have outgrown their buckets."""
+PROPOSED_BY, ACCEPTED_BY, GAINED = 5, 9, 13
+COUNTED, PREDICTED, SURVIVED = 14, 14 + NUM_BINS, 14 + 2 * NUM_BINS
+NUM_SUMS = 14 + 3 * NUM_BINS
+"""Counters since the last report; CROWDED: living texts that have outgrown their buckets; GAINED: tokens accepted from
+the ring that what was drafted otherwise had not had, less those that only that had had."""
 
 
 class DraftState(NamedTuple):

@@ -10,7 +10,7 @@ from history.drafter import Drafter
 from history.live import BUCKET, bucket_of, newest_places
 from history.shared import MOST_KEPT, NUM_PLACES, REGION, keep, share
 from history.suffix_array import SEPARATOR
-from tests.history.test_drafter import PROMPT, Engine, K
+from tests.history.test_drafter import PROMPT, Engine, K, publish
 
 NUM_BUCKETS = 1 << 12
 
@@ -77,6 +77,25 @@ def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -
     engine = Engine(drafter, [generator.integers(0, 600, size=200).tolist()], keys=[9])
     engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
     assert 0 < sum(looked) < 0.2 * len(looked)
+
+
+def test_what_the_own_history_says_as_well_is_no_reason_to_look(tmp_path: Path) -> None:
+    """Everybody says the same, so the ring is right as often as the history of the prompt, and adds nothing."""
+    said = np.random.default_rng(0).integers(0, 600, size=60).tolist()
+
+    def looks(*, history: bool) -> list[int]:
+        folder = tmp_path / str(history)
+        folder.mkdir()
+        drafter, found = Drafter(max_draft_tokens=2, segments_dir=str(folder)), []
+        for key in range(1, 41):
+            if history:
+                publish(folder, [said], key=key)
+            Engine(drafter, [said], keys=[key]).run(lambda drafts: found.append(int(drafter._state.shares[0])))
+        assert drafter.drain().num_accepted > 1000, "both are drafted"
+        return found[-200:]
+
+    assert np.mean(looks(history=False)) == 1
+    assert np.mean(looks(history=True)) < 0.1
 
 
 @settings(max_examples=60, deadline=None)
