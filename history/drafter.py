@@ -233,10 +233,12 @@ class Drafter:
         if seconds is None:
             lengths = _above(survivals, available, self._threshold)
         else:
-            weights = makespan_weights(_remaining(state, slots, num_tokens), _LEAST_WEIGHT, _MOST_WEIGHT)
+            weights = makespan_weights(
+                _remaining(state.slots, state.remaining, slots, num_tokens), _LEAST_WEIGHT, _MOST_WEIGHT
+            )
             lengths = choose_draft_lengths(survivals, available, weights, seconds)
         ends = np.empty(num_rows, dtype=np.int64)
-        tokens = _settle(state, slots, drafts, lengths, ends).tolist()
+        tokens = _settle(state.slots, slots, drafts, lengths, ends).tolist()
         if seconds is not None:
             self._last_prices = float(seconds[0]), float(seconds[len(tokens)])
         found, start = [], 0
@@ -260,7 +262,7 @@ class Drafter:
         """Count what the last forward emitted, and what it saved: plain forwards emit one token a row each."""
         sums = self._state.sums
         rows, emitted = sums[ROWS], sums[EMITTED]
-        tally(self._state, slots, num_tokens)
+        tally(self._state.slots, sums, slots, num_tokens)
         if self._last_prices is not None and sums[ROWS] > rows:
             plain, spent = self._last_prices
             self._saved_s += plain * (sums[EMITTED] - emitted) / (sums[ROWS] - rows) - spent
@@ -326,13 +328,13 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
 
 
 @kernel
-def _remaining(state: DraftState, slots: Longs, num_tokens: TokenIds) -> Doubles:
+def _remaining(columns: Longs, remaining: Doubles, slots: Longs, num_tokens: TokenIds) -> Doubles:
     """Expected remaining tokens of each row; none is expected of a row without a slot."""
     found = np.zeros(len(slots))
     for row in range(len(slots)):
         if slots[row] >= 0:
-            table = state.remaining[state.slots[slots[row], GROUP]]
-            place = (num_tokens[row] - state.slots[slots[row], PROMPT_LENGTH]) / table[REST_POINTS]
+            table = remaining[columns[slots[row], GROUP]]
+            place = (num_tokens[row] - columns[slots[row], PROMPT_LENGTH]) / table[REST_POINTS]
             below = min(max(int(place), 0), REST_POINTS - 2)
             part = min(max(place - below, 0.0), 1.0)
             found[row] = table[below] * (1 - part) + table[below + 1] * part
@@ -340,7 +342,7 @@ def _remaining(state: DraftState, slots: Longs, num_tokens: TokenIds) -> Doubles
 
 
 @kernel
-def _settle(state: DraftState, slots: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
+def _settle(columns: Longs, slots: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
     """Remember how much is drafted of each row; all drafts one after another, row i's up to ends[i]."""
     flat = np.empty(lengths.sum(), dtype=np.int32)
     end = 0
@@ -350,5 +352,5 @@ def _settle(state: DraftState, slots: Longs, drafts: TokenIds, lengths: TokenIds
         end += lengths[row]
         ends[row] = end
         if slots[row] >= 0:
-            state.slots[slots[row], DRAFTED] = lengths[row]
+            columns[slots[row], DRAFTED] = lengths[row]
     return flat

@@ -48,6 +48,7 @@ from history.slots import (
     SURVIVED,
     TALLIED,
     TOKENS,
+    Doubles,
     DraftState,
     Longs,
     borrowed_state,
@@ -68,16 +69,18 @@ _STRONG = 3
 
 
 @kernel
-def tally(state: DraftState, slots: Longs, num_tokens: TokenIds) -> None:
-    """Count rows and what they have emitted since the forward before; a row's first forward computed its prompt."""
-    state = borrowed_state(state)
+def tally(table: Longs, sums: Doubles, slots: Longs, num_tokens: TokenIds) -> None:
+    """Count rows and what they have emitted since the forward before; a row's first forward computed its prompt.
+
+    Takes two arrays of the state instead of all thirty, which would take longer to hand over than to read.
+    """
     for row in range(len(slots)):
         if slots[row] < 0:
             continue
-        columns = state.slots[slots[row]]
+        columns = table[slots[row]]
         if 0 < columns[TALLIED] < num_tokens[row]:
-            state.sums[ROWS] += 1
-            state.sums[EMITTED] += num_tokens[row] - columns[TALLIED]
+            sums[ROWS] += 1
+            sums[EMITTED] += num_tokens[row] - columns[TALLIED]
         columns[TALLIED] = num_tokens[row]
 
 
