@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from history.lengths import LengthEstimate
-from history.live import BUCKET, reindex
+from history.live import BUCKET, BY_ONE_TOO, BY_THREE, reindex
 from history.origins import origins
 from history.segment import Segment, attach_segment
 from history.slots import (
@@ -90,7 +90,7 @@ class DraftGroup:
     def spread(self) -> None:
         """Index the living text in more buckets."""
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
-        reindex(self._text, self._buckets, self._num_used, self.segment is None)
+        reindex(self._text, self._buckets, self._num_used, BY_ONE_TOO if self.segment is None else BY_THREE)
 
     def remaining(self) -> Doubles:
         """Expected remaining tokens of a response over an even grid, and the grid's step, as in the state."""

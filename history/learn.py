@@ -2,7 +2,7 @@
 
 from history.acceptance import NUM_CANDIDATES, depth_bin, score, score_correction, survival_bin
 from history.kernel import CACHE_LINE, borrowed, int32s_at, kernel, prefetch
-from history.live import BUCKET, append, bucket_of
+from history.live import BUCKET, BY_ONE_TOO, BY_THREE, FIVE, append, bucket_of, bucket_of_five
 from history.origins import score_origin
 from history.shared import NUM_PLACES, share
 from history.slots import (
@@ -127,9 +127,15 @@ def _ask_for(state: DraftState, slot: int, text: TokenIds, length: int) -> None:
         bucket = bucket_of(group[NUM_BUCKETS], text, i - 1, i - first)
         prefetch(group[BUCKETS] + 4 * BUCKET * bucket)
         if state.shares[0]:
-            bucket = bucket_of(len(state.ring_buckets), text, i - 1, i - first)
-            for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
-                prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
+            _ask_for_bucket(state, bucket_of(len(state.ring_buckets), text, i - 1, i - first))
+            if i - first >= FIVE:
+                _ask_for_bucket(state, bucket_of_five(len(state.ring_buckets), text, i - 1))
+
+
+@kernel
+def _ask_for_bucket(state: DraftState, bucket: int) -> None:
+    for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
+        prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
 
 
 @kernel
@@ -230,13 +236,13 @@ def _extend_live(state: DraftState, slot: int, text: TokenIds, start: int, stop:
     columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
     buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-    alone = group[NUM_TOKENS] == 0
+    contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
     if group[PROMPT_LEFT] > 0:
-        append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]), alone)
+        append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]), contexts)
         group[NUM_LIVE] += group[PROMPT_LEFT]
         group[PROMPT_LEFT] = 0
     stop = min(stop, start + columns[LIVE_STOP] - columns[LIVE_END])
-    columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop, alone)
+    columns[LIVE_END] = append(live, buckets, columns[LIVE_END], text, start, stop, contexts)
     group[NUM_LIVE] += max(stop - start, 0)
     if group[NUM_LIVE] > 2 * group[NUM_BUCKETS]:
         state.sums[CROWDED] += 1

@@ -1,9 +1,10 @@
 """The living text of one prompt: what its requests have produced so far in this process, indexed as it grows.
 
 One int32 array holds regions, each behind a `SEPARATOR` and followed by one: first the prompt, then a region
-for every request of the group, as long as its longest response. `buckets` [a power of two, 4] holds the
-newest four positions of each context of three tokens, by its hash, and, where a prompt has no history, of each
-single token. Different contexts may share a bucket; a reader compares.
+for every request of the group, as long as its longest response. `buckets` [a power of two, places] holds the
+newest positions of each context of three tokens, by its hash, and, where a prompt has no history, of each
+single token; what other prompts said (`history.shared`) is indexed by five tokens, too. Different contexts may share a
+bucket; a reader compares.
 
 Invariants: a position is in a bucket only if something stands behind it; what is not written yet is separators.
 Mutating: `append`, `reindex`.
@@ -18,7 +19,13 @@ from history.suffix_array import SEPARATOR
 from history.types import TokenIds
 
 BUCKET = 4
-"""Positions kept of one context."""
+"""Positions kept of one context of a living text."""
+
+BY_THREE, BY_ONE_TOO, BY_FIVE_TOO = range(3)
+"""The contexts that a text is indexed by: three tokens; also single ones; and also five."""
+
+FIVE = 5
+_ALL = 1 << 30
 
 _ALONE = SEPARATOR - 1
 """In the place of the tokens before one that stands for itself."""
@@ -27,25 +34,22 @@ Numbers = npt.NDArray[np.int32]
 
 
 @kernel
-def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int, alone: bool) -> int:
-    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end.
-
-    `alone`: by single tokens too.
-    """
+def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int, contexts: int) -> int:
+    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end."""
     for i in range(start, stop):
         live[end] = text[i]
         if live[end - 1] >= 0:
-            _remember(live, buckets, end - 1, alone)
+            _remember(live, buckets, end - 1, contexts)
         end += 1
     return end
 
 
 @kernel
-def reindex(live: TokenIds, buckets: Numbers, num_used: int, alone: bool) -> None:
+def reindex(live: TokenIds, buckets: Numbers, num_used: int, contexts: int) -> None:
     """Index a whole text again, into other (empty) buckets."""
     for position in range(1, num_used - 1):
         if live[position] >= 0 and live[position + 1] >= 0:
-            _remember(live, buckets, position, alone)
+            _remember(live, buckets, position, contexts)
 
 
 @kernel
@@ -57,31 +61,56 @@ def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
 
 
 @kernel
-def newest_places(
-    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, alone: bool, places: TokenIds
-) -> tuple[int, int]:
-    """The positions behind the longest match of the context of `last` that the bucket knows, newest first.
+def bucket_of_five(num_buckets: int, text: TokenIds, last: int) -> int:
+    """The bucket of the five tokens up to `last`, which all belong to one response."""
+    nearest = _hash(text[last], text[last - 1], text[last - 2])
+    return _hash(nearest, text[last - 3], text[last - 4]) & (num_buckets - 1)
 
-    If it knows none of three tokens (two at the beginning of a response), with `alone` those behind the newest token.
-    Returns how many and how many tokens match.
+
+@kernel
+def newest_places(
+    live: TokenIds, buckets: Numbers, text: TokenIds, last: int, limit: int, contexts: int, places: TokenIds
+) -> tuple[int, int]:
+    """The positions behind the longest match of the context of `last` that is known, newest first.
+
+    It is looked for by three tokens (two at the beginning of a response), then by the newest alone. Where a text is
+    indexed by five, by these first, and all that match so far count alike: many that vote are right more often than the
+    one that matches longest. Returns how many places and how many tokens match.
     """
-    count, best = _matching(live, buckets, bucket, text, last, limit, min(limit + 1, 3), places)
-    if count == 0 and alone:
+    count, best, most = 0, 0, _ALL
+    if contexts == BY_FIVE_TOO:
+        most = FIVE
+        if limit >= FIVE:
+            bucket = bucket_of_five(len(buckets), text, last)
+            count, best = _matching(live, buckets, bucket, text, last, limit, FIVE, FIVE, places)
+    if count == 0:
+        bucket = bucket_of(len(buckets), text, last, limit)
+        count, best = _matching(live, buckets, bucket, text, last, limit, min(limit + 1, 3), most, places)
+    if count == 0 and contexts != BY_THREE:
         bucket = _hash(text[last], _ALONE, _ALONE) & (len(buckets) - 1)
-        count, best = _matching(live, buckets, bucket, text, last, limit, 1, places)
+        count, best = _matching(live, buckets, bucket, text, last, limit, 1, most, places)
     return count, best
 
 
 @kernel
 def _matching(
-    live: TokenIds, buckets: Numbers, bucket: int, text: TokenIds, last: int, limit: int, least: int, places: TokenIds
+    live: TokenIds,
+    buckets: Numbers,
+    bucket: int,
+    text: TokenIds,
+    last: int,
+    limit: int,
+    least: int,
+    most: int,
+    places: TokenIds,
 ) -> tuple[int, int]:
-    best, count = least, 0
+    """Positions of a bucket that match longest, at least by `least` tokens; more than `most` are not asked for."""
+    count, best, limit = 0, least, min(limit, most)
     for i in range(buckets.shape[1]):
         position = buckets[bucket, i]
         if position < 0:
             break
-        equal = num_equal(live, position, text, last, limit)
+        equal = min(num_equal(live, position, text, last, limit), most)
         if equal > best:
             best, count = equal, 0
         if equal == best:
@@ -91,12 +120,14 @@ def _matching(
 
 
 @kernel
-def _remember(live: TokenIds, buckets: Numbers, position: int, alone: bool) -> None:
+def _remember(live: TokenIds, buckets: Numbers, position: int, contexts: int) -> None:
     second = live[position - 1]
     third = live[position - 2] if second >= 0 else SEPARATOR
     _push(buckets, _hash(live[position], second, third) & (len(buckets) - 1), position)
-    if alone:
+    if contexts != BY_THREE:
         _push(buckets, _hash(live[position], _ALONE, _ALONE) & (len(buckets) - 1), position)
+    if contexts == BY_FIVE_TOO and third >= 0 and live[position - 3] >= 0 and live[position - 4] >= 0:
+        _push(buckets, bucket_of_five(len(buckets), live, position), position)
 
 
 @kernel

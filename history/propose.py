@@ -10,7 +10,16 @@ from history.acceptance import NUM_CANDIDATES, agreement_bin, cell, corrected, d
 from history.cursor import realign
 from history.kernel import CACHE_LINE, borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.learn import cursor_tokens
-from history.live import BUCKET, bucket_of, newest_places
+from history.live import (
+    BUCKET,
+    BY_FIVE_TOO,
+    BY_ONE_TOO,
+    BY_THREE,
+    FIVE,
+    bucket_of,
+    bucket_of_five,
+    newest_places,
+)
 from history.match import WINDOW, best_places, follow, narrowed, window
 from history.origins import ELSEWHERE, LIVING, origin_at, scaled
 from history.shared import NUM_PLACES
@@ -136,11 +145,14 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
 
 @kernel
 def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) -> int:
-    """The bucket of the ring to look into (-1: none). Asks for it."""
+    """The bucket of the ring to look into first (-1: none). Asks for it."""
     limit = length - state.slots[slot, PROMPT_LENGTH]
     if limit <= 0 or state.shares[0] == 0:
         return -1
-    bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
+    if limit >= FIVE:
+        bucket = bucket_of_five(len(state.ring_buckets), text, length - 1)
+    else:
+        bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
     for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
         prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
     return bucket
@@ -198,12 +210,12 @@ def _find_candidates(
         elif candidate == LIVE:
             if bucket >= 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-                alone = group[NUM_TOKENS] == 0
-                count, strength = newest_places(live, buckets, bucket, text, last, limit, alone, places)
+                contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
+                count, strength = newest_places(live, buckets, text, last, limit, contexts, places)
         elif candidate == SHARED:
             if shared >= 0:
-                tokens = state.ring
-                count, strength = newest_places(tokens, state.ring_buckets, shared, text, last, limit, True, places)
+                tokens, buckets = state.ring, state.ring_buckets
+                count, strength = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
         elif cursor_text != NOWHERE:
             tokens = cursor_tokens(state, slot)
             strength, places[0] = columns[STRENGTH], cursor

@@ -1,10 +1,10 @@
 """What any prompt's responses have said lately in this process: where answers are alike, it is drafted too.
 
 A ring of texts, each behind a `SEPARATOR`, the newest over the oldest, indexed as the living text of a prompt is
-(`history.live`), but with many more places of one context: what most answers say next is a matter of votes. Running
-responses write into regions of `REGION` tokens; one that did not fit into its first region is kept whole when it ends,
-since nothing is followed from one region into the next. A position whose text was overwritten is not removed: whoever
-finds it compares, as always.
+(`history.live`), but by five tokens, too, and with many more places of one context: what most answers say next is a
+matter of votes. Running responses write into regions of `REGION` tokens; one that did not fit into its first region is
+kept whole when it ends, since nothing is followed from one region into the next. A position whose text was overwritten
+is not removed: whoever finds it compares, as always.
 
 Invariant: the ring begins and ends with a separator, so that no comparison leaves it.
 Mutating: `share`, `keep`.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from history.kernel import kernel
-from history.live import append
+from history.live import BY_FIVE_TOO, FIVE, append
 from history.suffix_array import SEPARATOR
 from history.types import TokenIds
 
@@ -23,8 +23,8 @@ NUM_BUCKETS = 1 << 18
 NUM_PLACES = 32
 """Newest positions kept of one context."""
 REGION = 64
-_CONTEXT = 2
-"""Tokens that a further region repeats, since contexts are indexed by three tokens."""
+_CONTEXT = FIVE - 1
+"""Tokens that a further region repeats, so that contexts reach over its beginning."""
 MOST_KEPT = 2048
 """Newest tokens of a response that are kept: it ends between two forwards, and more would take long."""
 
@@ -52,9 +52,9 @@ def share(
         if region_end == region_stop:
             region_end = _reserve(ring, end)
             region_stop = region_end + REGION
-            region_end = append(ring, buckets, region_end, text, max(start - _CONTEXT, first), start, True)
+            region_end = append(ring, buckets, region_end, text, max(start - _CONTEXT, first), start, BY_FIVE_TOO)
         following = min(stop, start + region_stop - region_end)
-        region_end = append(ring, buckets, region_end, text, start, following, True)
+        region_end = append(ring, buckets, region_end, text, start, following, BY_FIVE_TOO)
         start = following
     return region_end, region_stop
 
@@ -82,5 +82,5 @@ def keep(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds, start: in
     ring[at - 1] = SEPARATOR
     # what is overwritten must not be followed from the new text into the old
     ring[at + (stop - start)] = SEPARATOR
-    end[0] = append(ring, buckets, at, text, start, stop, True)
+    end[0] = append(ring, buckets, at, text, start, stop, BY_FIVE_TOO)
     ring[end[0]] = SEPARATOR

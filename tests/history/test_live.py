@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from history.cursor import REACH, realign
 from history.groups import DraftGroup
-from history.live import BUCKET, append, bucket_of, newest_places, reindex
+from history.live import BUCKET, BY_FIVE_TOO, BY_ONE_TOO, BY_THREE, FIVE, append, newest_places, reindex
 from history.slots import BUCKETS, LIVE_SIZE, LIVE_TEXT, NUM_BUCKETS, NUM_GROUP_COLUMNS
 from history.suffix_array import SEPARATOR
 
@@ -29,13 +29,20 @@ class Naive:
                 self.seen.append((start + len(region) - 1, [SEPARATOR, *region]))
             region.append(token)
 
-    def newest(self, output: list[int]) -> tuple[list[int], int]:
+    def newest(self, output: list[int], contexts: int) -> tuple[list[int], int]:
         context = [SEPARATOR, *output][::-1]
         known = [(position, text[::-1]) for position, text in reversed(self.seen)]
-        alike = [(p, c) for p, c in known if c[:3] == context[:3]][:BUCKET]
-        known = alike or [(p, c) for p, c in known if c[0] == context[0]][:BUCKET]
+        sizes = [3, 1]
+        if contexts == BY_FIVE_TOO and len(output) >= FIVE:
+            sizes = [FIVE, 3, 1]
+        elif contexts == BY_THREE:
+            sizes = [3]
+        known = next(
+            (alike for n in sizes if (alike := [(p, c) for p, c in known if c[:n] == context[:n]][:BUCKET])), []
+        )
+        most = FIVE if contexts == BY_FIVE_TOO else len(context)
         equal = {
-            p: next((i for i in range(min(len(c), len(context))) if c[i] != context[i]), min(len(c), len(context)))
+            p: next((i for i in range(min(len(c), most)) if c[: i + 1] != context[: i + 1]), min(len(c), most))
             for p, c in known
         }
         best = max(equal.values(), default=0)
@@ -43,8 +50,8 @@ class Naive:
 
 
 @settings(max_examples=150, deadline=None)
-@given(TEXTS, st.integers(0, 1 << 30))
-def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int) -> None:
+@given(TEXTS, st.integers(0, 1 << 30), st.sampled_from([BY_THREE, BY_ONE_TOO, BY_FIVE_TOO]))
+def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int, contexts: int) -> None:
     generator = np.random.default_rng(seed)
     live = np.full(2 + 30 * len(texts), SEPARATOR, dtype=np.int32)
     buckets = np.full((NUM_BUCKET, BUCKET), -1, dtype=np.int32)
@@ -54,26 +61,25 @@ def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int
         i = int(generator.integers(len(texts)))
         more = texts[i][len(regions[i]) : len(regions[i]) + int(generator.integers(1, 5))]
         naive.append(2 + 30 * i + 1, more, regions[i])
-        ends[i] = append(live, buckets, ends[i], np.array(more, dtype=np.int32), 0, len(more), True)
+        ends[i] = append(live, buckets, ends[i], np.array(more, dtype=np.int32), 0, len(more), contexts)
         assert live[ends[i]] == SEPARATOR
         for output in [region for region in regions if region]:
             text = np.array(output, dtype=np.int32)
-            bucket = bucket_of(NUM_BUCKET, text, len(text) - 1, len(text))
             places = np.zeros(BUCKET, dtype=np.int32)
-            count, matched = newest_places(live, buckets, bucket, text, len(text) - 1, len(text), True, places)
-            expected, best = naive.newest(output)
+            count, matched = newest_places(live, buckets, text, len(text) - 1, len(text), contexts, places)
+            expected, best = naive.newest(output, contexts)
             assert places[:count].tolist() == expected
             assert matched == best or not expected
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_indexing_again_keeps_what_is_newest_of_a_single_region(alone: bool) -> None:
+@pytest.mark.parametrize("contexts", [BY_THREE, BY_ONE_TOO, BY_FIVE_TOO])
+def test_indexing_again_keeps_what_is_newest_of_a_single_region(contexts: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 6, size=400).astype(np.int32)
     live = np.full(500, SEPARATOR, dtype=np.int32)
     buckets = np.full((NUM_BUCKET, BUCKET), -1, dtype=np.int32)
-    append(live, buckets, 1, tokens, 0, len(tokens), alone)
+    append(live, buckets, 1, tokens, 0, len(tokens), contexts)
     again = np.full((NUM_BUCKET, BUCKET), -1, dtype=np.int32)
-    reindex(live, again, 500, alone)
+    reindex(live, again, 500, contexts)
     assert np.array_equal(again, buckets)
 
 

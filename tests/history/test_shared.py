@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.drafter import Drafter
-from history.live import BUCKET, bucket_of, newest_places
+from history.live import BUCKET, BY_THREE, newest_places
 from history.shared import MOST_KEPT, NUM_PLACES, REGION, keep, share
 from history.suffix_array import SEPARATOR
 from tests.history.test_drafter import PROMPT, Engine, K, publish
@@ -36,8 +36,7 @@ def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> N
         context = np.array(newest[:-1], dtype=np.int32)
         last = len(context) - 1
         places = np.zeros(BUCKET, dtype=np.int32)
-        bucket = bucket_of(NUM_BUCKETS, context, last, len(context))
-        count, _ = newest_places(ring, buckets, bucket, context, last, len(context), False, places)
+        count, _ = newest_places(ring, buckets, context, last, len(context), BY_THREE, places)
         # a position that was written over may be found, if the same stands there now; it is never another text
         assert all(ring[place - 1] == context[-1] for place in places[:count])
         assert at - 1 in places[:count].tolist() or count == BUCKET or len(set(newest)) < len(newest)
