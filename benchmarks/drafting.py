@@ -2,8 +2,8 @@
 
 `python -m benchmarks.drafting --json OUT [--traces FILE] [--arctic build/arctic] [--quick]`. FILE is a jsonl of
 `history.traces`, or a folder of them such as `traces/` of a run directory; they are reported first. The others are
-those of `benchmarks.trace_generator`. Arctic is built by `python -m benchmarks.baselines.arctic`. Takes ten minutes on
-a quiet core.
+those of `benchmarks.trace_generator`. Arctic is built by `python -m benchmarks.baselines.arctic`. Takes ten to fifteen
+minutes on a quiet core.
 
 Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `bound` (the same if the best text to copy were always
 known), `insert`, `propose` (methods take turns, CPU time), `alone` (only ours, wall clock, by threads), `attach`,
