@@ -130,7 +130,7 @@ def level(survivals: Rates, length: int) -> None:
     """Make survivals[:length] never rise, as survival cannot: what does becomes the mean of its run.
 
     Least squares (pool adjacent violators). To cut it off instead would lower every estimate that errs upwards and none
-    that errs downwards: two hundredths too little on the whole.
+    that errs downwards.
     """
     for k in range(1, length):
         begin, value = k, survivals[k]

@@ -69,8 +69,8 @@ _LONGEST_REST = 16
 _LOOKS, _SELDOM = 32, 16
 """Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
 _LEAST_GAINED = 0.05
-"""Share of the accepted tokens that must have come from there alone: looking takes a millisecond for 256 rows, which is
-a twentieth of a GPU's forward of so many."""
+"""Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
+twentieth of a forward of 20 ms."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 

@@ -105,9 +105,7 @@ def propose(
         slot = slots[row]
         if slot < 0 or rooms[row] <= 0:
             continue
-        _find_candidates(
-            state, slot, token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row], shared[row]
-        )
+        _find_candidates(state, slot, token_ids[row], num_tokens[row], begins[row], ends[row])
         chosen, otherwise = _judge(state, slot, rooms[row])
         if chosen < 0:
             continue
@@ -190,8 +188,6 @@ def _find_candidates(
     length: int,
     begin: int,
     end: int,
-    bucket: int,
-    shared: int,
 ) -> None:
     """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes and kinds."""
     places, kinds = state.places, state.kinds
@@ -208,12 +204,12 @@ def _find_candidates(
                 few = places[:MAX_PLACES]
                 count, strength = best_places(tokens, order, begin, end, text, last, limit, few)
         elif candidate == LIVE:
-            if bucket >= 0:
+            if limit > 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
                 contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
                 count, strength = newest_places(live, buckets, text, last, limit, contexts, places)
         elif candidate == SHARED:
-            if shared >= 0:
+            if limit > 0 and state.shares[0]:
                 tokens, buckets = state.ring, state.ring_buckets
                 count, strength = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
         elif cursor_text != NOWHERE:
