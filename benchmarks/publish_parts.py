@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +101,16 @@ def exact_memory() -> Iterator[None]:
             del os.environ[name]
 
 
+def _ready_processes() -> ForkServerContext:
+    """Where processes are forked from one that has imported everything: importing takes longer than what is measured.
+
+    A forked process has touched none of its own memory yet, as a spawned one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 # -- bytes over a transport ----------------------------------------------------------------------------
 
 
@@ -154,7 +165,7 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
             folder=folder,
             ports=tuple(store.port for store in stores),
         )
-        context = multiprocessing.get_context("spawn")
+        context = _ready_processes()
         meet = context.Barrier(route.world_size + 1, timeout=TIMEOUT_S)
         jobs = [context.Process(target=_rank, args=(route, rank, meet)) for rank in range(route.world_size)]
         for job in jobs:
@@ -230,7 +241,7 @@ def gather_s(model: Path, *, by_stage: bool) -> float:
     one place before they send (verl, `megatron_utils.broadcast_from_megatron_pp`: even to all stages).
     """
     store = groups.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
-    context = multiprocessing.get_context("spawn")
+    context = _ready_processes()
     found = context.Queue()
     jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, found)) for rank in range(2)]
     for job in jobs:
@@ -268,7 +279,7 @@ def quantise_s(model: Path, format: str, *, num_engines: int, num_ranks: int) ->
     """Seconds in which all engine ranks of a peer, a process each, quantise their shards of the layers at once."""
     if format not in CODE_FORMATS:
         return 0.0
-    context = multiprocessing.get_context("spawn")
+    context = _ready_processes()
     meet, found = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
     jobs = [
         context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, found))

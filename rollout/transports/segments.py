@@ -112,6 +112,14 @@ def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) 
         os.close(descriptor)
 
 
+def drop_pages(segment: mmap.mmap, start: int, size: int) -> None:
+    """Let go of the pages that lie wholly in these bytes of a mapped segment; the file has them still."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        segment.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
 def sweep(run_id: str | None = None) -> list[Path]:
     """Remove segments of dead processes and, if `run_id` is given, all of that run; returns what was removed."""
     removed: list[Path] = []

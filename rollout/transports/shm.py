@@ -3,12 +3,14 @@
 What the file is: `rollout.transports.segments`.
 """
 
+import mmap
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rollout.transports.segments import SegmentFile, bucket_offsets, map_segment
+from rollout.transports.segments import SegmentFile, bucket_offsets, drop_pages, map_segment
 from rollout.transports.trailer import seal, verify
 from rollout.types import WeightVersion
 from rollout.wire import Bucket, WeightManifest
@@ -69,7 +71,7 @@ class ShmInbox:
     """All segments of one publish, mapped privately; satisfies `rollout.transports.base.AwaitedInbox`.
 
     A thread verifies everything that the engine rank takes, while the engine still decodes and other ranks verify what
-    is theirs.
+    is theirs. A bucket that was taken and forgotten is no longer resident in this process.
     """
 
     def __init__(self, manifest: WeightManifest, segments: Mapping[int, str], *, engine_rank: int) -> None:
@@ -79,15 +81,13 @@ class ShmInbox:
             RuntimeError: a rank's segment is missing or has another size than the manifest says.
         """
         self._version = manifest.weight_version
-        self._places: dict[int, torch.Tensor] = {}
+        self._places: dict[int, tuple[mmap.mmap, int]] = {}
+        """Segment of each bucket, and where in it the bucket starts."""
         for rank in sorted({bucket.source_rank for bucket in manifest.buckets}):
             own = [bucket for bucket in manifest.buckets if bucket.source_rank == rank]
             offsets, size = bucket_offsets(own)
-            mapped = map_segment(rank, segments.get(rank), size, manifest.weight_version)
-            view = torch.frombuffer(mapped, dtype=torch.uint8)
-            for bucket in own:
-                start = offsets[bucket.index]
-                self._places[bucket.index] = view[start : start + bucket.num_bytes]
+            segment = map_segment(rank, segments.get(rank), size, manifest.weight_version)
+            self._places |= {index: (segment, start) for index, start in offsets.items()}
         verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
         wanted = [bucket for bucket in manifest.buckets if bucket.wanted_by(engine_rank)]
         self._verified = verifier.submit(self._verify, wanted)
@@ -95,7 +95,11 @@ class ShmInbox:
 
     def _verify(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            verify(self._places[bucket.index], self._version, index=bucket.index)
+            verify(self._bytes(bucket), self._version, index=bucket.index)
+
+    def _bytes(self, bucket: Bucket) -> torch.Tensor:
+        segment, start = self._places[bucket.index]
+        return torch.frombuffer(segment, dtype=torch.uint8, offset=start, count=bucket.num_bytes)
 
     def arrived(self) -> bool:
         """Whether all that the rank takes has been verified.
@@ -111,4 +115,7 @@ class ShmInbox:
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket, when all have been verified."""
         self._verified.result()
-        return self._places[bucket.index]
+        found = self._bytes(bucket)
+        # views may outlive this tensor (in inference mode) and stay right: nobody writes, so pages only come again
+        weakref.finalize(found, drop_pages, *self._places[bucket.index], bucket.num_bytes)
+        return found

@@ -1,7 +1,9 @@
 """Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
 
 import dataclasses
+import mmap
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +119,32 @@ def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
     inbox = ShmInbox(publish.manifest, {0: publish.send(sender)}, engine_rank=0)
     sender.abandon()
     assert equal(dict(assemble(publish.manifest, inbox)), tensors())
+
+
+def test_buckets_of_a_segment_stay_resident_until_they_are_forgotten_and_views_of_them_right(stage):
+    publish = pack({"a.weight": torch.randn(512, 512), "b.weight": torch.randn(512, 512)}, 7, "bf16", bucket_bytes=1000)
+    segments = stage(publish)
+    inbox = ShmInbox(publish.manifest, segments, engine_rank=0)
+    first, second = publish.manifest.buckets
+    arrive(inbox)
+    whole = resident(segments[0])
+    assert whole >= 2 * (512 * 512 * 4)
+    with torch.inference_mode():  # here a view does not keep the tensor that it is of
+        bucket = inbox.take(first)
+        view, before = bucket[5000:], bucket[5000:].clone()
+    assert resident(segments[0]) == whole
+    del bucket
+    assert whole - first.num_bytes <= resident(segments[0]) <= whole - first.num_bytes + 2 * mmap.PAGESIZE
+    assert torch.equal(view, before) and view.count_nonzero()
+    inbox.take(second)
+    assert resident(segments[0]) <= first.num_bytes + 2 * mmap.PAGESIZE
+
+
+def resident(path: str) -> int:
+    """Bytes of a mapped file that this process has resident."""
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    (mapped,) = (part for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if path in part.splitlines()[0])
+    return int(mapped.split("\nRss:")[1].split()[0]) * 1024
 
 
 def test_a_corrupt_bucket_of_a_segment_is_named(stage):
