@@ -66,8 +66,9 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.5, 4.0
 _PATIENCE = 8
 """Forwards in a row without anything worth drafting after which the drafter rests."""
 _LONGEST_REST = 16
-_LOOKS, _SELDOM = 32, 16
-"""Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
+_LOOKS, _ENOUGH, _SELDOM = 32, 2000, 16
+"""Forwards, or accepted tokens if they come first, after which it is judged whether looking into other prompts' texts
+pays, and of how many forwards one does if not."""
 _LEAST_GAINED = 0.05
 """Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
 twentieth of a forward of 20 ms."""
@@ -254,7 +255,7 @@ class Drafter:
             self._num_looks += 1
             self._num_gained += num_gained
             self._num_accepted += num_accepted
-        if self._num_looks >= _LOOKS:
+        if self._num_looks >= _LOOKS or self._num_accepted >= _ENOUGH:
             self._is_sharing = self._num_gained > _LEAST_GAINED * self._num_accepted
             self._num_looks, self._num_gained, self._num_accepted = 0, 0.0, 0.0
         self._state.shares[0] = self._is_sharing or self._num_forwards % _SELDOM == 0
