@@ -66,9 +66,11 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.5, 4.0
 _PATIENCE = 8
 """Forwards in a row without anything worth drafting after which the drafter rests."""
 _LONGEST_REST = 16
-_LOOKS, _ENOUGH, _SELDOM = 32, 2000, 16
-"""Forwards, or accepted tokens if they come first, after which it is judged whether looking into other prompts' texts
-pays, and of how many forwards one does if not."""
+_LOOKS, _SELDOM = 32, 16
+"""Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
+_FEW_LOOKS, _ENOUGH = 8, 4000
+"""Forwards and accepted tokens after which it is judged in a large batch; in fewer forwards all rows may be at the same
+place of their responses, where what others said is worth less than elsewhere."""
 _LEAST_GAINED = 0.05
 """Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
 twentieth of a forward of 20 ms."""
@@ -255,9 +257,10 @@ class Drafter:
             self._num_looks += 1
             self._num_gained += num_gained
             self._num_accepted += num_accepted
-        if self._num_looks >= _LOOKS or self._num_accepted >= _ENOUGH:
+        if self._num_looks >= (_FEW_LOOKS if self._num_accepted >= _ENOUGH else _LOOKS):
             self._is_sharing = self._num_gained > _LEAST_GAINED * self._num_accepted
-            self._num_looks, self._num_gained, self._num_accepted = 0, 0.0, 0.0
+            # what was seen before counts half: a judgement is not overthrown by one bad stretch
+            self._num_looks, self._num_gained, self._num_accepted = 0, self._num_gained / 2, self._num_accepted / 2
         self._state.shares[0] = self._is_sharing or self._num_forwards % _SELDOM == 0
 
     def _count(self, slots: Longs, num_tokens: TokenIds) -> None:
