@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.baselines.arctic import DIRECTORY, VERSION
 from benchmarks.baselines.arctic import load as load_arctic
 from benchmarks.draft_bound import bound_row
-from benchmarks.draft_costs import SURFACE, Loaded, alone_rows, attach_row, load, modelled_row, propose_rows
+from benchmarks.draft_costs import SURFACE, alone_rows, attach_row, load, modelled_row, propose_rows
 from benchmarks.draft_quality import (
     ARCTIC,
     ARCTIC_ONE_TREE,
@@ -170,11 +170,11 @@ def costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row
     for length, (num_tokens, _) in scale.lengths.items():
         case = _case(length, 0.87)
         old, new = visits(generate(reuse=0.87, num_tokens=num_tokens, num_prompts=scale.timed_prompts).traces)
-        loaded: list[Loaded] = []
-        for contestant in chosen:
-            loaded.append(load(case, contestant, old))
-            yield loaded[-1].row
-        for batch in sorted({1, len(new) // 4, len(new)}):
+        for number, batch in enumerate(sorted({1, len(new) // 4, len(new)})):
+            # loaded anew: a method remembers what it has seen decoded, and these responses come again in the next batch
+            loaded = [load(case, contestant, old) for contestant in chosen]
+            if number == 0:
+                yield from (one.row for one in loaded)
             yield from propose_rows(case, loaded, new, batch, rounds=scale.rounds)
         yield from alone_rows(case, work, old, new, rounds=scale.rounds, threads=THREADS)
     yield attach_row(work, scale.attached_bytes)
