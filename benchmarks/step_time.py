@@ -5,7 +5,7 @@ stock engine and one that verifies drafts of given lengths, uniform over the row
 are those of the product's own trace of forwards (`rollout.engine_trace`), medians over some forwards in which every
 row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memory of an 80 GB device, and
 the tokens per second of a device filled with requests are measured too. On CPU one small model and few batches
-show the mechanics, in ten minutes or more; their figures say nothing about a GPU.
+show the mechanics; their figures say nothing about a GPU.
 
 Every row is one point of the surface: `history.prices.PriceSurface.load` fits a prior to those of one model, format
 and engine.
