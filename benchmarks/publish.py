@@ -4,7 +4,7 @@
 `python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--resume]
 [--quick]`: a model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096,
 vocabulary 32k), a trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory
-and sockets. A case takes about four minutes; `--resume` keeps those that OUT has.
+and sockets. A case takes about five minutes; `--resume` keeps those that OUT has.
 
 Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
 bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;

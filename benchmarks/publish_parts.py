@@ -104,7 +104,7 @@ def exact_memory() -> Iterator[None]:
 def _ready_processes() -> ForkServerContext:
     """Where processes are forked from one that has imported everything: importing takes longer than what is measured.
 
-    A forked process has touched none of its own memory yet, as a spawned one.
+    Buffers are allocated in the forked ones, as in spawned ones.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

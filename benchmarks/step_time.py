@@ -4,8 +4,8 @@
 stock engine and one that verifies drafts of given lengths, uniform over the rows or ragged. Durations
 are those of the product's own trace of forwards (`rollout.engine_trace`), medians over some forwards in which every
 row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memory of an 80 GB device, and
-the tokens per second of a device filled with requests are measured too. On CPU one small model and few batches
-show the mechanics; their figures say nothing about a GPU.
+the tokens per second of a device filled with requests are measured too. On CPU one small model
+shows the mechanics; its figures say nothing about a GPU.
 
 Every row is one point of the surface: `history.prices.PriceSurface.load` fits a prior to those of one model, format
 and engine.
@@ -107,7 +107,7 @@ class Grid:
 
 
 CUDA_GRID = Grid(batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), contexts=(512, 4096, 16_384))
-CPU_GRID = Grid(batches=(1, 4, 16), contexts=(32, 256))
+CPU_GRID = Grid(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(32, 256))
 QUICK_GRID = Grid(batches=(1, 4), contexts=(32,))
 CPU_KV_TOKENS = 16_384
 

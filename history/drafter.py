@@ -69,8 +69,7 @@ _LONGEST_REST = 16
 _LOOKS, _SELDOM = 32, 16
 """Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
 _FEW_LOOKS, _ENOUGH = 8, 4000
-"""Forwards and accepted tokens after which it is judged in a large batch; in fewer forwards all rows may be at the same
-place of their responses, where what others said is worth less than elsewhere."""
+"""Forwards and accepted tokens after which it is judged in a large batch. Fewer may misjudge: see decision 19."""
 _LEAST_GAINED = 0.05
 """Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
 twentieth of a forward of 20 ms."""
