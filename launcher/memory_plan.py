@@ -157,9 +157,8 @@ def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
 
 
 def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:
-    """What trainer and engines keep to send and to take changes only."""
-    copies = 1 + config.engine.num_engines
-    return [_item("publish baselines", copies * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
+    """What the trainer keeps to send changes only, and the engines of a node together to take them."""
+    return [_item("publish baselines", 2 * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
 
 
 def _history(config: RunConfig) -> list[MemoryItem]:

@@ -184,8 +184,8 @@ class PublishConfig(Config):
     drain_timeout_s: float = Field(default=3600.0, gt=0)
     """How long `drain` waits for the longest response."""
     delta: bool = False
-    """Send only what has changed since the last publish. Costs a copy of the 8-bit weights at the trainer and one at
-    every engine; not for `shm`, which moves nothing."""
+    """Send only what has changed since the last publish. Costs a copy of the 8-bit weights at the trainer and one on
+    every node with engines, or on each of their devices (`nccl`); not for `shm`, which moves nothing."""
     delta_full_every: int = Field(default=20, ge=0)
     """With `delta`, every so many publishes send everything all the same; 0 for the first only."""
 

@@ -21,6 +21,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 
+from rollout.e4m3 import e4m3_numbers
 from rollout.weight_format import FP8_BLOCK
 
 Support = tuple[bool, str | None]
@@ -45,7 +46,7 @@ class EmulatedFp8Channel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep codes as BF16 numbers, [K, N]."""
         name = self.layer_param_names[0]
-        replace_parameter(layer, name, getattr(layer, name).data.to(torch.bfloat16))
+        replace_parameter(layer, name, e4m3_numbers(getattr(layer, name).data))
 
     def apply_scaled_mm(
         self,
@@ -85,10 +86,15 @@ class EmulatedFp8Block(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep weights as BF16 numbers [N, K], scales multiplied in."""
         params = self._get_layer_params(layer)
-        scale = params.block_scale.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-        rows, columns = params.weight.shape
-        weight = params.weight.data.float() * scale[:rows, :columns]
-        replace_parameter(layer, params.WEIGHT, weight.to(torch.bfloat16))
+        weight = e4m3_numbers(params.weight.data)
+        scale = params.block_scale.float()
+        exact = scale.to(torch.bfloat16)  # of powers of two, as scales usually are, and much faster
+        scale = exact if torch.equal(exact, scale) else scale
+        of_column = scale.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]
+        whole = weight.shape[0] // FP8_BLOCK
+        weight[: whole * FP8_BLOCK].view(whole, FP8_BLOCK, weight.shape[1]).mul_(of_column[:whole].unsqueeze(1))
+        weight[whole * FP8_BLOCK :].mul_(of_column[whole:])
+        replace_parameter(layer, params.WEIGHT, weight)
 
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor

@@ -21,6 +21,8 @@ from typing import Final
 
 import torch
 
+from rollout.e4m3 import e4m3_numbers
+
 BLOCK: Final = 128
 E4M3_MAX: Final = 448.0
 _EXPONENT_BITS: Final = -(1 << 23)
@@ -63,7 +65,7 @@ def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tupl
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
-    return _times(codes_NK.float(), inverse_PQ, start)
+    return _times(e4m3_numbers(codes_NK).float(), inverse_PQ, start)
 
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:

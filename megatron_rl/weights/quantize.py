@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.weights import te_block
 from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
+from rollout.e4m3 import e4m3_numbers
 
 INT8_MAX: Final = 127.0
 
@@ -42,7 +43,8 @@ def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
 
 def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K]."""
-    return codes_NK.float() * scale_N1
+    numbers_NK = e4m3_numbers(codes_NK) if codes_NK.dtype == torch.float8_e4m3fn else codes_NK
+    return numbers_NK.float() * scale_N1
 
 
 Start = tuple[int, ...]

@@ -10,20 +10,27 @@ bucket; what travels is either
 whichever is shorter, and the whole payload where neither saves an eighth. The checksum in the trailer is the new
 payload's, so a delta on a wrong baseline is found out before anything is loaded.
 
-Pure byte work in torch, on whatever device the bytes lie. Shape legend: L bytes of payload, C changed bytes.
+Pure byte work, on whatever device the bytes lie: torch, and numpy on a host where that is faster.
+
+Shape legend: L bytes of payload, C changed bytes.
 """
 
 import enum
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-HEADER = struct.Struct("<BBxxxxxxqqq")
-"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes."""
+HEADER = struct.Struct("<BBxxxxxxqqqq")
+"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes, and
+where the new bucket lies in memory that the sender has shown (`rollout.transports.node_memory`); -1 for nowhere."""
 
 _ESCAPE = 255
 _WORTHWHILE = 0.875
+_WORD = 8
+"""Bytes that are compared at a time where few have changed."""
+_FEW_WORDS = 0.125
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -45,25 +52,45 @@ class Message:
     num_changed: int
     """Bytes; all of them for a whole bucket."""
 
-    def header(self, base_version: int, *, keep: bool) -> bytes:
+    def header(self, base_version: int, *, keep: bool, place: int = -1) -> bytes:
         """What goes ahead; `base_version` is that of the baseline, -1 for a whole bucket."""
-        return HEADER.pack(self.kind, keep, base_version, self.body.numel(), self.num_changed)
+        return HEADER.pack(self.kind, keep, base_version, self.body.numel(), self.num_changed, place)
 
 
 def encode(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> Message:
-    """The shortest message that makes `payload_L` of `baseline_L` (uint8)."""
-    changed_L = baseline_L != payload_L
-    places_C = changed_L.nonzero().view(-1)
-    num_changed, length = places_C.numel(), payload_L.numel()
+    """The shortest message that makes `payload_L` of `baseline_L`, uint8; both begin at words of their storage."""
+    length = payload_L.numel()
+    places_C = _changed(baseline_L, payload_L)
+    if places_C is None:
+        return Message(kind=Kind.WHOLE, body=payload_L, num_changed=length)
+    num_changed = places_C.numel()
     gaps_C = torch.diff(places_C, prepend=places_C.new_full((1,), -1)) - 1
-    gap_bytes = 2 * num_changed + int((gaps_C // _ESCAPE).sum())
+    long_G = (gaps_C >= _ESCAPE).nonzero().view(-1)
+    escapes_G = gaps_C[long_G] // _ESCAPE
+    gap_bytes = 2 * num_changed + int(escapes_G.sum())
     bitmap_bytes = -(-length // 8) + num_changed
     if min(gap_bytes, bitmap_bytes) > _WORTHWHILE * length:
         return Message(kind=Kind.WHOLE, body=payload_L, num_changed=length)
     values_C = payload_L[places_C]
     if gap_bytes <= bitmap_bytes:
-        return Message(kind=Kind.GAPS, body=torch.cat([_gap_bytes(gaps_C), values_C]), num_changed=num_changed)
-    return Message(kind=Kind.BITMAP, body=torch.cat([_packed(changed_L), values_C]), num_changed=num_changed)
+        body = torch.cat([_gap_bytes(gaps_C, long_G, escapes_G), values_C])
+        return Message(kind=Kind.GAPS, body=body, num_changed=num_changed)
+    body = torch.cat([_packed(baseline_L != payload_L), values_C])
+    return Message(kind=Kind.BITMAP, body=body, num_changed=num_changed)
+
+
+def _changed(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> torch.Tensor | None:
+    """Places of the bytes that differ, int64 [C], rising; None where they are too many for any code."""
+    whole = payload_L.numel() // _WORD * _WORD
+    before, after = (bytes_L[:whole].view(torch.int64) for bytes_L in (baseline_L, payload_L))
+    words = _places_of(before != after)
+    if words.numel() > _FEW_WORDS * before.numel():
+        changed_L = baseline_L != payload_L
+        return None if _count(changed_L) > (_WORTHWHILE - 1 / 8) * payload_L.numel() else _places_of(changed_L)
+    # few changed: words are looked through, and bytes only of those that changed
+    within = _places_of(before[words].view(torch.uint8) != after[words].view(torch.uint8))
+    ends = _places_of(baseline_L[whole:] != payload_L[whole:]) + whole
+    return torch.cat([words[within // _WORD] * _WORD + within % _WORD, ends])
 
 
 def apply(message: Message, baseline_L: torch.Tensor) -> torch.Tensor:
@@ -77,7 +104,7 @@ def apply(message: Message, baseline_L: torch.Tensor) -> torch.Tensor:
     split = message.body.numel() - message.num_changed
     where, values_C = message.body[:split], message.body[split:]
     length = baseline_L.numel()
-    places_C = _places(where) if message.kind is Kind.GAPS else _unpacked(where, length).nonzero().view(-1)
+    places_C = _places(where) if message.kind is Kind.GAPS else _places_of(_unpacked(where, length))
     if places_C.numel() != values_C.numel() or (places_C.numel() and int(places_C[-1]) >= length):
         raise RuntimeError(
             f"a delta of {message.num_changed} changed bytes names {places_C.numel()} places in a bucket of {length}"
@@ -87,12 +114,18 @@ def apply(message: Message, baseline_L: torch.Tensor) -> torch.Tensor:
     return payload_L
 
 
-def _gap_bytes(gaps_C: torch.Tensor) -> torch.Tensor:
-    """Each gap as escapes and a rest, uint8."""
-    ends_C = (gaps_C // _ESCAPE + 1).cumsum(0)
-    size = int(ends_C[-1]) if ends_C.numel() else 0
-    found = gaps_C.new_full((size,), _ESCAPE, dtype=torch.uint8)
-    found[ends_C - 1] = (gaps_C % _ESCAPE).to(torch.uint8)
+def _gap_bytes(gaps_C: torch.Tensor, long_G: torch.Tensor, escapes_G: torch.Tensor) -> torch.Tensor:
+    """Each gap as escapes and a rest, uint8; `long_G` gaps have any, so many."""
+    rests_C = gaps_C.to(torch.uint8)
+    if not long_G.numel():
+        return rests_C
+    rests_C[long_G] = (gaps_C[long_G] % _ESCAPE).to(torch.uint8)
+    # the n-th escape of all stands before the rest of its gap and behind n escapes
+    owners = long_G.repeat_interleave(escapes_G)
+    is_rest = torch.ones(gaps_C.numel() + owners.numel(), dtype=torch.bool, device=gaps_C.device)
+    is_rest[owners + torch.arange(owners.numel(), device=gaps_C.device)] = False
+    found = rests_C.new_full(is_rest.shape, _ESCAPE)
+    found[is_rest] = rests_C
     return found
 
 
@@ -104,7 +137,20 @@ def _places(gap_bytes: torch.Tensor) -> torch.Tensor:
     return after[is_last] - 1
 
 
+def _places_of(changed_L: torch.Tensor) -> torch.Tensor:
+    """Where a mask is set, int64 [C]."""
+    if changed_L.is_cuda:
+        return changed_L.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(changed_L.numpy()))  # several times faster than torch's
+
+
+def _count(changed_L: torch.Tensor) -> int:
+    return int(changed_L.count_nonzero()) if changed_L.is_cuda else int(np.count_nonzero(changed_L.numpy()))
+
+
 def _packed(changed_L: torch.Tensor) -> torch.Tensor:
+    if not changed_L.is_cuda:
+        return torch.from_numpy(np.packbits(changed_L.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(changed_L.to(torch.uint8), (0, -len(changed_L) % 8)).view(-1, 8)
     return (padded * padded.new_tensor(_BITS)).sum(dim=1, dtype=torch.int64).to(torch.uint8)
 
@@ -112,5 +158,7 @@ def _packed(changed_L: torch.Tensor) -> torch.Tensor:
 def _unpacked(bitmap: torch.Tensor, length: int) -> torch.Tensor:
     if bitmap.numel() != -(-length // 8):
         raise RuntimeError(f"a bitmap of {bitmap.numel()} bytes came for a bucket of {length} bytes")
+    if not bitmap.is_cuda:
+        return torch.from_numpy(np.unpackbits(bitmap.numpy(), count=length, bitorder="little").view(np.bool_))
     bits = bitmap.unsqueeze(1) & bitmap.new_tensor(_BITS)
     return (bits != 0).view(-1)[:length]

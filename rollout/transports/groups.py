@@ -44,6 +44,11 @@ def open_store(*, host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
+def store_of(channel: GroupChannel) -> TCPStore:
+    """The store of a channel's group; what is asked of it is waited for as long as joining may take."""
+    return TCPStore(channel.host, channel.port, None, is_master=False, timeout=timedelta(seconds=channel.timeout_s))
+
+
 def device_of(backend: Backend) -> torch.device:
     """Where a backend's bytes lie in this process."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -58,7 +63,7 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
     timeout = timedelta(seconds=channel.timeout_s)
     present = f"present/{group_rank}"
     try:
-        store = TCPStore(channel.host, channel.port, None, is_master=False, timeout=timeout)
+        store = store_of(channel)
         store.set(present, "1")
         store.wait([f"present/{rank}" for rank in range(channel.world_size)], timeout)
         prefix = PrefixStore(channel.backend, store)

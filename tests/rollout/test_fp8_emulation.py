@@ -59,12 +59,14 @@ def test_channels_have_a_scale_each_and_tokens_too() -> None:
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < ROUNDING
 
 
-def test_blocks_have_a_scale_each_and_groups_of_inputs_too() -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+def test_blocks_have_a_scale_each_and_groups_of_inputs_too(factor: float) -> None:
+    """Powers of two, and scales that BF16 does not hold."""
     torch.manual_seed(0)
     weight, inputs = torch.randn(200, 256), torch.randn(5, 256).to(torch.bfloat16)
     weight[:128] *= 100  # scales that differ
     inputs[:, 128:] *= 50
-    scale = torch.tensor([[0.5, 1.0], [0.0078125, 0.015625]])
+    scale = factor * torch.tensor([[0.5, 1.0], [0.0078125, 0.015625]])
     spread = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
     keys = (GroupShape(128, 128), True), (GroupShape(1, 128), False)
     weight_key, activation_key = (create_fp8_quant_key(static=s, group_shape=g) for g, s in keys)

@@ -1,6 +1,7 @@
 """Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
 
 import dataclasses
+import gc
 import mmap
 import os
 import re
@@ -20,6 +21,7 @@ from rollout.transports.base import GroupChannel, Inbox, chain
 from rollout.transports.delta import HEADER
 from rollout.transports.groups import join, open_store
 from rollout.transports.hand_over import HandOverInbox, HandOverSender, ShmSegment, map_shm
+from rollout.transports.node_memory import NodeMemory
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.process_group import GroupInbox, GroupSender
 from rollout.transports.shm import ShmInbox, ShmSender
@@ -401,16 +403,108 @@ def test_engines_in_a_chain_all_get_everything_and_trainer_ranks_send_it_once(de
     chain = Chain(3, 2, delta=delta)
     sent = []
     for version in range(3):
-        publish = publish_of_ranks_4_and_6(version)
-        for parts in publish.payloads.values():
-            offset, data = parts[0]
-            parts[0] = offset, bytes([version]) + data[1:]
+        publish = changing(version)
         assert all(found == publish.payloads for found in chain.publish(publish))
         sent.append(sum(sender.sent_bytes for sender in chain.senders))
         assert all(len(sender._groups) == 1 for sender in chain.senders)
     whole = sum(bucket.num_bytes + HEADER.size for bucket in publish.manifest.buckets)
     assert sent[0] == whole
     assert sent[2] < whole / 10 if delta else sent[2] == whole
+
+
+def changing(version: int) -> Publish:
+    """Every publish changes the first byte of every bucket."""
+    publish = publish_of_ranks_4_and_6(version)
+    for parts in publish.payloads.values():
+        offset, data = parts[0]
+        parts[0] = offset, bytes([version]) + data[1:]
+    return publish
+
+
+def test_of_engines_on_a_node_the_first_keeps_buckets_and_the_others_see_them():
+    chain = Chain(3, 2, delta=True, full_every=3)
+    for version in range(5):
+        publish = changing(version)
+        assert all(found == publish.payloads for found in chain.publish(publish))
+    first, *behind = chain.engines
+    assert all(len(inbox._baselines) == len(publish.payloads) for inbox in first)
+    assert not any(inbox._baselines for engine in behind for inbox in engine)
+
+
+def test_an_engine_that_does_not_see_the_one_before_keeps_buckets_for_those_behind_it(monkeypatch):
+    """Engines 0 and 1 on one node, 2 and 3 on another: whoever shows memory, only neighbours find it."""
+    find, asked = NodeMemory.find, []
+
+    def on_two_nodes(address: str) -> NodeMemory | None:
+        asked.append(address)
+        return None if len(asked) == 2 else find(address)  # channels are joined from the first to the last
+
+    monkeypatch.setattr(NodeMemory, "find", on_two_nodes)
+    chain = Chain(4, 1, delta=True)
+    for version in range(3):
+        publish = changing(version)
+        assert all(found == publish.payloads for found in chain.publish(publish))
+    assert [bool(inbox._baselines) for (inbox,) in chain.engines] == [True, False, True, False]
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
+    chain = Chain(2, 1, delta=True)
+    first = changing(0)
+    views: list[dict[int, torch.Tensor]] = []
+
+    def views_of(inbox: GroupInbox) -> None:
+        inbox.expect(first.manifest.weight_version, timeout_s=20)
+        views.append({bucket.index: inbox.take(bucket) for bucket in first.manifest.buckets})
+
+    in_threads(
+        *(lambda s=s, r=r: first.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        *(lambda i=inbox: views_of(i) for (inbox,) in chain.engines),
+    )
+    before = [{index: view.clone() for index, view in found.items()} for found in views]
+    chain.publish(changing(1))
+    for found, was in zip(views, before, strict=True):
+        assert all(torch.equal(view, was[index]) for index, view in found.items())
+
+
+def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
+    chain = Chain(2, 1, delta=True)
+    chain.publish(changing(0))
+    keeper, behind = (inbox for (inbox,) in chain.engines)
+    keep = keeper._keep
+
+    def spoiled(index: int, payload: torch.Tensor, place: int) -> int:
+        start = keep(index, payload, place)
+        keeper._baselines[index][1][0] ^= 1
+        return start
+
+    keeper._keep = spoiled
+    publish = changing(1)
+    _, _, found, message = in_threads(
+        *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        lambda: raw(keeper, publish),
+        lambda: refusal(lambda: raw(behind, publish)),
+    )
+    assert found == publish.payloads
+    assert "bucket 0: checksum" in message
+
+
+def test_shared_memory_of_a_node_is_found_by_its_token_only_and_goes_with_its_maker():
+    memory = NodeMemory.make()
+    starts = [memory.grow(size) for size in (10, 5000, 1)]
+    for start, number in zip(starts, (1, 2, 3), strict=True):
+        memory.view(start, 1)[0] = number
+    found = NodeMemory.find(memory.address)
+    assert [int(found.view(start, 1)[0]) for start in starts] == [1, 2, 3]
+    found.view(starts[1], 5000).fill_(9)  # its own copy
+    assert memory.view(starts[1], 5000).sum() == 2
+    path, token = memory.address.split()
+    assert NodeMemory.find(f"{path} {token[::-1]}") is None
+    with pytest.raises(RuntimeError, match="5000 bytes of publish baselines from 1048576 on"):
+        found.view(1 << 20, 5000)
+    del memory, found
+    gc.collect()
+    assert NodeMemory.find(f"{path} {token}") is None
 
 
 def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
