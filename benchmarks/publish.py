@@ -52,8 +52,10 @@ from rollout.wire import DTYPE_BYTES, Wanted
 
 RUN_ID = "benchmark"
 TIMEOUT_S = 600.0
-NUM_PUBLISHES = 4
-"""Of each kind; the first touches memory that nobody has touched and is left out."""
+NUM_PUBLISHES, NUM_WARMING = 6, 2
+"""Of each kind; the first ones touch memory that nobody has touched, and are left out."""
+NUM_PARTS = 3
+"""Measurements of each part of a peer's publish, and of a transfer."""
 BUCKET_BYTES = 16 << 20
 
 TRAINERS = {"TP2": ParallelConfig(tensor=2), "PP2": ParallelConfig(pipeline=2)}
@@ -115,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = write_model(options.work / "model", quick=options.quick)
     rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
     have = {_key(row)[:3] for row in rows}
-    peer = Peer(model, count=1 if options.quick else NUM_PUBLISHES - 1)
+    peer = Peer(model, count=1 if options.quick else NUM_PARTS)
     for case in cases:
         if case.key not in have:
             found = list(measure(case, model, options.work, num_transfers=peer.count))
@@ -131,7 +133,7 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
     named = {"trainer": case.trainer, "engines": case.engines, "format": case.format, "commit": source_commit()}
     measured, plan, wanted = publishes(case, model, work, count=NUM_PUBLISHES)
     with exact_memory():
-        peaks, _, _ = publishes(case, model, work, count=2)
+        peaks, _, _ = publishes(case, model, work, count=2, warming=1)
     for transport, found in measured.items():
         times = {
             name: statistics.median(
@@ -150,7 +152,7 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
         }
     if case.trainer != DELTA_TRAINER:
         return
-    changed, _, _ = publishes(case, model, work, count=NUM_PUBLISHES, delta=True)
+    changed, _, _ = publishes(case, model, work, count=NUM_PUBLISHES - 1, delta=True)
     row = _medians(changed["gloo"])
     whole = statistics.median(one["publish/wire_bytes"] for one in measured["gloo"])
     yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
@@ -161,9 +163,9 @@ def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def publishes(
-    case: Case, model: Path, work: Path, *, count: int, delta: bool = False
+    case: Case, model: Path, work: Path, *, count: int, warming: int = NUM_WARMING, delta: bool = False
 ) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
-    """Metrics and peaks of publishes but for the first, by transport; their plan, and what the engines take.
+    """Metrics and peaks of publishes but for the `warming` ones, by transport; their plan, and what the engines take.
 
     With `delta` weights change ahead of each, and what has changed travels, over sockets.
     """
@@ -184,7 +186,7 @@ def publishes(
                     report = publisher.publish(version)
                 version += 1
                 found.append(report.metrics() | peaks)
-            measured[transport] = found[1:]
+            measured[transport] = found[warming:]
     return measured, plan, wanted
 
 

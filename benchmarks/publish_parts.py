@@ -141,6 +141,7 @@ class Route:
         """Of one engine, in a chain of all."""
         return chain(
             [("127.0.0.1", port) for port in self.ports],
+            order=range(self.num_engines),
             source_ranks=self.source_ranks,
             num_engine_ranks=self.num_ranks,
             timeout_s=TIMEOUT_S,

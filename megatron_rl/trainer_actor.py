@@ -114,8 +114,8 @@ class TrainerActor:
         self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
         return [(host, store.port) for store in self._stores]
 
-    def attach_group(self, channel: GroupChannel) -> None:
-        """Publish through the first engine's process group from now on."""
+    def attach_group(self, engine: int, channel: GroupChannel) -> None:
+        """Publish through the process group of an engine, the first of its chain, from now on."""
         from rollout.transports.process_group import GroupSender
 
         publish = self._spec.publish
@@ -127,7 +127,7 @@ class TrainerActor:
             full_every=publish.delta_full_every,
         )
         if self._rank in channel.source_ranks:
-            sender.attach(0, channel)
+            sender.attach(engine, channel)
         self._sender = sender
 
     def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:

@@ -125,6 +125,10 @@ class EngineActor:
         """See `EngineWeights.fence`."""
         await self._engine.weights.fence(fault)
 
+    async def node_id(self) -> str:
+        """Ray's name of the node that the engine is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     async def fault(self) -> str:
         """See `Engine.fault`."""
         return self._engine.fault()

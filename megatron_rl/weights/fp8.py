@@ -70,7 +70,7 @@ def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tu
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have these scales: e4m3 [N, K]."""
-    return _cast(weight_NK * scale_N1)
+    return _cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1))
 
 
 def _blocks(first: int, size: int) -> int:

@@ -14,7 +14,7 @@ from megatron_rl.results import StagedWeights
 from megatron_rl.trainer_group import TrainerGroup
 from rollout.engine_group import EngineGroup
 from rollout.engine_state import UpdateTimes
-from rollout.transports.base import Backend, HandOverChannel, Memory, ShmChannel, chain
+from rollout.transports.base import Backend, HandOverChannel, Memory, ShmChannel, chain, side_by_side
 from rollout.wire import WeightManifest
 
 
@@ -65,7 +65,7 @@ class ShmLink:
 
 
 class GroupLink:
-    """gloo or NCCL, in a chain: trainer ranks that send, first engine, second engine, and so on."""
+    """gloo or NCCL, in a chain: trainer ranks that send, then the engines of one node, of the next one, and so on."""
 
     def __init__(
         self,
@@ -84,19 +84,21 @@ class GroupLink:
 
     def connect(self) -> None:
         """Join one group per engine, with what sends to it; returns when all of them are complete."""
-        first, num_engines = self._source_ranks[0], len(self._engines.actors)
-        addresses = self._trainer.open_stores(first, num_engines, timeout_s=self._timeout_s)
+        actors = self._engines.actors
+        addresses = self._trainer.open_stores(self._source_ranks[0], len(actors), timeout_s=self._timeout_s)
+        asking = [actor.node_id.remote() for actor in actors]
+        nodes = [str(node) for node in self._engines.wait(asking, "node_id", timeout_s=self._timeout_s)]
+        order = side_by_side(nodes)
         channels = chain(
             addresses,
+            order=order,
             source_ranks=self._source_ranks,
             num_engine_ranks=self._engines.num_ranks,
             timeout_s=self._timeout_s,
             backend=self._backend,
         )
-        joining = [
-            actor.init_transport.remote(channel) for actor, channel in zip(self._engines.actors, channels, strict=True)
-        ]
-        self._trainer.ranks.call("attach_group", channels[0])
+        joining = [actor.init_transport.remote(channel) for actor, channel in zip(actors, channels, strict=True)]
+        self._trainer.ranks.call("attach_group", order[0], channels[order[0]])
         self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:

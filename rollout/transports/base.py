@@ -86,34 +86,46 @@ class GroupChannel:
 def chain(
     addresses: Sequence[tuple[str, int]],
     *,
+    order: Sequence[int],
     source_ranks: tuple[int, ...],
     num_engine_ranks: int,
     timeout_s: float,
     backend: Backend = "gloo",
 ) -> tuple[GroupChannel, ...]:
-    """Channels of engines of which each passes on to the next; trainer ranks send to the first.
+    """Channels, by number, of engines of which each passes on to the next; trainer ranks send to the first.
 
     Args:
         addresses: host and port of a store for each engine.
+        order: numbers of all engines, from the first of the chain to the last.
         source_ranks: trainer ranks that send.
         num_engine_ranks: of each engine.
         timeout_s: for joining.
         backend: of all.
     """
-    found: list[GroupChannel] = []
-    for engine, (host, port) in reversed([*enumerate(addresses)]):
-        channel = GroupChannel(
+    found: dict[int, GroupChannel] = {}
+    behind: GroupChannel | None = None
+    for engine, before in reversed([*zip(order, (None, *order), strict=False)]):
+        host, port = addresses[engine]
+        behind = found[engine] = GroupChannel(
             backend=backend,
             host=host,
             port=port,
-            source_ranks=tuple(range(num_engine_ranks)) if engine else source_ranks,
-            source_engine=engine - 1 if engine else None,
+            source_ranks=source_ranks if before is None else tuple(range(num_engine_ranks)),
+            source_engine=before,
             num_engine_ranks=num_engine_ranks,
             timeout_s=timeout_s,
-            onward=found[0] if found else None,
+            onward=behind,
         )
-        found.insert(0, channel)
-    return tuple(found)
+    return tuple(found[engine] for engine in range(len(addresses)))
+
+
+def side_by_side(nodes: Sequence[str]) -> list[int]:
+    """An order of engines in which those of a node follow each other, so that a chain enters every node once.
+
+    Args:
+        nodes: of each engine, by number.
+    """
+    return sorted(range(len(nodes)), key=lambda engine: nodes.index(nodes[engine]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,3 +56,13 @@ def test_non_finite_weights_are_refused(bad: float, name: str) -> None:
     rule = quantize.CODE_FORMATS[name]
     with pytest.raises(ValueError, match=r"1 of \d scales would be of non-finite"):
         rule.scales(rule.amax(weight, (0, 0)))
+
+
+def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are() -> None:
+    rows = torch.randn(40, 33, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rows[0], rows[1, 3], rows[2, 4], rows[3] = 0.0, float("inf"), float("-inf"), -0.0
+    rows[4, 5:7] = torch.tensor([1e-40, -9e-41])  # subnormal
+    for some in (rows, rows[:, 3:30], rows.t()):
+        assert torch.equal(quantize.row_amax(some), some.float().abs().amax(1, keepdim=True))
+    rows[5, 6], rows[6, 7] = float("nan"), -float("nan")
+    assert quantize.row_amax(rows).isnan().view(-1).nonzero().view(-1).tolist() == [5, 6]

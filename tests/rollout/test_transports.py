@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 
 from rollout.arrivals import Arrivals
 from rollout.transports import segments as files
-from rollout.transports.base import GroupChannel, Inbox, chain
+from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
 from rollout.transports.delta import HEADER
 from rollout.transports.groups import join, open_store
 from rollout.transports.hand_over import HandOverInbox, HandOverSender, ShmSegment, map_shm
@@ -378,13 +378,22 @@ def test_whoever_does_not_join_a_channel_is_named():
 class Chain:
     """Two trainer ranks, 4 and 6, and engines in a row."""
 
-    def __init__(self, num_engines: int, num_ranks: int, *, timeout_s: float = 20, **more: object) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        num_ranks: int,
+        *,
+        timeout_s: float = 20,
+        order: Sequence[int] | None = None,
+        **more: object,
+    ) -> None:
+        order = range(num_engines) if order is None else order
         self.stores = [open_store(host="127.0.0.1", timeout_s=20) for _ in range(num_engines)]
         addresses = [("127.0.0.1", store.port) for store in self.stores]
-        channels = chain(addresses, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
+        channels = chain(addresses, order=order, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
         self.senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
         _, _, *inboxes = in_threads(
-            *(lambda s=sender: s.attach(0, channels[0]) for sender in self.senders),
+            *(lambda s=sender: s.attach(order[0], channels[order[0]]) for sender in self.senders),
             *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels for r in range(num_ranks)),
         )
         self.engines = [inboxes[first : first + num_ranks] for first in range(0, len(inboxes), num_ranks)]
@@ -419,6 +428,20 @@ def changing(version: int) -> Publish:
         offset, data = parts[0]
         parts[0] = offset, bytes([version]) + data[1:]
     return publish
+
+
+def test_a_chain_goes_through_engines_in_the_order_that_is_asked_for():
+    chain = Chain(3, 2, order=[1, 2, 0])
+    publish = changing(0)
+    assert all(found == publish.payloads for found in chain.publish(publish))
+    before = [engine[0]._channel.source_engine for engine in chain.engines]
+    assert before == [2, None, 1]
+    assert all(list(sender._groups) == [1] for sender in chain.senders)
+
+
+def test_engines_of_a_node_follow_each_other_in_a_chain():
+    assert side_by_side(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
+    assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
 
 
 def test_of_engines_on_a_node_the_first_keeps_buckets_and_the_others_see_them():
