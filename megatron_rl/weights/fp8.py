@@ -21,6 +21,7 @@ from typing import Final
 
 import torch
 
+from megatron_rl.weights.magnitudes import magnitudes, numbers_of
 from rollout.e4m3 import e4m3_numbers
 
 BLOCK: Final = 128
@@ -39,8 +40,11 @@ def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torc
     rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
     above, before = start[0] % BLOCK, start[1] % BLOCK
     below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
-    padded = torch.nn.functional.pad(weight_NK.abs(), (before, behind, above, below))
-    return padded.view(rows, BLOCK, columns, BLOCK).amax(dim=(1, 3)).float()
+    found = magnitudes(weight_NK)
+    if above or below or before or behind:
+        found = torch.nn.functional.pad(found, (before, behind, above, below))
+    of_columns = found.reshape(rows, BLOCK, columns * BLOCK).amax(dim=1)
+    return numbers_of(of_columns.view(rows, columns, BLOCK).amax(dim=2))
 
 
 def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +69,7 @@ def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tupl
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
-    return _times(e4m3_numbers(codes_NK).float(), inverse_PQ, start)
+    return _times(e4m3_numbers(codes_NK), inverse_PQ, start)
 
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
@@ -80,18 +84,20 @@ def _blocks(first: int, size: int) -> int:
 
 def _times(slice_NK: torch.Tensor, grid_PQ: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
     """Each number times its block's, float32 [N, K]."""
+    found = slice_NK.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if any(number % BLOCK for number in (*start, *slice_NK.shape)):
-        return slice_NK * _spread(grid_PQ, slice_NK.shape, start)
+        return found.mul_(_spread(grid_PQ, slice_NK.shape, start))
     rows, columns = (size // BLOCK for size in slice_NK.shape)
-    blocks = slice_NK.reshape(rows, BLOCK, columns, BLOCK) * grid_PQ[:, None, :, None]
-    return blocks.view(slice_NK.shape)
+    found.view(rows, BLOCK, columns, BLOCK).mul_(grid_PQ[:, None, :, None])
+    return found
 
 
 def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, ...]) -> torch.Tensor:
     """The grid's value at each place of a slice, [N, K]."""
-    rows = (torch.arange(shape[0], device=grid_PQ.device) + start[0] % BLOCK) // BLOCK
-    columns = (torch.arange(shape[1], device=grid_PQ.device) + start[1] % BLOCK) // BLOCK
-    return grid_PQ[rows][:, columns]
+    above, before = (first % BLOCK for first in start)
+    rows = (torch.arange(shape[0], device=grid_PQ.device) + above) // BLOCK
+    of_columns = grid_PQ.repeat_interleave(BLOCK, 1)[:, before : before + shape[1]]
+    return of_columns[rows]
 
 
 def _cast(scaled_NK: torch.Tensor) -> torch.Tensor:

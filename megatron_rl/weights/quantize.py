@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.weights import te_block
 from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
+from megatron_rl.weights.magnitudes import magnitudes, numbers_of
 from rollout.e4m3 import e4m3_numbers
 
 INT8_MAX: Final = 127.0
@@ -26,11 +27,7 @@ INT8_MAX: Final = 127.0
 
 def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row in float32, [N, 1]; NaN of a row with one."""
-    if weight_NK.dtype != torch.bfloat16 or weight_NK.is_cuda:
-        return weight_NK.abs().amax(dim=1, keepdim=True).float()
-    # without their sign, numbers are ordered as their bits are, NaN last; a CPU compares integers twice as fast
-    bits_NK = weight_NK.view(torch.int16) & 0x7FFF
-    return bits_NK.amax(dim=1, keepdim=True).view(torch.bfloat16).float()
+    return numbers_of(magnitudes(weight_NK).amax(dim=1, keepdim=True))
 
 
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from rollout.wire import Box
 
 SAMPLED = 32
 """One of so many rows is looked at."""
+_LARGEST_E4M3 = 0x7E
+"""The code of 448, without its sign."""
 
 
 class CodeWatch:
@@ -39,14 +41,14 @@ class CodeWatch:
         `as_is` says of weights that are FP8 in the trainer whether these are their own codes.
         """
         exact, raw = weight.float(), codes.view(torch.uint8)
+        gaps = values - exact
         before = self._before.get((name, box))
-        largest = torch.finfo(codes.dtype).max if codes.dtype.is_floating_point else torch.iinfo(codes.dtype).max
         layer = layer_of(name)
         self._sums[layer] = self._sums.get(layer, CodeSums()) + CodeSums(
-            signal=float(exact.square().sum()),
-            noise=float((values - exact).square().sum()),
+            signal=float(torch.dot(exact.view(-1), exact.view(-1))),
+            noise=float(torch.dot(gaps.view(-1), gaps.view(-1))),
             num_codes=codes.numel(),
-            num_saturated=int((codes.float().abs() >= largest).sum()),
+            num_saturated=int(_is_largest(codes).sum()),
             num_compared=0 if before is None else codes.numel(),
             num_changed=0 if before is None else int((before != raw).sum()),
             num_as_is=codes.numel() if as_is is True else 0,
@@ -57,6 +59,13 @@ class CodeWatch:
     def sums(self) -> dict[int, CodeSums]:
         """By layer, of the publish under way."""
         return dict(self._sums)
+
+
+def _is_largest(codes: torch.Tensor) -> torch.Tensor:
+    """Whether codes have the largest magnitude that there is."""
+    if codes.dtype.is_floating_point:
+        return (codes.view(torch.uint8) & 0x7F) == _LARGEST_E4M3
+    return codes.abs() == torch.iinfo(codes.dtype).max
 
 
 def sampled_rows(box: Box) -> Box:
