@@ -5,6 +5,8 @@ operation, which would cost more than the operations.
 """
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +26,29 @@ def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(codes: torch.Tensor) -> torch.Tensor:
-    flat = codes.view(torch.uint8).view(-1).numpy()
-    found = np.empty(flat.size, np.uint16)
+    found = torch.empty(codes.shape, dtype=torch.bfloat16)
+    if not codes.numel():
+        return found
+    flat, bits = _memory(codes, np.uint8), _memory(found, np.uint16)
     even = flat.size // 2 * 2
     of_one, of_two = _tables()
-    pairs, numbers = flat[:even].view(np.uint16), found[:even].view(np.uint32)
+    pairs, numbers = flat[:even].view(np.uint16), bits[:even].view(np.uint32)
     for start in range(0, pairs.size, _STRIP):
         # no index is out of bounds; asked to raise, numpy would fill a copy first
         np.take(of_two, pairs[start : start + _STRIP], out=numbers[start : start + _STRIP], mode="clip")
-    found[even:] = of_one[flat[even:]]
-    return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).view(codes.shape)
+    bits[even:] = of_one[flat[even:]]
+    return found
+
+
+def _memory(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """A contiguous tensor's numbers as those of numpy; after `Tensor.numpy` torch could not give its memory back."""
+    interface = {
+        "data": (tensor.data_ptr(), False),
+        "shape": (tensor.numel(),),
+        "typestr": np.dtype(dtype).str,
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 @cache

@@ -34,3 +34,10 @@ def test_a_part_of_a_matrix_is_decoded_as_such() -> None:
     codes = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     for part in (codes[3:40, 5:50], codes[:, ::2], codes.t()[10:20]):
         assert torch.equal(e4m3_numbers(part), part.to(torch.bfloat16))
+
+
+def test_memory_can_be_given_back() -> None:
+    codes = EVERY_CODE.clone()
+    for one in (e4m3_numbers(codes), codes):
+        one.untyped_storage().resize_(0)
+        assert one.untyped_storage().nbytes() == 0
