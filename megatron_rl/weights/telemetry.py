@@ -45,8 +45,8 @@ class CodeWatch:
         before = self._before.get((name, box))
         layer = layer_of(name)
         self._sums[layer] = self._sums.get(layer, CodeSums()) + CodeSums(
-            signal=float(torch.dot(exact.view(-1), exact.view(-1))),
-            noise=float(torch.dot(gaps.view(-1), gaps.view(-1))),
+            signal=float(torch.dot(exact.reshape(-1), exact.reshape(-1))),
+            noise=float(torch.dot(gaps.reshape(-1), gaps.reshape(-1))),
             num_codes=codes.numel(),
             num_saturated=int(_is_largest(codes).sum()),
             num_compared=0 if before is None else codes.numel(),

@@ -31,6 +31,14 @@ def test_signal_noise_saturation_and_change_by_hand() -> None:
     assert sums.sqnr_db == pytest.approx(10 * math.log10(25))
 
 
+def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() -> None:
+    whole = torch.arange(1.0, 25.0).view(4, 6)
+    watch, other = CodeWatch(), CodeWatch()
+    for one, weight in ((watch, whole[:, 2:5]), (other, whole[:, 2:5].clone())):
+        one.see("model.layers.0.x.weight", BOX, weight, weight.to(torch.int8), weight + 0.5)
+    assert watch.sums() == other.sums() and watch.sums()[0].noise == pytest.approx(12 * 0.25)
+
+
 def test_layers_add_up_over_ranks() -> None:
     a, b = CodeSums(signal=90.0, noise=1.0, num_codes=10), CodeSums(signal=10.0, noise=9.0, num_codes=30)
     layers = together([{1: a}, {0: a, 1: b}])
