@@ -141,7 +141,7 @@ def _places_of(changed_L: torch.Tensor) -> torch.Tensor:
     """Where a mask is set, int64 [C]."""
     if changed_L.is_cuda:
         return changed_L.nonzero().view(-1)
-    return torch.from_numpy(np.flatnonzero(changed_L.numpy()))  # several times faster than torch's
+    return torch.from_numpy(np.flatnonzero(changed_L.numpy()))  # two to four times as fast as torch's
 
 
 def _count(changed_L: torch.Tensor) -> int:
