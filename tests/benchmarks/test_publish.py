@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.publish import CHANGING, Peer, _bytes, goals
+from benchmarks.publish import CHANGING, _bytes, goals
 from benchmarks.publish_parts import gather_s, quantise_s, transfer_s, write_model
+from benchmarks.publish_peer import Peer
 from benchmarks.record import Row
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
@@ -81,7 +82,7 @@ def test_the_peer_adds_up_its_parts_and_measures_what_cases_share_once(tmp_path,
             measured.append((name, *options.values()))
             return seconds
 
-        monkeypatch.setattr(f"benchmarks.publish.{name}", one)
+        monkeypatch.setattr(f"benchmarks.publish_peer.{name}", one)
 
     for name, seconds in (("gather_s", 1.0), ("transfer_s", 2.0), ("quantise_s", 4.0)):
         measure(name, seconds)

@@ -5,6 +5,8 @@ import gc
 import mmap
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -510,6 +512,18 @@ def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
     )
     assert found == publish.payloads
     assert "bucket 0: checksum" in message
+
+
+def test_another_process_reads_what_its_maker_has_written():
+    memory = NodeMemory.make()
+    start = memory.grow(3)
+    memory.view(start, 3).copy_(torch.tensor([5, 6, 7]))
+    code = (
+        "import sys; from rollout.transports.node_memory import NodeMemory\n"
+        f"print(NodeMemory.find(sys.argv[1]).view({start}, 3).tolist())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, memory.address], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[5, 6, 7]"
 
 
 def test_shared_memory_of_a_node_is_found_by_its_token_only_and_goes_with_its_maker():
