@@ -5,6 +5,7 @@ seconds to come up. Whatever happens, `Processes.close` ends what was started: a
 process, no shared memory and no Ray behind.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from rollout.config import RewardConfig
 from rollout.engine_actor import EngineActor
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
-from rollout.process_env import ProcessEnv, on_devices
+from rollout.process_env import HEAP, ProcessEnv, on_devices
 from rollout.scoring import ScorerActor
 from rollout.tokenizer import TokenizerFacts
 from rollout.transports.segments import sweep
@@ -133,7 +134,8 @@ class Processes:
 
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
-        return {**variables, **log}
+        kept = {name: os.environ[name] for name in HEAP.keys() & variables.keys() & os.environ.keys()}
+        return {**variables, **kept, **log}
 
 
 @contextmanager

@@ -33,7 +33,8 @@ class ProcessEnv:
             cores: cores that each rank is bound to; empty leaves the placement to the kernel.
         """
         bind = "|".join(",".join(map(str, rank)) for rank in cores) if cores else "nobind"
-        return self._threads(threads) | self._network() | _OFFLINE | _VLLM | {"VLLM_CPU_OMP_THREADS_BIND": bind}
+        own = {"VLLM_CPU_OMP_THREADS_BIND": bind}
+        return self._threads(threads) | self._network() | _OFFLINE | _VLLM | HEAP | own
 
     def scorer(self) -> dict[str, str]:
         """Environment of a process that scores responses."""
@@ -72,6 +73,17 @@ _OFFLINE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""Of an engine: layers get memory that other layers have had, and new memory in huge pages.
+
+Loading a publish on a CPU allocates every layer twice, in checkpoint layout and repacked, and new pages come from the
+kernel one by one. What the environment of a run sets is kept.
+"""
 
 _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",

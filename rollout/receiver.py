@@ -13,6 +13,7 @@ the engine is fenced then, and the next full publish starts from a clean slate.
 Invariant: no byte reaches a loader that was not verified against its bucket's trailer.
 """
 
+import logging
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,10 +28,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
-from rollout import vllm_quirks
+from rollout import replay, vllm_quirks
 from rollout.arrivals import Arrivals
 from rollout.loaded_weights import loaded_sums
-from rollout.slices import Landing, StandIns, wanted_of
+from rollout.slices import Landing, Recording, StandIns, wanted_of
 from rollout.transports.base import AwaitedInbox, Channel, GroupChannel, HandOverChannel
 from rollout.transports.hand_over import HandOverInbox, map_shm
 from rollout.transports.prefetch import Prefetch
@@ -38,6 +39,8 @@ from rollout.transports.process_group import GroupInbox
 from rollout.transports.shm import ShmInbox
 from rollout.weight_sums import Sums
 from rollout.wire import Box, TensorSpec, Wanted, WeightManifest
+
+_logger = logging.getLogger(__name__)
 
 BACKEND = "megatron_rl"
 """Name under which the receiver is registered with vLLM."""
@@ -80,7 +83,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _stream: GroupInbox | None = None
     _order: UpdateOrder | None = None
     _specs: tuple[TensorSpec, ...] = ()
-    _landings: tuple[Landing, ...] = ()
+    _recording = Recording((), frozenset())
     _inbox: AwaitedInbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """In force while loaders copy out of stand-ins."""
@@ -133,12 +136,15 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
 
     def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
         """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
-        self._specs, self._landings = tuple(specs), StandIns(specs).record(self.model)
-        return wanted_of(self._landings)
+        self._specs, self._recording = tuple(specs), StandIns(specs).record(self.model)
+        modules = {landing.module for landing in self._recording.landings}
+        if slow := sorted(modules - replay.replayed(self._recording)):
+            _logger.info("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
+        return wanted_of(self._recording.landings)
 
     def loaded_sums(self, counted: Collection[tuple[str, Box]]) -> Sums:
         """Sums of the weights that the model holds now; see `rollout.loaded_weights`. `wanted` comes first."""
-        return loaded_sums(self.model, self._landings, self._specs, counted, self.model_config.dtype)
+        return loaded_sums(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
 
     def arrived(self) -> bool:
         """Whether there is something verified to apply.
@@ -162,9 +168,17 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
         stand_ins = StandIns(order.manifest.tensors)
-        self._feeding = stand_ins.feed(Arrivals(order.manifest, inbox, engine_rank=self._rank))
-        with self._feeding:
-            self.model.load_weights(stand_ins.items())
+        arrivals = Arrivals(order.manifest, inbox, engine_rank=self._rank)
+        self._feeding = stand_ins.feed(arrivals)
+        landings: dict[str, list[Landing]] = {}
+        for landing in self._recording.landings:
+            landings.setdefault(landing.module, []).append(landing)
+        for step in replay.steps(order.manifest.tensors, self._recording):
+            if isinstance(step, str):
+                replay.load(self.model.get_submodule(step), landings[step], arrivals)
+            else:
+                with self._feeding:
+                    self.model.load_weights(stand_ins.items(step))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:

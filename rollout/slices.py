@@ -3,22 +3,26 @@
 vLLM's loaders take whole, unfused tensors under their Hugging Face names and cut their rank's part out of them
 themselves. What they cut is found out by giving them *stand-ins*: tensors of the right names and shapes without
 storage, of which every `copy_` tells a part by its offset, shape and strides; a stack is shown as its experts'
-matrices. The same loaders then load a publish: they are given the stand-ins again, and whatever they copy out of one
-into a real parameter is replaced by the part that came. So no table of ours says how vLLM fuses, shards or pads, and
-no rank needs more than its own parts.
+matrices. A publish is then copied as they were seen to copy (`rollout.replay`). Where loaders do more than that, they
+load the publish themselves: they are given the stand-ins again, and whatever they copy out of one into a real parameter
+is replaced by the part that came. So no table of ours says how vLLM fuses, shards or pads, and no rank needs more than
+its own parts.
 
 Invariant: every tensor is seen to be copied when loaders are recorded. One that a loader takes in another way (a cast,
 a sum) is refused then, and not found out by wrong weights later.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout.wire import Box, TensorSpec
@@ -33,8 +37,25 @@ class Landing:
     box: Box
     module: str
     parameter: str
-    start: int
-    """First row in the parameter."""
+    offset: int
+    """Of its first element in the parameter's storage."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """First row in the parameter."""
+        return self.offset // max(self.strides[0] if self.strides else 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What loaders were seen to do on one rank."""
+
+    landings: tuple[Landing, ...]
+    """What they copied where, in their order, each part once."""
+    plain: frozenset[str]
+    """Modules to which they did nothing else, and of which they filled all that is ever loaded."""
 
 
 class Source(Protocol):
@@ -49,6 +70,8 @@ class Source(Protocol):
 
 _Copy = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """What to do for a copy of (name, destination, view of a stand-in)."""
+_Look = Callable[[bool, Sequence[torch.Tensor], object], None]
+"""Told of every other operation: whether it changes memory, the tensors it was given, what it has returned."""
 
 
 class StandIns:
@@ -60,48 +83,69 @@ class StandIns:
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """For a model's `load_weights`, in the order of the specs."""
-        for spec in self._specs:
+    def items(self, specs: Sequence[TensorSpec] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """For a model's `load_weights`, of all specs or of these, in their order."""
+        for spec in self._specs if specs is None else specs:
             tensor = self._tensors[spec.name]
             yield from zip(spec.unstacked, tensor if spec.is_stack else (tensor,), strict=True)
 
     @torch.no_grad()
-    def record(self, model: torch.nn.Module) -> tuple[Landing, ...]:
-        """What the loaders of a model copy on this rank, each part once; the model is left as it was.
+    def record(self, model: torch.nn.Module) -> Recording:
+        """What the loaders of a model do on this rank; the model is left as it was.
 
         Raises:
             RuntimeError: a tensor is not copied at all, or not into a parameter.
         """
         found: dict[Landing, None] = {}
+        opaque: set[str] = set()
         with _in_checkpoint_layout(model):
             homes = {
                 parameter.untyped_storage()._cdata: (module, name)
                 for module, layer in model.named_modules()
                 for name, parameter in layer.named_parameters(recurse=False)
             }
+            sizes = {module: layerwise.get_layer_size(layer) for module, layer in model.named_modules()}
 
             def note(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
                 module, parameter = homes.get(destination.untyped_storage()._cdata, ("", ""))
-                width = destination.stride(0) if destination.dim() else 1
+                box = self._box(name, view)
                 landing = Landing(
                     name=name,
-                    box=self._box(name, view),
+                    box=box,
                     module=module,
                     parameter=parameter,
-                    start=destination.storage_offset() // max(width, 1),
+                    offset=int(destination.storage_offset()),
+                    shape=tuple(destination.shape),
+                    strides=destination.stride(),
                 )
                 found[landing] = None
+                if tuple(view.shape) != box.in_matrix.shape or destination.shape != view.shape:
+                    opaque.add(module)
                 return destination
 
-            with _Copies(self._tensors, note):
+            def look(changes: bool, given: Sequence[torch.Tensor], result: object) -> None:
+                of_result = result.untyped_storage()._cdata if isinstance(result, torch.Tensor) else None
+                for tensor in given:
+                    storage = tensor.untyped_storage()._cdata
+                    if storage in homes and tensor.numel() and (changes or storage != of_result):
+                        opaque.add(homes[storage][0])
+
+            with _Copies(self._tensors, note, look):
                 model.load_weights(self.items())  # type: ignore[operator]
         if lost := [landing.name for landing in found if not landing.parameter]:
             raise RuntimeError(f"vLLM's loaders copy {', '.join(lost[:5])} into no parameter of the model")
         if missing := self._tensors.keys() - {landing.name for landing in found}:
             names = ", ".join(sorted(missing)[:5])
             raise RuntimeError(f"vLLM's loaders do not copy {names}: no part of it can be sent alone")
-        return tuple(found)
+        filled = Counter[str]()
+        places: dict[str, set[tuple[str, int]]] = {}
+        for landing in found:
+            filled[landing.module] += math.prod(landing.shape)
+            if (place := (landing.parameter, landing.offset)) in places.setdefault(landing.module, set()):
+                opaque.add(landing.module)
+            places[landing.module].add(place)
+        plain = {module for module, size in filled.items() if size == sizes[module]}
+        return Recording(tuple(found), frozenset(plain - opaque))
 
     def feed(self, source: Source) -> TorchDispatchMode:
         """While it is entered, what loaders copy out of stand-ins into real parameters comes from `source`."""
@@ -111,12 +155,7 @@ class StandIns:
                 return destination
             box = self._box(name, view)
             if tuple(view.shape) == box.in_matrix.shape:
-                if view.dim() < 2:
-                    return destination.copy_(source.part(name, box))
-                target = destination.view(box.shape)  # of a stack, with its first dimension
-                for common, piece in source.pieces(name, box):
-                    target[common.slices(box.start)].copy_(piece)
-                    del piece  # its bucket need not be held until the next one has come
+                copy_part(source, name, box, destination)
                 return destination
             part = source.part(name, box)
             # a view that is no box was given the whole matrix
@@ -142,6 +181,17 @@ class StandIns:
         return Box(start=tuple(start), shape=(1,) * stacked + tuple(shape))
 
 
+def copy_part(source: Source, name: str, box: Box, destination: torch.Tensor) -> None:
+    """Copy a part of a tensor into memory of its shape (of one matrix), piece by piece."""
+    if destination.dim() < 2:
+        destination.copy_(source.part(name, box))
+        return
+    target = destination.view(box.shape)  # of a stack, with its first dimension
+    for common, piece in source.pieces(name, box):
+        target[common.slices(box.start)].copy_(piece)
+        del piece  # its bucket need not be held until the next one has come
+
+
 def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
     """What a rank takes of each tensor, a `Wanted`."""
     found: dict[str, dict[Box, None]] = {}
@@ -153,14 +203,15 @@ def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches `copy_` out of stand-ins, whose storages are known by their identity."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], on_copy: _Copy) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], on_copy: _Copy, on_other: _Look | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
         self._on_copy = on_copy
+        self._on_other = on_other
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., object],
+        func: OpOverload,
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
@@ -171,7 +222,11 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._names.get(view.untyped_storage()._cdata)
             if name is not None:
                 return self._on_copy(name, destination, view)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._on_other is not None:
+            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            self._on_other(func._schema.is_mutable, given, result)
+        return result
 
 
 @contextmanager

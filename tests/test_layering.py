@@ -20,6 +20,7 @@ VLLM_ADAPTERS = {
     "rollout/proposer.py",
     "rollout/loaded_weights.py",
     "rollout/receiver.py",
+    "rollout/replay.py",
     "rollout/slices.py",
     "rollout/fp8_emulation.py",
     "rollout/vllm_compat.py",

@@ -67,13 +67,13 @@ def configuration(example: Path, **changes) -> Path:
     return Path(file.name)
 
 
-def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen:
-    return command("run", str(config), f"run_dir={run_dir}", *overrides)
+def start(config: Path, run_dir: Path, *overrides: str, launcher: str = "launcher") -> subprocess.Popen:
+    return command("run", str(config), f"run_dir={run_dir}", *overrides, launcher=launcher)
 
 
-def command(*arguments: str) -> subprocess.Popen:
+def command(*arguments: str, launcher: str = "launcher") -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "launcher", *arguments]
+    line = [sys.executable, "-m", launcher, *arguments]
     return popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -95,7 +95,7 @@ def metrics(run_dir: Path) -> list[dict]:
 def wait_for(condition, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert process.poll() is None, process.stdout.read()[-4000:]
+        assert process.poll() is None or condition(), process.stdout.read()[-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -125,11 +125,11 @@ def run_killed_twice(example: Path) -> KilledTwice:
     generator = random.Random(seed)
     during_save = generator.choice([1, 2])
     for kill in (1, 2):
-        process = start(config, run_dir)
+        process = start(config, run_dir, launcher="tests.slow_save" if kill == during_save else "launcher")
         if kill == during_save:
             saving = f"{kill + 1}.partial"
             wait_for(lambda name=saving: any((run_dir / "checkpoints").glob(name)), process)
-            time.sleep(generator.uniform(0, 0.05))
+            time.sleep(generator.uniform(0, 0.1))
         else:
             wait_for(lambda wanted=kill: len(rows(run_dir / "metrics.jsonl")) > wanted, process)
             time.sleep(generator.uniform(0, 2.0))
