@@ -139,7 +139,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self._specs, self._recording = tuple(specs), StandIns(specs).record(self.model)
         modules = {landing.module for landing in self._recording.landings}
         if slow := sorted(modules - replay.replayed(self._recording)):
-            _logger.info("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
+            _logger.warning("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
         return wanted_of(self._recording.landings)
 
     def loaded_sums(self, counted: Collection[tuple[str, Box]]) -> Sums:
