@@ -15,5 +15,6 @@ def sync_late(path: Path) -> None:
     sync(path)
 
 
-checkpoints._sync_tree = sync_late
-sys.exit(main())
+if __name__ == "__main__":
+    checkpoints._sync_tree = sync_late
+    sys.exit(main())
