@@ -119,7 +119,7 @@ class StandIns:
                     strides=destination.stride(),
                 )
                 found[landing] = None
-                if tuple(view.shape) != box.in_matrix.shape or destination.shape != view.shape:
+                if not self._is_box(name, view) or destination.shape != view.shape:
                     opaque.add(module)
                 return destination
 
@@ -154,7 +154,7 @@ class StandIns:
             if destination.is_meta:  # vLLM counts what a layer has been given before it gets memory
                 return destination
             box = self._box(name, view)
-            if tuple(view.shape) == box.in_matrix.shape:
+            if self._is_box(name, view):
                 copy_part(source, name, box, destination)
                 return destination
             part = source.part(name, box)
@@ -172,13 +172,16 @@ class StandIns:
             start.append(left // stride)
             left %= stride
         stacked = max(whole.dim() - 2, 0)
-        num_dims = whole.dim() - stacked
-        strides = zip(view.shape, view.stride(), whole.stride()[stacked:], strict=False)
-        if view.dim() != num_dims or any(size > 1 and ours != theirs for size, ours, theirs in strides):
-            start[stacked:], shape = (0,) * num_dims, whole.shape[stacked:]
-        else:
-            shape = view.shape
+        shape = view.shape
+        if not self._is_box(name, view):
+            start[stacked:], shape = (0,) * (whole.dim() - stacked), whole.shape[stacked:]
         return Box(start=tuple(start), shape=(1,) * stacked + tuple(shape))
+
+    def _is_box(self, name: str, view: torch.Tensor) -> bool:
+        """Whether a view is a box of one matrix; a transposed square is not, though it has the shape of one."""
+        strides = self._tensors[name].stride()[-2:]
+        pairs = zip(view.shape, view.stride(), strides, strict=False)
+        return view.dim() == len(strides) and all(size <= 1 or ours == theirs for size, ours, theirs in pairs)
 
 
 def copy_part(source: Source, name: str, box: Box, destination: torch.Tensor) -> None:

@@ -43,6 +43,7 @@ VIEWS = {
     "one row": lambda one: one[3],
     "transposed": lambda one: one.t(),
     "part of the transposed": lambda one: one.t()[1:4, 2:],
+    "transposed square": lambda one: one[:, 1:5].t(),
     "flat": lambda one: one.reshape(-1)[7:],
 }
 
