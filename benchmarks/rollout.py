@@ -34,7 +34,7 @@ LOWEST_RATIO = 0.95
 QUICK_METHODS = ("ngram",)
 """Starting an engine takes most of a minute's share."""
 RESAMPLES = 2000
-REPEATS = {1: 5, 8: 3}
+REPEATS = {1: 5, 8: 4, 32: 2}
 """Times that a small batch is decoded in a round, with other prompts: it takes seconds, and one is an accident."""
 WARM_UP = 3
 """The first round's responses are so many times shorter."""
@@ -58,7 +58,7 @@ class Size:
         return 64 + 3 * self.num_tokens
 
 
-FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=128)
+FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=384)
 QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, batches=(1, 8))
 
 
