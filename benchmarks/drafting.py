@@ -148,7 +148,7 @@ def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
             case = _case(length, reuse)
             yield bound_row(case, 1, epochs[0], epochs[1])
             if reuse == REUSE[0]:
-                yield bound_row(case, 0, [], epochs[0])
+                yield from (bound_row(case, 0, [], epochs[0], context=context) for context in range(4))
             if reuse == MISSED:
                 yield bound_row(f"{case}, history missing", 1, [], epochs[1])
             for contestant in field:

@@ -1,14 +1,16 @@
 """Tokens per CPU second of real vLLM engines that decode the same recorded responses with different drafts.
 
-`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3]`: one engine process per method, all with one thread
-and a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real,
-texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit
-(small batches several times), and all methods decode them one after the other, in rotating order. Ratios are taken
-between neighbours, so that a busy machine spoils both sides. The first round warms up and counts nowhere. `--quick`:
-a small model, short responses, one round of three methods; it shows that everything runs. `--trained DIR`, the work
-directory of a quickstart: what each method does with a model that samples for itself (`benchmarks.rollout_trained`).
+`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3] [--resume]`: one engine process per method, all with one
+thread and a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real,
+texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit (small
+batches several times), and all methods decode them one after the other, in rotating order. Ratios are taken between
+neighbours, so that a busy machine spoils both sides. The first round warms up and counts nowhere. A round takes most of
+an hour; OUT is written after every row, and `--resume` goes on. `--quick`: a small model, short responses, one round of
+three methods; it shows that everything runs. `--trained DIR`, the work directory of a quickstart: what each method does
+with a model that samples for itself (`benchmarks.rollout_trained`).
 """
 
+import json
 import shutil
 import statistics
 import sys
@@ -72,29 +74,62 @@ def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: i
     return history, traces
 
 
-def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, num_rounds: int) -> Iterator[Row]:
-    """Rows of all rounds; those of round 0 are not yielded."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Some responses that all methods decode, one after the other."""
+
+    round: int
+    repeat: int
+    history: str
+    batch: int
+    seed: int
+
+    def methods(self, methods: Sequence[str]) -> list[str]:
+        """In the order of this turn. Without a useful history peers have nothing to show."""
+        some = [name for name in methods if REUSE[self.history] or name in ("stock", "ours")]
+        first = (self.round + self.repeat) % len(some)
+        return some[first:] + some[:first]
+
+    def has(self, row: Row) -> bool:
+        """Whether a row is one of this turn's."""
+        mine = {"round": self.round, "repeat": self.repeat, "history": self.history, "batch": self.batch}
+        return mine.items() <= row.items()
+
+
+def turns(batches: Sequence[int], num_rounds: int) -> Iterator[Turn]:
+    """All of them, those of round 0 included, which warms up."""
     seed = 0
     for number in range(num_rounds + 1):
-        num_tokens = size.num_tokens if number else size.num_tokens // WARM_UP
-        for kind, reuse in REUSE.items():
-            methods = list(running) if reuse else [name for name in running if name in ("stock", "ours")]
-            for batch in size.batches:
+        for kind in REUSE:
+            for batch in batches:
                 for repeat in range(REPEATS.get(batch, 1) if number else 1):
                     seed += 1
-                    history, traces = write_cell(work, reuse=reuse, batch=batch, num_tokens=num_tokens, seed=seed)
-                    turn = (number + repeat) % len(methods)
-                    for method in methods[turn:] + methods[:turn]:
-                        found = running[method].decode(history, traces)
-                        if number:
-                            yield {
-                                "round": number,
-                                "repeat": repeat,
-                                "history": kind,
-                                "batch": batch,
-                                "method": method,
-                                **found,
-                            }
+                    yield Turn(round=number, repeat=repeat, history=kind, batch=batch, seed=seed)
+
+
+def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
+    """The turn's rows, if every method has decoded it: otherwise none, and it is decoded again by all."""
+    found = [row for row in rows if turn.has(row)]
+    return found if {row["method"] for row in found} >= set(turn.methods(methods)) else []
+
+
+def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, wanted: Sequence[Turn]) -> Iterator[Row]:
+    """Rows of these turns; those of round 0 are not yielded."""
+    for turn in wanted:
+        num_tokens = size.num_tokens if turn.round else size.num_tokens // WARM_UP
+        reuse = REUSE[turn.history]
+        history, traces = write_cell(work, reuse=reuse, batch=turn.batch, num_tokens=num_tokens, seed=turn.seed)
+        for method in turn.methods(list(running)):
+            found = running[method].decode(history, traces)
+            if turn.round:
+                yield {
+                    "round": turn.round,
+                    "repeat": turn.repeat,
+                    "history": turn.history,
+                    "batch": turn.batch,
+                    "method": method,
+                    **found,
+                }
 
 
 def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
@@ -104,9 +139,9 @@ def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) 
         for row in rows
         if (row["history"], row["batch"]) == (kind, batch)
     }
-    turns = sorted({key[:2] for key in cell})
+    decoded = sorted({key[:2] for key in cell})
     return [
-        cell[*turn, method] / cell[*turn, other] for turn in turns if {(*turn, method), (*turn, other)} <= cell.keys()
+        cell[*turn, method] / cell[*turn, other] for turn in decoded if {(*turn, method), (*turn, other)} <= cell.keys()
     ]
 
 
@@ -152,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="stock and ours always run"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
+    parser.add_argument("--resume", action="store_true", help="keep the turns that OUT already has")
     parser.add_argument("--trained", type=Path, help="work directory of a quickstart, for its model's own samples")
     options = parser.parse_args(argv)
     if options.trained is not None:
@@ -178,7 +214,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         intermediate=size.intermediate,
         heads=size.heads,
     )
+    before: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
     rows: list[Row] = []
+    wanted: list[Turn] = []
+    for turn in turns(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)])):
+        found = whole_turn(turn, before, methods)
+        rows += found
+        wanted += [turn] if not found and turn.round <= num_rounds else []
 
     def keep(row: Row) -> None:
         rows.append({**row, "load_average": psutil.getloadavg()[0]})
@@ -187,13 +229,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     longest, most = size.max_model_len, max(size.batches)
     reached: list[Goal] = []
-    if num_rounds:
+    if any(turn.round for turn in wanted):
         with engines(
             methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
         ) as running:
-            for row in measure(running, size, options.work, num_rounds):
+            for row in measure(running, size, options.work, wanted):
                 keep(row)
-        reached = [] if options.quick else goals(rows, methods, size.batches)
+    if num_rounds and not options.quick:
+        reached = goals(rows, methods, size.batches)
     if options.trained is not None:
         own = []
         for row in trained_rows(options.trained, methods, options.work, quick=options.quick):

@@ -7,6 +7,7 @@ texts of this batch give nothing to draft, the drafter rests: it costs next to n
 
 import logging
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -244,11 +245,7 @@ class Drafter:
         tokens = _settle(state.slots, slots, drafts, lengths, ends).tolist()
         if seconds is not None:
             self._last_prices = float(seconds[0]), float(seconds[len(tokens)])
-        found, start = [], 0
-        for end in ends.tolist():
-            found.append(tokens[start:end])
-            start = end
-        return found
+        return [tokens[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
     def _weigh_sharing(self, num_gained: float, num_accepted: float) -> None:
         """Look into the ring in every forward as long as it adds something, else in few, to see whether it does."""

@@ -61,8 +61,8 @@ _PLACES = (STICKY, MOVED, HISTORY, LIVE)
 _GIVEN_UP = 24
 """Tokens without a match after which a cursor is dropped."""
 
-_AHEAD = 2
-"""Rows that memory is asked for before its row's turn."""
+_CELLS_AHEAD, _AHEAD, _GROUP_AHEAD, _SLOT_AHEAD = 1, 2, 5, 8
+"""How many rows before its turn memory of a row is asked for. What tells where the rest lies comes first."""
 
 _STRONG = 3
 """Tokens of context from which a match that predicted nothing right is still a place to stay at."""
@@ -90,8 +90,14 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
     state, token_ids = borrowed_state(state), borrowed(token_ids)
     for row in range(len(slots)):
         slot = slots[row]
+        if row + _SLOT_AHEAD < len(slots) and slots[row + _SLOT_AHEAD] >= 0:
+            _ask_for_slot(state, slots[row + _SLOT_AHEAD], token_ids[row + _SLOT_AHEAD], num_tokens[row + _SLOT_AHEAD])
+        if row + _GROUP_AHEAD < len(slots) and slots[row + _GROUP_AHEAD] >= 0:
+            _ask_for_group(state, slots[row + _GROUP_AHEAD])
         if row + _AHEAD < len(slots) and slots[row + _AHEAD] >= 0:
             _ask_for(state, slots[row + _AHEAD], token_ids[row + _AHEAD], num_tokens[row + _AHEAD])
+        if row + _CELLS_AHEAD < len(slots) and slots[row + _CELLS_AHEAD] >= 0:
+            _ask_for_cells(state, slots[row + _CELLS_AHEAD])
         if slot < 0:
             continue
         seen, length = state.slots[slot, SEEN], num_tokens[row]
@@ -112,6 +118,41 @@ def absorb(state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: Tok
 
 
 @kernel
+def _ask_for_slot(state: DraftState, slot: int, text: TokenIds, length: int) -> None:
+    """Ask for the end of a row's text and for what says where its other memory lies."""
+    address = state.slots.ctypes.data + 8 * state.slots.shape[1] * slot
+    prefetch(address)
+    prefetch(address + CACHE_LINE)
+    prefetch(state.lengths.ctypes.data + 4 * NUM_CANDIDATES * slot)
+    prefetch(state.anchors.ctypes.data + 8 * NUM_CANDIDATES * slot)
+    prefetch(state.strengths.ctypes.data + 4 * NUM_CANDIDATES * slot)
+    prefetch(state.origins.ctypes.data + 4 * NUM_CANDIDATES * slot)
+    prefetch(text.ctypes.data + 4 * (length - 1))
+    prefetch(text.ctypes.data + 4 * (length - 1) - CACHE_LINE)
+
+
+@kernel
+def _ask_for_group(state: DraftState, slot: int) -> None:
+    """Ask for the row of its group."""
+    address = state.groups.ctypes.data + 8 * state.groups.shape[1] * state.slots[slot, GROUP]
+    prefetch(address)
+    prefetch(address + CACHE_LINE)
+
+
+@kernel
+def _ask_for_cells(state: DraftState, slot: int) -> None:
+    """Ask for what is known of the cells that a row is about to score."""
+    for candidate in range(NUM_CANDIDATES):
+        if state.lengths[slot, candidate] > 0:
+            where = state.cells[slot, candidate, 0]
+            prefetch(state.counts.ctypes.data + 8 * where)
+            prefetch(state.counts.ctypes.data + 8 * where + CACHE_LINE)
+            prefetch(state.counts.ctypes.data + 8 * where + 2 * CACHE_LINE)
+            prefetch(state.rates.ctypes.data + 4 * where)
+            prefetch(state.rates.ctypes.data + 4 * where + CACHE_LINE)
+
+
+@kernel
 def _ask_for(state: DraftState, slot: int, text: TokenIds, length: int) -> None:
     """Ask for the memory that `absorb` is about to work on for a row."""
     columns, num_tokens = state.slots[slot], state.chains.shape[2]
@@ -123,6 +164,9 @@ def _ask_for(state: DraftState, slot: int, text: TokenIds, length: int) -> None:
     prefetch(state.survivals.ctypes.data + 4 * num_tokens * slot)
     group, first = state.groups[columns[GROUP]], columns[PROMPT_LENGTH]
     prefetch(group[LIVE_TEXT] + 4 * columns[LIVE_END])
+    if columns[CURSOR_TEXT] != NOWHERE:
+        column = TOKENS if columns[CURSOR_TEXT] == IN_HISTORY else LIVE_TEXT
+        prefetch(group[column] + 4 * columns[CURSOR])
     for i in range(max(columns[SEEN], first + 1), min(length, columns[SEEN] + num_tokens)):
         bucket = bucket_of(group[NUM_BUCKETS], text, i - 1, i - first)
         prefetch(group[BUCKETS] + 4 * BUCKET * bucket)

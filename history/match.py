@@ -36,17 +36,23 @@ def num_equal(tokens: TokenIds, position: int, text: TokenIds, last: int, limit:
 
 
 @kernel
-def window(fences: Fences, num_tokens: int, text: TokenIds, last: int, limit: int) -> tuple[int, int]:
-    """The range of a segment's order in which all contexts lie that begin with the same three tokens.
-
-    If there are none, those on both sides of where they would be, one of which matches longest.
-    """
-    key = fence(
+def context_fence(text: TokenIds, last: int, limit: int) -> int:
+    """The first three tokens of the context of `last`, as fences hold them."""
+    return fence(
         text[last] if limit > 0 else SEPARATOR,
         text[last - 1] if limit > 1 else SEPARATOR,
         text[last - 2] if limit > 2 else SEPARATOR,
     )
-    first = last = count_below(fences, num_tokens, key)
+
+
+@kernel
+def window(fences: Fences, num_tokens: int, key: int, first: int) -> tuple[int, int]:
+    """The range of a segment's order in which all contexts lie that begin with the three tokens of `key`.
+
+    If there are none, those on both sides of where they would be, one of which matches longest. `first` is how many
+    fences are smaller than `key` (`count_below`).
+    """
+    last = first
     widest = len(fences) - num_last_fences(num_tokens)
     while last < first + _FEW and widest + last < len(fences) and fences[widest + last] == key:
         last += 1

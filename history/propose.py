@@ -1,7 +1,7 @@
 """Says what comes next for every row of a batch, and how likely it is to survive. Compiled, no Python per row.
 
-Rows are worked on in three passes, each asking for the memory that the next one reads: with many requests
-the index is far larger than the caches, and waiting for it would be most of the time.
+Rows are worked on in passes, each asking for the memory that the next one reads: with many requests the index is far
+larger than the caches, and waiting for it would be most of the time.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from history.live import (
     bucket_of_five,
     newest_places,
 )
-from history.match import WINDOW, best_places, follow, narrowed, window
+from history.match import WINDOW, best_places, context_fence, follow, narrowed, window
 from history.origins import ELSEWHERE, LIVING, origin_at, scaled
 from history.shared import NUM_PLACES
 from history.slots import (
@@ -57,6 +57,7 @@ from history.slots import (
     Longs,
     borrowed_state,
 )
+from history.suffix_array import descend, node_at, top_shift
 from history.types import TokenIds
 
 _HOPELESS = 0.02
@@ -83,6 +84,7 @@ def propose(
     ends = np.empty(num_rows, dtype=np.int64)
     buckets = np.empty(num_rows, dtype=np.int64)
     shared = np.full(num_rows, -1, dtype=np.int64)
+    keys, firsts = _search(state, slots, token_ids, num_tokens, rooms)
     for row in range(num_rows):
         available[row] = 0
         begins[row] = ends[row] = 0
@@ -90,7 +92,9 @@ def propose(
             state.slots[slots[row], CHOSEN] = -1
             state.slots[slots[row], DRAFTED] = 0
         if slots[row] >= 0 and rooms[row] > 0:
-            begins[row], ends[row], buckets[row] = _locate(state, slots[row], token_ids[row], num_tokens[row])
+            begins[row], ends[row], buckets[row] = _locate(
+                state, slots[row], token_ids[row], num_tokens[row], keys[row], firsts[row]
+            )
             shared[row] = _locate_shared(state, slots[row], token_ids[row], num_tokens[row])
     for row in range(num_rows):
         if slots[row] >= 0 and rooms[row] > 0:
@@ -122,7 +126,42 @@ def propose(
 
 
 @kernel
-def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[int, int, int]:
+def _search(
+    state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds
+) -> tuple[Longs, Longs]:
+    """Search every row's segment for what its text ends with: the fence of that context, and how many are smaller.
+
+    All rows go down one level before any goes down the next, so that what a row reads next has long been asked for.
+    """
+    num_rows = len(slots)
+    keys, firsts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    levels, shifts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    num_searching = 0
+    for row in range(num_rows):
+        if slots[row] >= 0 and rooms[row] > 0:
+            columns, length = state.slots[slots[row]], num_tokens[row]
+            size = state.groups[columns[GROUP], NUM_TOKENS]
+            if size > 0:
+                keys[row] = context_fence(token_ids[row], length - 1, length - columns[PROMPT_LENGTH])
+                shifts[row] = top_shift(size)
+                prefetch(state.groups[columns[GROUP], FENCES])
+                num_searching += 1
+    while num_searching > 0:
+        num_searching = 0
+        for row in range(num_rows):
+            if shifts[row] > 0:
+                group = state.groups[state.slots[slots[row], GROUP]]
+                fences = int64s_at(group[FENCES], group[NUM_FENCES])
+                levels[row], firsts[row], shifts[row] = descend(
+                    fences, group[NUM_TOKENS], keys[row], levels[row], firsts[row], shifts[row]
+                )
+                prefetch(group[FENCES] + 8 * node_at(levels[row], firsts[row]))
+                num_searching += shifts[row] > 0
+    return keys, firsts
+
+
+@kernel
+def _locate(state: DraftState, slot: int, text: TokenIds, length: int, key: int, first: int) -> tuple[int, int, int]:
     """Where to look: a range of the segment's order and a bucket of the living text (-1: none). Asks for both."""
     group = state.slots[slot, GROUP]
     limit = length - state.slots[slot, PROMPT_LENGTH]
@@ -130,7 +169,7 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int) -> tuple[
     size = state.groups[group, NUM_TOKENS]
     if size > 0:
         fences = int64s_at(state.groups[group, FENCES], state.groups[group, NUM_FENCES])
-        begin, end = window(fences, size, text, length - 1, limit)
+        begin, end = window(fences, size, key, first)
         prefetch(state.groups[group, RESPONSES])
         address = state.groups[group, ORDER]
         for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), CACHE_LINE):

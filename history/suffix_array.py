@@ -255,7 +255,7 @@ def build_fences(tokens: TokenIds, order: Order) -> Fences:
     `FANOUT`th fence of the next, the first is one node. 1.15 bytes a token.
     """
     num_positions = len(order)
-    top = _top_shift(num_positions)
+    top = top_shift(num_positions)
     total, shift = 0, top
     while shift > 0:
         total += _level_size(num_positions, shift)
@@ -273,23 +273,46 @@ def build_fences(tokens: TokenIds, order: Order) -> Fences:
 
 @kernel
 def count_below(fences: Fences, num_positions: int, key: int) -> int:
-    """How many fences of the last level are smaller than `key`.
-
-    Looks at one node a level (a cache line), and has no branches to guess: many searches run at once.
-    """
-    begin, below, shift = 0, 0, _top_shift(num_positions)
+    """How many fences of the last level are smaller than `key`."""
+    level, below, shift = 0, 0, top_shift(num_positions)
     while shift > 0:
-        node = max(below - 1, 0) * FANOUT
-        below = node
-        for i in range(FANOUT):
-            below += fences[begin + node + i] < key
-        begin += _level_size(num_positions, shift)
-        shift -= _FANOUT_BITS
+        level, below, shift = descend(fences, num_positions, key, level, below, shift)
     return below
 
 
 @kernel
-def _top_shift(num_positions: int) -> int:
+def descend(fences: Fences, num_positions: int, key: int, level: int, below: int, shift: int) -> tuple[int, int, int]:
+    """Go down one level in the search for `key`, which starts with (0, 0, `top_shift`) and ends when the shift is 0.
+
+    Looks at one node (a cache line, at `node_at`), and has no branches to guess.
+
+    Args:
+        fences: of a segment of `num_positions`.
+        num_positions: tells how large each level is.
+        key: what is looked for.
+        level: where this level begins in `fences`.
+        below: how many fences of the level before are smaller than `key`.
+        shift: this level has a fence for every 1 << shift positions.
+
+    Returns:
+        The same of the next level: where it begins, how many fences of this one are smaller, its shift.
+    """
+    node = node_at(level, below)
+    found = node - level
+    for i in range(FANOUT):
+        found += fences[node + i] < key
+    return level + _level_size(num_positions, shift), found, shift - _FANOUT_BITS
+
+
+@kernel
+def node_at(level: int, below: int) -> int:
+    """Where the node of a level begins that a search goes on in; arguments as of `descend`."""
+    return level + max(below - 1, 0) * FANOUT
+
+
+@kernel
+def top_shift(num_positions: int) -> int:
+    """The shift of a segment's first level."""
     shift = _FANOUT_BITS
     while -(-num_positions >> shift) > FANOUT:
         shift += _FANOUT_BITS
@@ -309,5 +332,5 @@ def num_last_fences(num_positions: int) -> int:
 
 def num_fences(num_positions: int) -> int:
     """Length of what `build_fences` makes."""
-    shifts = range(_FANOUT_BITS, _top_shift(num_positions) + 1, _FANOUT_BITS)
+    shifts = range(_FANOUT_BITS, top_shift(num_positions) + 1, _FANOUT_BITS)
     return sum(_level_size(num_positions, shift) for shift in shifts)

@@ -43,8 +43,11 @@ class DraftThreads:
     ) -> None:
         """`history.propose.propose`, on as many threads as the rows are worth."""
         num_parts = min(len(self._rooms) + 1, max(len(slots) // LEAST_ROWS, 1))
+        if num_parts == 1:
+            propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+            return
         edges = np.linspace(0, len(slots), num_parts + 1).astype(int).tolist()
-        first, *others = [
+        parts = [
             (
                 slots[begin:end],
                 token_ids[begin:end],
@@ -56,13 +59,12 @@ class DraftThreads:
             )
             for begin, end in pairwise(edges)
         ]
-        if others and self._pool is None:
+        if self._pool is None:
             self._pool = ThreadPoolExecutor(len(self._rooms), thread_name_prefix="drafts")
         running = [
             self._pool.submit(propose, state._replace(**room), *part)
-            for room, part in zip(self._rooms, others, strict=False)
-            if self._pool is not None
+            for room, part in zip(self._rooms, parts[1:], strict=False)
         ]
-        propose(state, *first)
+        propose(state, *parts[0])
         for part in running:
             part.result()

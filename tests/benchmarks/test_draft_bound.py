@@ -32,6 +32,22 @@ def test_nothing_is_drafted_that_is_not_there_yet() -> None:
     assert counts[1:].sum() > 0, "who is behind has what the other said before this forward"
 
 
+def test_a_place_counts_only_if_its_context_leads_there() -> None:
+    past, response = [ids(5, 6, 1, 2, 3, 4)], ids(6, 1, 2, 3, 9)
+    # 6 1 2 3 9, known beforehand; 6 | 1 2 3 9, behind the 6; 6 | 1 | 2 3 9, behind 6 and 1
+    for context, expected in ((0, [0, 0, 0, 0, 1]), (1, [1, 0, 0, 1, 0]), (2, [2, 0, 1, 0, 0])):
+        assert count_drafts(past, [response], 4, context=context).tolist() == expected, context
+    assert count_drafts(past, [ids(5, 6, 1, 2, 3, 4)], 8, context=2)[5] == 1, "beginnings lead to beginnings"
+
+
+def test_a_place_near_the_last_one_needs_no_context() -> None:
+    past = [ids(*range(10, 40))]
+    copied = ids(*range(10, 18), 99, *range(19, 27), 5)  # a token is replaced
+    assert count_drafts(past, [copied], 16, context=3).tolist()[8] == 2
+    far = ids(*range(10, 18), 99, *range(31, 39), 5)
+    assert count_drafts(past, [far], 16, context=3).tolist()[8] == 1
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_naive_search_finds_the_same(seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.forced_sampler import RESPONSE, ForcedSampler
-from benchmarks.rollout import QUICK, goals, lower_bound, ratios, write_cell
+from benchmarks.rollout import QUICK, REPEATS, goals, lower_bound, ratios, turns, whole_turn, write_cell
 from benchmarks.trace_generator import VOCABULARY
 from benchmarks.traced_engine import write_model
 from history.traces import read_traces
@@ -45,6 +45,31 @@ def test_goals_hold_the_medians_against_their_bounds() -> None:
     assert found["ours over stock, batch 8, 87 % reuse"].met
     assert found["ours over ngram, batch 8, 87 % reuse"].value == pytest.approx(20 / 12)
     assert found["ours over stock, batch 8, random history, lower 95 % bound"].value == 2
+
+
+def test_all_methods_take_turns_and_peers_have_no_useless_history() -> None:
+    methods = ("stock", "ngram", "ours")
+    found = list(turns((1, 8), 2))
+    assert len({turn.seed for turn in found}) == len(found)
+    assert [turn.repeat for turn in found if (turn.round, turn.history, turn.batch) == (2, "87 % reuse", 1)] == list(
+        range(REPEATS[1])
+    )
+    first = {turn.methods(methods)[0] for turn in found if turn.history == "87 % reuse"}
+    assert first == set(methods)
+    assert {frozenset(turn.methods(methods)) for turn in found if turn.history != "87 % reuse"} == {
+        frozenset({"stock", "ours"})
+    }
+
+
+def test_a_turn_that_was_interrupted_is_decoded_again_by_all() -> None:
+    methods = ("stock", "ngram", "ours")
+    first, second, *_ = (turn for turn in turns((1,), 1) if turn.round == 1 and turn.history == "87 % reuse")
+    rows = [{**row(1, method, 10), "repeat": 0} for method in methods]
+    rows += [{**row(1, method, 10), "repeat": 1} for method in methods[:2]]
+    rows += [{"history": "warm start", "batch": 64, "method": "stock", "temperature": 1.0}]
+    assert whole_turn(first, rows, methods) == rows[:3]
+    assert whole_turn(second, rows, methods) == []
+    assert whole_turn(second, rows, methods[:2]) == rows[3:5]
 
 
 def test_a_cell_is_one_visit_before_and_the_batch_of_the_next(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from history.match import WINDOW, best_places, follow, narrowed, num_equal, window
+from history.match import WINDOW, best_places, context_fence, follow, narrowed, num_equal, window
 from history.segment import Segment, build_segment
-from history.suffix_array import DEPTH, SEPARATOR
+from history.suffix_array import DEPTH, SEPARATOR, count_below
 from history.types import PastResponse
 
 MAX_PLACES = 8
@@ -25,7 +25,8 @@ def find(segment: Segment, prompt: list[int], output: list[int]) -> tuple[list[i
     text = np.array(prompt + output, dtype=np.int32)
     last, limit = len(text) - 1, len(output)
     tokens, order = segment.tokens, segment.order
-    begin, end = window(segment.fences, len(tokens), text, last, limit)
+    key = context_fence(text, last, limit)
+    begin, end = window(segment.fences, len(tokens), key, count_below(segment.fences, len(tokens), key))
     if end - begin > WINDOW:
         begin, end = narrowed(tokens, order, begin, end, text, last, limit)
     places = np.zeros(MAX_PLACES, dtype=np.int32)
