@@ -18,7 +18,7 @@ class ScriptedDrafter:
         """Of the rows' next drafts, repeated as often as there are rows."""
         self._random = np.random.default_rng(0)
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
         """Every request is alike."""
         return 0
 
@@ -42,7 +42,7 @@ class ScriptedDrafter:
 class ScriptedProposer(HistoryProposer):
     """vLLM's `custom_class` proposer of `benchmarks.step_time`."""
 
-    def make_drafter(self, prices: object) -> ScriptedDrafter:  # type: ignore[override]
+    def make_drafter(self, prices: object) -> ScriptedDrafter:
         """A drafter that drafts nothing until it is told to."""
         self.script = ScriptedDrafter()
         return self.script

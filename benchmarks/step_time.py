@@ -249,14 +249,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     missing = [] if options.device == "cuda" else ["any GPU: a CPU's figures show that the mechanics work, no more"]
     rows: list[Row] = []
+    failed = False
     for case in _cases(options):
         found = _run_case(case, options.work)
         if not found:
             missing.append(f"{case}: the engine failed; see its log")
+            failed = True
         rows += found
         write(options.json, rows=rows, not_measured=missing)
     _show(rows)
-    return 0 if rows else 1
+    return int(failed)
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -24,7 +24,6 @@ from history.draft_stats import DraftStats
 from rollout.engine_trace import ForwardRecord
 
 if TYPE_CHECKING:
-    from history.drafter import Drafter
     from history.prices import PriceSurface
 
 PROMPT_KEY = "prompt_key"
@@ -45,6 +44,28 @@ class ModelRunner(Protocol):
     max_model_len: int
 
 
+class RowDrafter(Protocol):
+    """What is asked of a drafter: `history.drafter.Drafter`, or another in its place."""
+
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int) -> int:
+        """The slot of a request that appeared."""
+
+    def close(self, slot: int) -> None:
+        """The request is gone."""
+
+    def propose(
+        self,
+        slots: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        num_tokens: npt.NDArray[np.int32],
+        rooms: npt.NDArray[np.int32],
+    ) -> list[list[int]]:
+        """Drafts of a batch."""
+
+    def drain(self) -> DraftStats:
+        """What happened since the last call."""
+
+
 class _Request(NamedTuple):
     slot: int
     """Of the drafter; -1 for a request that is not drafted."""
@@ -60,7 +81,7 @@ class HistoryProposer:
         self._max_forward_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._graph_sizes = tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ())
         self._segments_dir = str(vllm_config.additional_config["drafts"]["segments_dir"])
-        self._drafter: Drafter | None = None
+        self._drafter: RowDrafter | None = None
         self._requests: dict[str, _Request] = {}
         self._row_ids: list[str] = []
         self._row_slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -84,7 +105,7 @@ class HistoryProposer:
         compile_kernels()  # or load them, before the first request comes
         self._drafter = self.make_drafter(self._prices)
 
-    def make_drafter(self, prices: "PriceSurface") -> "Drafter":
+    def make_drafter(self, prices: "PriceSurface") -> RowDrafter:
         """The drafter of an engine."""
         from history.drafter import Drafter
 

@@ -1,10 +1,14 @@
 """The arithmetic of models and memory, and drafts of the lengths that were asked for."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks.scripted_proposer import ScriptedDrafter
-from benchmarks.step_time import CUDA_GRID, CUDA_SHAPES, SMALL, Case, Grid, patterns
+from benchmarks.step_time import CUDA_GRID, CUDA_SHAPES, SMALL, Case, Grid, _run_case, patterns
+from history.prices import PriceSurface
 
 
 @pytest.mark.parametrize(("name", "billions"), [("7B", 7.6), ("14B", 14.8), ("32B", 32.8)])
@@ -46,3 +50,11 @@ def test_uniform_and_ragged_patterns_are_both_there() -> None:
     kinds = patterns(4)
     assert {name for name, _ in kinds} == {"uniform", "ragged"}
     assert all((len(set(lengths)) == 1) == (name == "uniform") for name, lengths in kinds)
+
+
+def test_an_engine_verifies_drafts_of_all_lengths(tmp_path: Path) -> None:
+    rows = _run_case(Case(model="tiny", format="bf16", drafts=True, device="cpu", quick=True), tmp_path)
+    verified = {(row["num_rows"], row["num_tokens"]) for row in rows}
+    assert {(1, 1), (1, 17), (4, 4), (4, 68)} <= verified
+    (tmp_path / "record.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert PriceSurface.load(tmp_path / "record.json", only={"engine": "drafts"}).seconds(4, 68) > 0
