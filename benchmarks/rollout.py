@@ -37,7 +37,7 @@ QUICK_METHODS = ("ngram",)
 """Starting an engine takes most of a minute's share."""
 RESAMPLES = 2000
 REPEATS = {1: 5, 8: 4, 32: 2}
-"""Times that a small batch is decoded in a round, with other prompts: it takes seconds, and one is an accident."""
+"""Times that a batch is decoded in a round, with other prompts: a small one takes seconds, and one is an accident."""
 WARM_UP = 3
 """The first round's responses are so many times shorter."""
 

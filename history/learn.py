@@ -145,6 +145,7 @@ def _ask_for_cells(state: DraftState, slot: int) -> None:
     for candidate in range(NUM_CANDIDATES):
         if state.lengths[slot, candidate] > 0:
             where = state.cells[slot, candidate, 0]
+            # the cells of a chain's first four tokens lie within so many lines, if nothing but the depth differs
             prefetch(state.counts.ctypes.data + 8 * where)
             prefetch(state.counts.ctypes.data + 8 * where + CACHE_LINE)
             prefetch(state.counts.ctypes.data + 8 * where + 2 * CACHE_LINE)
