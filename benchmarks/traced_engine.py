@@ -1,6 +1,8 @@
 """One vLLM engine in this process that decodes recorded responses, with the worker and arguments of the product.
 
-Time is CPU time of the whole process while it decodes; prompts are computed before the clock starts.
+Responses are sampled as a rollout's are: at temperature 1, seeded, with their log-probabilities. Only an engine that
+drafts as the product does samples as it does; all others, stock ones included, sample as vLLM does. Time is CPU time of
+the whole process while it decodes; prompts are computed before the clock starts.
 """
 
 import json
@@ -82,6 +84,8 @@ class TracedEngine:
 
     def __init__(self, spec: EngineSpec, speculation: Speculation | None = None) -> None:
         self.engine, self.worker = start_engine(spec, speculation)
+        if speculation is not None or spec.drafts is None:
+            del self.worker.model_runner._sample  # ours, in the place of the class's
         self._sampler = ForcedSampler(self.worker.model_runner)
         self._directory = spec.directory
         self._num_requests = 0
@@ -137,7 +141,10 @@ class TracedEngine:
 
     def _add(self, number: int, trace: Trace) -> str:
         parameters = SamplingParams(
-            temperature=0.0,
+            temperature=1.0,
+            seed=number,
+            logprobs=0,
+            flat_logprobs=True,
             max_tokens=len(trace.response_ids),
             ignore_eos=True,
             detokenize=False,

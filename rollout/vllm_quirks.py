@@ -121,12 +121,9 @@ def seeded_request_dies_in_partial_prefill(runner: ModelRunner) -> Iterator[None
     """Let rows whose sampled token will be thrown away sample without their own generator.
 
     A prompt that is prefilled in several chunks samples a token after each of them, and vLLM rewinds the request's
-    generator for all but the last by its CUDA offset, which a CPU generator does not have. Without the generator there
-    is nothing to rewind; the request's stream of random numbers is the same as on CUDA.
+    generator for all but the last by its CUDA offset, which a CPU generator does not have, and which one that
+    `rollout.sampler` has read its seed from has never left. Without the generator there is nothing to rewind.
     """
-    if not current_platform.is_cpu():
-        yield
-        return
     generators = runner.input_batch.generators
     discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
     aside = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from history.draft_stats import DraftStats
-from rollout import vllm_compat, vllm_quirks
+from rollout import sampler, vllm_compat, vllm_quirks
 from rollout.engine_trace import ForwardLog, ForwardRecord
 from rollout.owner_watch import die_with
 from rollout.proposer import HistoryProposer
@@ -123,8 +123,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     # -- drafts ------------------------------------------------------------------------------------
 
     def compile_or_warm_up_model(self) -> object:
-        """Bind the proposer, once the model is there and before the first request is."""
+        """Take sampling over and bind the proposer, once the model is there and before the first request is."""
         done = super().compile_or_warm_up_model()
+        sampler.install(self.model_runner)
         if (proposer := self._proposer()) is not None and self.rank == 0:
             vllm_quirks.one_request_near_its_end_takes_the_drafts_of_all(self.model_runner)
             proposer.bind(self.model_runner, forward_ended=self._close_record)

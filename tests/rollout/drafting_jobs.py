@@ -12,6 +12,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -169,11 +170,16 @@ class Jobs:
         self._originals = {name: getattr(rejection_sampler, name) for name in QUIRKS.values()}
         self._collect, gc.collect = gc.collect, lambda *args: 0  # vLLM collects eight times per engine
 
-    def run(self, orders: dict[str, list[Order]], kind: Kind, drafts: DraftSpec | None = None) -> None:
-        """One engine for some jobs one after another, each by its name."""
+    def run(
+        self, orders: dict[str, list[Order]], kind: Kind, drafts: DraftSpec | None = None, *, by_vllm: bool = False
+    ) -> None:
+        """One engine for some jobs one after another, each by its name, sampled by us or by vLLM."""
         from vllm.platforms import current_platform
 
-        llm = engine(self.root, kind, drafts=drafts)
+        from rollout import sampler
+
+        with patch.object(sampler, "install", (lambda runner: None) if by_vllm else sampler.install):
+            llm = engine(self.root, kind, drafts=drafts)
         for name, of_job in orders.items():
             self.found[name] = emit(
                 llm, of_job, at_once=SMALL_BATCH if name.endswith(IN_SMALL_BATCHES) else len(of_job)
@@ -185,7 +191,7 @@ class Jobs:
 
     def greedy(self, kind: Kind) -> None:
         orders, stock = greedy_orders(), f"greedy-{kind.name}-stock"
-        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": orders}, kind)
+        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": orders}, kind, by_vllm=True)
         segments = publish(self.root / f"history-greedy-{kind.name}", orders, self.found[stock].tokens)
         drafts = DraftSpec(max_draft_tokens=8, segments_dir=segments)
         self.run({f"greedy-{kind.name}-drafted": orders}, kind, drafts)
@@ -206,13 +212,14 @@ class Jobs:
         )
         if kind is not KINDS[0]:
             return
-        for quirk, name in QUIRKS.items() if current_platform.is_cpu() else ():
-            kept = getattr(vllm_quirks, quirk), getattr(rejection_sampler, name)
+        for quirk, replaced in QUIRKS.items() if current_platform.is_cpu() else ():
+            kept = getattr(vllm_quirks, quirk), getattr(rejection_sampler, replaced)
             setattr(vllm_quirks, quirk, lambda: None)
-            setattr(rejection_sampler, name, self._originals[name])
-            self.run({f"sampled-{kind.name}-1.0-without-{quirk}": sampled_orders(1.0, samples=80)}, kind, drafts)
+            setattr(rejection_sampler, replaced, self._originals[replaced])
+            name = f"sampled-{kind.name}-1.0-without-{quirk}"
+            self.run({name: sampled_orders(1.0, samples=80)}, kind, drafts, by_vllm=True)
             setattr(vllm_quirks, quirk, kept[0])
-            setattr(rejection_sampler, name, kept[1])
+            setattr(rejection_sampler, replaced, kept[1])
 
 
 def main() -> None:

@@ -1,0 +1,263 @@
+"""Which tokens a forward emits: every token is drawn by a number of its own, and a draft stands as far as it agrees.
+
+The number is a hash of the response's seed and of the token's place in its text. So a response is the same with drafts
+and without, in whatever batch, however often it was preempted, but for the rounding of its logits. A draft token is
+accepted if it is what was drawn, which happens with the probability that the model gives it; what stands in its place
+otherwise is distributed as the model says of all other tokens. That is speculative sampling (Leviathan et al.,
+arXiv:2211.17192) of drafts that are certain of themselves.
+
+vLLM's rejection sampler also runs where nothing is drafted, and for log-probabilities it copies a row of logits for
+each request and token of the longest draft: more memory than all logits together, more time than some forwards.
+
+Invariant: what is asked for beyond temperature, top-p, top-k and the log-probability of the emitted token, vLLM does.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+_log = logging.getLogger(__name__)
+
+_BLOCK = 256
+"""Tokens of the vocabulary whose probabilities are added up first: a token is looked for among blocks, then in one."""
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Logits that are looked at together: as many as stay in a core's cache; 256 MB on a GPU."""
+_GREEDY = 1e-5
+"""Temperatures below are taken for 0, as vLLM does."""
+_IDLE = (
+    (MinPLogitsProcessor, "min_p_count"),
+    (LogitBiasLogitsProcessor, "biases"),
+    (MinTokensLogitsProcessor, "min_toks"),
+)
+"""Fields of vLLM's own logits processors that are 0 or empty while no request asks for them."""
+
+
+class ModelRunner(Protocol):
+    """What is used of vLLM's model runner (V1)."""
+
+    input_batch: InputBatch
+    sampler: Sampler
+
+    def _sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput: ...
+
+
+class TokenSampler:
+    """Stands in the place of a runner's `_sample`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._by_vllm = runner._sample
+        self._has_left_some = False
+
+    def sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput:
+        """Emit what is accepted of each draft and one more token.
+
+        Args:
+            logits: [M, V], of each request one row for every token of its draft and one more; requests as in the batch.
+            metadata: of the drafts; None for an engine without any.
+        """
+        batch = self._runner.input_batch
+        sampling = batch.sampling_metadata
+        if self._runner.sampler.logprobs_mode != "processed_logprobs" or not _is_plain(sampling):
+            if not self._has_left_some:
+                _log.warning("a request asks for what only vLLM's own sampler does; beside it, all are sampled there")
+            self._has_left_some = True
+            return self._by_vllm(logits, metadata)
+        num_rows = batch.num_reqs
+        lengths = np.ones(num_rows, dtype=np.int64)
+        if metadata is not None:
+            lengths += metadata.num_draft_tokens
+        starts = lengths.cumsum() - lengths
+        rows = np.repeat(np.arange(num_rows), lengths)
+        places = batch.num_tokens_no_spec[:num_rows][rows] + np.arange(len(rows)) - starts[rows]
+        uniforms = torch.from_numpy(uniform_numbers(_seeds(sampling.generators, num_rows)[rows], places))
+        tokens, logprobs = draw(
+            logits, sampling, rows=torch.from_numpy(rows).to(logits.device), uniforms=uniforms.to(logits.device)
+        )
+        return emit(tokens, logprobs, metadata, torch.from_numpy(starts).to(logits.device))
+
+
+def install(runner: ModelRunner) -> None:
+    """Sample like this in all forwards from now on."""
+    runner._sample = TokenSampler(runner).sample  # type: ignore[method-assign]
+
+
+def uniform_numbers(seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 bits, functions of seed and place alone; arguments and result [M].
+
+    SplitMix64 (Steele, Lea and Flood 2014), begun at a hash of the seed: neighbouring seeds share no stream.
+    """
+    bits = _mixed(_mixed(seeds) + places.astype(np.uint64) * _GOLDEN) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _seeds(generators: Mapping[int, torch.Generator], num_rows: int) -> npt.NDArray[np.uint64]:
+    """[R]; a request without a seed gets a new one in every forward."""
+    found = torch.randint(2**63 - 1, (num_rows,)).numpy().astype(np.uint64)
+    for row, generator in generators.items():
+        found[row] = generator.initial_seed()
+    return found
+
+
+def _is_plain(sampling: SamplingMetadata) -> bool:
+    """Whether nothing is asked for that only vLLM does."""
+    holder = sampling.thinking_budget_state_holder
+    return (
+        sampling.no_penalties
+        and sampling.max_num_logprobs in (None, 0)
+        and not sampling.logprob_token_ids
+        and sampling.allowed_token_ids_mask is None
+        and not sampling.bad_words_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
+    )
+
+
+def _is_idle(processor: LogitsProcessor) -> bool:
+    return any(type(processor) is kind and not getattr(processor, field) for kind, field in _IDLE)
+
+
+def draw(
+    logits: torch.Tensor, sampling: SamplingMetadata, *, rows: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A token for every position, and its log-probability if that is asked for.
+
+    Args:
+        logits: [M, V]; left as they are.
+        sampling: temperature, top-p and top-k of R requests.
+        rows: [M], the request of each position.
+        uniforms: [M], float64 in [0, 1).
+
+    Returns:
+        [M], int64, and [M], float32: at the temperature, after top-p and top-k.
+    """
+    num_positions, vocabulary = logits.shape
+    step = max(_AT_ONCE[logits.device.type] // vocabulary, 1)
+    num_blocks = -(-vocabulary // _BLOCK)
+    # what comes behind the vocabulary stays 0
+    weights = torch.zeros((min(step, num_positions), num_blocks, _BLOCK), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_positions, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(num_positions, dtype=torch.float32, device=logits.device)
+    for start in range(0, num_positions, step):
+        part = slice(start, min(start + step, num_positions))
+        tokens[part], found = _draw_part(
+            logits[part], sampling, rows[part], uniforms[part], weights[: part.stop - part.start]
+        )
+        if found is not None:
+            logprobs[part] = found
+    return tokens, None if sampling.max_num_logprobs is None else logprobs
+
+
+def _draw_part(
+    logits: torch.Tensor, sampling: SamplingMetadata, rows: torch.Tensor, uniforms: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same of so few positions that they are all looked at together; `weights` is room for their probabilities."""
+    scores = weights.flatten(1)[:, : logits.shape[1]]
+    scores.copy_(logits)
+    greedy, is_greedy, temperatures = None, None, None
+    if not sampling.all_random:
+        greedy = Sampler.greedy_sample(scores.contiguous())
+        if sampling.all_greedy and sampling.max_num_logprobs is None:
+            return greedy, None
+    if sampling.temperature is not None:
+        temperatures = sampling.temperature[rows]
+        is_greedy = temperatures < _GREEDY
+        temperatures = temperatures.masked_fill(is_greedy, 1.0).unsqueeze(1)
+        scores.div_(temperatures)
+    if sampling.top_k is not None or sampling.top_p is not None:
+        top_k, top_p = (None if x is None else x[rows] for x in (sampling.top_k, sampling.top_p))
+        scores.copy_(apply_top_k_top_p(scores.contiguous(), top_k, top_p))
+    greatest = scores.amax(dim=-1)
+    # torch's exponential alone takes ten times as long for what comes to 0
+    scores.copy_(scores.softmax(dim=-1))
+    tokens = _pick(weights, uniforms)
+    if greedy is not None:
+        tokens = greedy if is_greedy is None else torch.where(is_greedy, greedy, tokens)
+    # from the logit: the probability of what is very unlikely has few bits
+    chosen = logits.gather(1, tokens.unsqueeze(1)).float()
+    if temperatures is not None:
+        chosen /= temperatures
+    return tokens, chosen.squeeze(1) - greatest + scores.amax(dim=-1).log()
+
+
+def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Where the share `uniforms` of all weight lies to the left.
+
+    Blocks and the tokens of one are added up in float64: a token's chance is as exact as its weight, however small.
+
+    Args:
+        weights: [M, B, N], float32, at least one of each M above 0.
+        uniforms: [M], float64.
+
+    Returns:
+        [M], int64, among B x N; never a place without weight.
+    """
+    blocks = weights.sum(dim=-1).double()
+    ends = blocks.cumsum(dim=-1)
+    goal = _below(uniforms * ends[:, -1], ends[:, -1])
+    block = torch.searchsorted(ends, goal, right=True)
+    inside = blocks.gather(1, block)
+    share = (goal - (ends.gather(1, block) - inside)) / inside
+    chosen = weights.gather(1, block.unsqueeze(2).expand(-1, -1, weights.shape[2])).squeeze(1).double().cumsum(dim=-1)
+    place = torch.searchsorted(chosen, _below(share.squeeze(1) * chosen[:, -1], chosen[:, -1]), right=True)
+    return (block * weights.shape[2] + place).squeeze(1)
+
+
+def _below(goal: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """[M, 1] of [M]; rounding may have brought it to the end or below 0."""
+    return torch.minimum(goal.clamp(min=0), torch.nextafter(end, torch.zeros_like(end))).unsqueeze(1)
+
+
+def emit(
+    tokens: torch.Tensor, logprobs: torch.Tensor | None, metadata: SpecDecodeMetadata | None, starts: torch.Tensor
+) -> SamplerOutput:
+    """Of each request the tokens up to the first that is not the draft's, that one included.
+
+    Args:
+        tokens: [M], drawn at all positions.
+        logprobs: [M], or None.
+        metadata: of the drafts; None if there are none.
+        starts: [R], first position of each request.
+    """
+    most = 0 if metadata is None else metadata.max_spec_len
+    numbers = torch.arange(most + 1, device=tokens.device)
+    places = (starts.unsqueeze(1) + numbers).clamp(max=len(tokens) - 1)
+    emitted = tokens[places]
+    if metadata is not None and most:
+        drafts = torch.full_like(tokens, -1)  # a draft's padding is -1, too, which is drawn nowhere
+        drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
+        agrees = tokens == drafts
+        ends = agrees[places].long().cumprod(dim=1).sum(dim=1, keepdim=True)
+        emitted = emitted.masked_fill(numbers > ends, -1)
+    found = None
+    if logprobs is not None:
+        flat = emitted.reshape(-1, 1)
+        # ranks are not looked for: nobody reads them
+        found = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), torch.zeros_like(flat[:, 0]))
+    return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=found)
