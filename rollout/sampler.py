@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 _BLOCK = 256
 """Tokens of the vocabulary whose probabilities are added up first: a token is looked for among blocks, then in one."""
-_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Logits that are looked at together: as many as stay in a core's cache; 256 MB on a GPU."""
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""Logits that are looked at together: as many as stay in a core's cache; 128 MB on a GPU."""
 _GREEDY = 1e-5
 """Temperatures below are taken for 0, as vLLM does."""
 _IDLE = (
@@ -196,7 +196,8 @@ def _draw_part(
     greatest = scores.amax(dim=-1)
     # torch's exponential alone takes ten times as long for what comes to 0
     scores.copy_(scores.softmax(dim=-1))
-    tokens = _pick(weights, uniforms)
+    # what logits that are not numbers lead to is one of the vocabulary, its log-probability is none
+    tokens = _pick(weights, uniforms).clamp(max=logits.shape[1] - 1)
     if greedy is not None:
         tokens = greedy if is_greedy is None else torch.where(is_greedy, greedy, tokens)
     # from the logit: the probability of what is very unlikely has few bits
@@ -216,17 +217,17 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         uniforms: [M], float64.
 
     Returns:
-        [M], int64, among B x N; never a place without weight.
+        [M], int64, among B x N; never a place without weight, but for weights that are not numbers.
     """
     blocks = weights.sum(dim=-1).double()
     ends = blocks.cumsum(dim=-1)
     goal = _below(uniforms * ends[:, -1], ends[:, -1])
-    block = torch.searchsorted(ends, goal, right=True)
+    block = torch.searchsorted(ends, goal, right=True).clamp(max=weights.shape[1] - 1)
     inside = blocks.gather(1, block)
     share = (goal - (ends.gather(1, block) - inside)) / inside
     chosen = weights.gather(1, block.unsqueeze(2).expand(-1, -1, weights.shape[2])).squeeze(1).double().cumsum(dim=-1)
     place = torch.searchsorted(chosen, _below(share.squeeze(1) * chosen[:, -1], chosen[:, -1]), right=True)
-    return (block * weights.shape[2] + place).squeeze(1)
+    return (block * weights.shape[2] + place.clamp(max=weights.shape[2] - 1)).squeeze(1)
 
 
 def _below(goal: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
@@ -258,6 +259,6 @@ def emit(
     found = None
     if logprobs is not None:
         flat = emitted.reshape(-1, 1)
-        # ranks are not looked for: nobody reads them
+        # ranks are left out (0): nobody reads them, and they cost a pass over the logits
         found = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), torch.zeros_like(flat[:, 0]))
     return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=found)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import step_time
 from benchmarks.scripted_proposer import ScriptedDrafter
 from benchmarks.step_time import CUDA_GRID, CUDA_SHAPES, SMALL, Case, Grid, _run_case, patterns
 from history.prices import PriceSurface
@@ -58,3 +59,16 @@ def test_an_engine_verifies_drafts_of_all_lengths(tmp_path: Path) -> None:
     assert {(1, 1), (1, 17), (4, 4), (4, 68)} <= verified
     (tmp_path / "record.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
     assert PriceSurface.load(tmp_path / "record.json", only={"engine": "drafts"}).seconds(4, 68) > 0
+
+
+def test_an_engine_that_failed_is_named_and_ends_the_benchmark_with_an_error(tmp_path: Path, monkeypatch) -> None:
+    point = {"num_rows": 1, "num_tokens": 1, "seconds": 0.1}
+    monkeypatch.setattr(step_time, "_run_case", lambda case, work: [] if case.drafts else [point])
+    record = tmp_path / "record.json"
+    command = [f"--json={record}", "--quick", f"--work={tmp_path}"]
+    assert step_time.main(command) == 1
+    found = json.loads(record.read_text(encoding="utf-8"))
+    assert found["rows"] == [point]
+    assert any("drafts=True" in line and "failed" in line for line in found["not_measured"])
+    monkeypatch.setattr(step_time, "_run_case", lambda case, work: [point])
+    assert step_time.main(command) == 0

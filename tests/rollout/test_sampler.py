@@ -143,6 +143,16 @@ def test_what_has_no_probability_is_never_drawn(uniform):
     assert logprobs.tolist() == [0, 0, 0]
 
 
+def test_logits_that_are_not_numbers_show_in_the_log_probability_of_their_row_alone():
+    logits = torch.randn(3, 300)
+    expected, said = every_row(metadata_of([1.0] * 3), logits, [0.3] * 3)
+    logits[1] = torch.nan
+    tokens, logprobs = every_row(metadata_of([1.0] * 3), logits, [0.3] * 3)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert 0 <= tokens[1] < 300
+    assert torch.equal(tokens[[0, 2]], expected[[0, 2]]) and torch.equal(logprobs[[0, 2]], said[[0, 2]])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_top_k_and_top_p_of_each_request_are_those_of_vllm(dtype):
     """vLLM draws with other noise, so what it says of our tokens is held against what we say."""
