@@ -24,6 +24,7 @@ VLLM_ADAPTERS = {
     "rollout/slices.py",
     "rollout/fp8_emulation.py",
     "rollout/vllm_compat.py",
+    "rollout/sampler.py",
     "rollout/vllm_quirks.py",
     "rollout/worker.py",
 }
