@@ -81,6 +81,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         owner = self.vllm_config.additional_config.get("owner_pid")
         if owner is not None:
             die_with(owner)
+        # for what `sampler` leaves to vLLM's own
         vllm_quirks.drafted_rows_are_sampled_at_a_random_temperature()
         vllm_quirks.padding_of_a_draft_is_accepted()
         super().init_device()
