@@ -1,6 +1,6 @@
 """Makes an engine emit recorded responses, whatever its model thinks: real forwards, known texts.
 
-Before vLLM samples or verifies drafts, the logit of the recorded token is raised above all others in every row,
+Before an engine samples or verifies drafts, the logit of the recorded token is raised above all others in every row,
 those of draft positions included. So at any temperature the recording is emitted, and a draft is accepted as far as it
 agrees with it, by the engine's own sampler. A model of random weights then decodes like a trained one, with every
 method alike.

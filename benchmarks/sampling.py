@@ -10,7 +10,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
@@ -22,10 +25,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from benchmarks.record import Row, arguments, write
 from rollout import vllm_quirks
-from rollout.sampler import draw, emit
+from rollout.sampler import ModelRunner, TokenSampler
 
 LOGPROBS = "processed_logprobs"
-VOCABULARIES = {"cpu": (32_000, 151_936), "cuda": (32_000, 151_936)}
+VOCABULARIES = (32_000, 151_936)
 REQUESTS = {"cpu": (1, 8, 32, 64), "cuda": (1, 8, 32, 64, 256)}
 LONGEST = 16
 SHAPES: Mapping[str, Callable[[int], list[int]]] = {
@@ -102,19 +105,15 @@ def rows_of(shape: str, num_requests: int, vocabulary: int, device: str) -> list
     lengths = SHAPES[shape](num_requests)
     torch.manual_seed(0)
     drafts = draft_metadata([torch.randint(vocabulary, (length,)).tolist() for length in lengths], device)
-    counts = torch.tensor(lengths) + 1
-    rows = torch.arange(num_requests).repeat_interleave(counts).to(device)
-    starts = (counts.cumsum(0) - counts).to(device)
-    logits = (2 * torch.randn(len(rows), vocabulary, device=device)).bfloat16()
-    uniforms = torch.rand(len(rows), dtype=torch.float64, device=device)
+    logits = (2 * torch.randn(num_requests + sum(lengths), vocabulary, device=device)).bfloat16()
     sampling, sampler = sampling_metadata(num_requests, device), Sampler(LOGPROBS)
     rejection = RejectionSampler(sampler)
-
-    def ours() -> SamplerOutput:
-        return emit(*draw(logits, sampling, rows=rows, uniforms=uniforms), drafts, starts)
-
+    batch = SimpleNamespace(
+        sampling_metadata=sampling, num_reqs=num_requests, num_tokens_no_spec=np.zeros(num_requests, dtype=np.int32)
+    )
+    ours = TokenSampler(cast(ModelRunner, SimpleNamespace(input_batch=batch, sampler=sampler, _sample=None)))
     methods: dict[str, Callable[[], SamplerOutput]] = {
-        "ours": ours,
+        "ours": lambda: ours.sample(logits, drafts),
         "vllm": lambda: rejection(drafts, None, logits, sampling),
     }
     if not any(lengths):
@@ -140,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vllm_quirks.padding_of_a_draft_is_accepted()
     device: str = options.device
     rows: list[Row] = []
-    for vocabulary in VOCABULARIES[device][: 1 if options.quick else None]:
+    for vocabulary in VOCABULARIES[: 1 if options.quick else None]:
         for num_requests in REQUESTS[device][: 2 if options.quick else None]:
             for shape in SHAPES:
                 if (sum(SHAPES[shape](num_requests)) + num_requests) * vocabulary > MOST_LOGITS[device]:

@@ -1,10 +1,10 @@
 """Which tokens a forward emits: every token is drawn by a number of its own, and a draft stands as far as it agrees.
 
 The number is a hash of the response's seed and of the token's place in its text. So a response is the same with drafts
-and without, in whatever batch, however often it was preempted, but for the rounding of its logits. A draft token is
-accepted if it is what was drawn, which happens with the probability that the model gives it; what stands in its place
-otherwise is distributed as the model says of all other tokens. That is speculative sampling (Leviathan et al.,
-arXiv:2211.17192) of drafts that are certain of themselves.
+and without, in whatever batch, but for the rounding of its logits. A draft token is accepted if it is what was drawn,
+which happens with the probability that the model gives it; what stands in its place otherwise is distributed as the
+model says of all other tokens. That is speculative sampling (Leviathan et al., arXiv:2211.17192) of drafts that are
+certain of themselves.
 
 vLLM's rejection sampler also runs where nothing is drafted, and for log-probabilities it copies a row of logits for
 each request and token of the longest draft: more memory than all logits together, more time than some forwards.
@@ -77,7 +77,7 @@ class TokenSampler:
         if self._runner.sampler.logprobs_mode != "processed_logprobs" or not _is_plain(sampling):
             if not self._has_left_some:
                 _log.warning("a request asks for what only vLLM's own sampler does; beside it, all are sampled there")
-            self._has_left_some = True
+                self._has_left_some = True
             return self._by_vllm(logits, metadata)
         num_rows = batch.num_reqs
         lengths = np.ones(num_rows, dtype=np.int64)
@@ -194,7 +194,7 @@ def _draw_part(
         top_k, top_p = (None if x is None else x[rows] for x in (sampling.top_k, sampling.top_p))
         scores.copy_(apply_top_k_top_p(scores.contiguous(), top_k, top_p))
     greatest = scores.amax(dim=-1)
-    # torch's exponential alone takes ten times as long for what comes to 0
+    # on a CPU torch's exponential alone takes ten times as long for what comes to 0
     scores.copy_(scores.softmax(dim=-1))
     # what logits that are not numbers lead to is one of the vocabulary, its log-probability is none
     tokens = _pick(weights, uniforms).clamp(max=logits.shape[1] - 1)

@@ -1,6 +1,7 @@
 """Tokens are drawn as the model says, by numbers of their own, and drafts only say which come at once."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from benchmarks.sampling import draft_metadata
+from benchmarks.sampling import draft_metadata, sampling_metadata
 from rollout.sampler import draw, emit, install, uniform_numbers
 
 GREATEST = 1 - 2.0**-53
@@ -33,27 +34,17 @@ def metadata_of(
     seeds: dict[int, int] | None = None,
     **more: object,
 ) -> SamplingMetadata:
-    nothing = torch.zeros(len(temperatures))
     greedy = [temperature == 0 for temperature in temperatures]
-    fields = {
-        "temperature": None if all(greedy) else torch.tensor(temperatures),
-        "all_greedy": all(greedy),
-        "all_random": not any(greedy),
-        "top_p": None if top_p is None else torch.tensor(top_p),
-        "top_k": None if top_k is None else torch.tensor(top_k, dtype=torch.int32),
-        "generators": {row: torch.Generator().manual_seed(seed) for row, seed in (seeds or {}).items()},
-        "max_num_logprobs": logprobs,
-        "no_penalties": True,
-        "prompt_token_ids": None,
-        "frequency_penalties": nothing,
-        "presence_penalties": nothing,
-        "repetition_penalties": nothing,
-        "output_token_ids": [[] for _ in temperatures],
-        "allowed_token_ids_mask": None,
-        "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
-    }
-    return SamplingMetadata(**(fields | more))
+    return replace(
+        sampling_metadata(len(temperatures), "cpu"),
+        temperature=None if all(greedy) else torch.tensor(temperatures),
+        all_greedy=all(greedy),
+        all_random=not any(greedy),
+        top_p=None if top_p is None else torch.tensor(top_p),
+        top_k=None if top_k is None else torch.tensor(top_k, dtype=torch.int32),
+        generators={row: torch.Generator().manual_seed(seed) for row, seed in (seeds or {}).items()},
+        **({"max_num_logprobs": logprobs} | more),
+    )
 
 
 def every_row(sampling: SamplingMetadata, logits: torch.Tensor, uniforms: list[float] | np.ndarray):
@@ -318,6 +309,21 @@ def test_what_only_vllm_does_is_left_to_it_and_said_once(more, caplog):
             rows._sample(torch.zeros(2, 40), None)
     assert rows.left == 3
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "idle", "busy"),
+    [(MinPLogitsProcessor, "min_p_count", 0, 1), (LogitBiasLogitsProcessor, "biases", {}, {0: {3: 1.0}})],
+)
+def test_a_processor_of_vllms_counts_while_a_request_asks_for_it(kind, field, idle, busy):
+    processor = kind.__new__(kind)
+    rows = Rows(metadata_of([1.0] * 2, logitsprocs=LogitsProcessors([processor])))
+    setattr(processor, field, idle)
+    rows.forward(None)
+    assert rows.left == 0
+    setattr(processor, field, busy)
+    rows._sample(torch.zeros(2, 40), None)
+    assert rows.left == 1
 
 
 def test_other_log_probabilities_than_processed_ones_are_left_to_vllm():
