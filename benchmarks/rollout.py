@@ -4,18 +4,21 @@
 thread and a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real,
 texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit (small
 batches several times), and all methods decode them one after the other, in rotating order. Ratios are taken between
-neighbours, so that a busy machine spoils both sides. The first round warms up and counts nowhere. A round takes most of
-an hour; OUT is written after every row, and `--resume` goes on. `--quick`: a small model, short responses, one round of
-three methods; it shows that everything runs. `--trained DIR`, the work directory of a quickstart: what each method does
-with a model that samples for itself (`benchmarks.rollout_trained`).
+neighbours, so that a busy machine spoils both sides. Every round starts its engines anew, so that what one process
+happens to do faster than another averages out, and warms them up by turns that count nowhere. A round takes an hour;
+OUT is written after every row, and `--resume` goes on. `--methods stock ours` and `--histories` choose what is measured
+of the rounds that OUT does not have yet. `--quick`: a small model, short responses, one round of three methods; it
+shows that everything runs. `--trained DIR`, the work directory of a quickstart: what each method does with a model that
+samples for itself (`benchmarks.rollout_trained`).
 """
 
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +42,7 @@ RESAMPLES = 2000
 REPEATS = {1: 5, 8: 4, 32: 2}
 """Times that a batch is decoded in a round, with other prompts: a small one takes seconds, and one is an accident."""
 WARM_UP = 3
-"""The first round's responses are so many times shorter."""
+"""Responses that warm engines up are so many times shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Size:
     heads: int
     intermediate: int
     num_tokens: int
-    """Mean length of a response."""
+    """Mean length of a response that counts."""
     batches: Sequence[int] = BATCHES
 
     @property
@@ -83,6 +86,7 @@ class Turn:
     history: str
     batch: int
     seed: int
+    """Of its prompts; no two turns have the same."""
 
     def methods(self, methods: Sequence[str]) -> list[str]:
         """In the order of this turn. Without a useful history peers have nothing to show."""
@@ -96,15 +100,34 @@ class Turn:
         return mine.items() <= row.items()
 
 
-def turns(batches: Sequence[int], num_rounds: int) -> Iterator[Turn]:
-    """All of them, those of round 0 included, which warms up."""
-    seed = 0
-    for number in range(num_rounds + 1):
-        for kind in REUSE:
-            for batch in batches:
-                for repeat in range(REPEATS.get(batch, 1) if number else 1):
-                    seed += 1
-                    yield Turn(round=number, repeat=repeat, history=kind, batch=batch, seed=seed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What engines decode between their start and their end."""
+
+    number: int
+    warm_ups: Sequence[Turn]
+    """The useless history first: those that count begin with engines that a history has been of use to."""
+    turns: Sequence[Turn]
+
+
+def rounds(batches: Sequence[int], num_rounds: int) -> Iterator[Round]:
+    """All of them."""
+    seeds = count(1)
+    for number in range(1, num_rounds + 1):
+
+        def turn(history: str, batch: int, repeat: int = 0, number: int = number) -> Turn:
+            return Turn(round=number, repeat=repeat, history=history, batch=batch, seed=next(seeds))
+
+        yield Round(
+            number=number,
+            warm_ups=[turn(history, batch) for history in reversed(REUSE) for batch in batches],
+            turns=[
+                turn(history, batch, repeat)
+                for history in REUSE
+                for batch in batches
+                for repeat in range(REPEATS.get(batch, 1))
+            ],
+        )
 
 
 def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
@@ -113,23 +136,35 @@ def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[
     return found if {row["method"] for row in found} >= set(turn.methods(methods)) else []
 
 
-def measure(running: Mapping[str, EngineProcess], size: Size, work: Path, wanted: Sequence[Turn]) -> Iterator[Row]:
-    """Rows of these turns; those of round 0 are not yielded."""
-    for turn in wanted:
-        num_tokens = size.num_tokens if turn.round else size.num_tokens // WARM_UP
-        reuse = REUSE[turn.history]
-        history, traces = write_cell(work, reuse=reuse, batch=turn.batch, num_tokens=num_tokens, seed=turn.seed)
-        for method in turn.methods(list(running)):
-            found = running[method].decode(history, traces)
-            if turn.round:
-                yield {
-                    "round": turn.round,
-                    "repeat": turn.repeat,
-                    "history": turn.history,
-                    "batch": turn.batch,
-                    "method": method,
-                    **found,
-                }
+def split(all_rounds: Iterable[Round], before: Sequence[Row], methods: Sequence[str]) -> tuple[list[Row], list[Round]]:
+    """What was measured before of these rounds, and the rounds with the turns that were not."""
+    kept: list[Row] = []
+    wanted = []
+    for one in all_rounds:
+        missing = []
+        for turn in one.turns:
+            found = whole_turn(turn, before, methods)
+            kept += found
+            missing += [turn] if not found else []
+        wanted.append(replace(one, turns=missing))
+    return kept, wanted
+
+
+def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_tokens: int) -> Iterator[Row]:
+    """A turn's rows: all methods decode it."""
+    history, traces = write_cell(
+        work, reuse=REUSE[turn.history], batch=turn.batch, num_tokens=num_tokens, seed=turn.seed
+    )
+    for method in turn.methods(list(running)):
+        found = running[method].decode(history, traces)
+        yield {
+            "round": turn.round,
+            "repeat": turn.repeat,
+            "history": turn.history,
+            "batch": turn.batch,
+            "method": method,
+            **found,
+        }
 
 
 def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
@@ -183,8 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all of it."""
     parser = arguments("Decoding speed of real engines with drafts of several methods.")
     parser.add_argument("--rounds", type=int, default=3, help="0: only what --trained asks for")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="stock and ours always run")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="stock and ours always run"
+        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="of which turns are decoded"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
     parser.add_argument("--resume", action="store_true", help="keep the turns that OUT already has")
@@ -193,8 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.trained is not None:
         checkpoints(options.trained)
     size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
+    before: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    own = [row for row in before if "temperature" in row and options.trained is None]
     missing = ["any GPU"]
-    if options.trained is None:
+    if options.trained is None and not own:
         missing.append("acceptance and losslessness on a trained model: none was given with --trained")
     methods = [
         name
@@ -214,13 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         intermediate=size.intermediate,
         heads=size.heads,
     )
-    before: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
-    rows: list[Row] = []
-    wanted: list[Turn] = []
-    for turn in turns(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)])):
-        found = whole_turn(turn, before, methods)
-        rows += found
-        wanted += [turn] if not found and turn.round <= num_rounds else []
+    all_rounds = rounds(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
+    rows, wanted = split(all_rounds, before, methods)
+    wanted = [
+        replace(one, turns=[turn for turn in one.turns if turn.history in options.histories])
+        for one in wanted
+        if one.number <= num_rounds
+    ]
+    rows += own
 
     def keep(row: Row) -> None:
         rows.append({**row, "load_average": psutil.getloadavg()[0]})
@@ -228,21 +267,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(options.json, rows=rows, not_measured=missing)
 
     longest, most = size.max_model_len, max(size.batches)
-    reached: list[Goal] = []
-    if any(turn.round for turn in wanted):
+    for one in (one for one in wanted if one.turns):
         with engines(
             methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
         ) as running:
-            for row in measure(running, size, options.work, wanted):
-                keep(row)
-    if num_rounds and not options.quick:
-        reached = goals(rows, methods, size.batches)
+            for turn in one.warm_ups:
+                for _ in measure(running, options.work, turn, size.num_tokens // WARM_UP):
+                    pass
+            for turn in one.turns:
+                for row in measure(running, options.work, turn, size.num_tokens):
+                    keep(row)
     if options.trained is not None:
-        own = []
         for row in trained_rows(options.trained, methods, options.work, quick=options.quick):
             keep(row)
             own.append(row)
-        reached += trained_goals(own)
+    reached: list[Goal] = []
+    if num_rounds and not options.quick:
+        decoded = {row["method"] for row in rows if "temperature" not in row}
+        reached = goals(rows, [name for name in METHODS if name in decoded], size.batches)
+    reached += trained_goals(own)
     write(options.json, rows=rows, goals=reached, not_measured=missing)
     return 0
 

@@ -243,8 +243,27 @@ def _joined_spans(parts: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
     return tuple(found) or tuple(parts[-1:])
 
 
+def _check_finite(group: PromptGroup, sample: int, finished: Finished) -> None:
+    wrong = np.flatnonzero(~np.isfinite(finished.rollout_logprobs))
+    if len(wrong) == 0:
+        return
+    ends = np.cumsum([span.num_tokens for span in finished.weight_spans])
+    version = finished.weight_spans[int(np.searchsorted(ends, wrong[0], side="right"))].weight_version
+    raise RuntimeError(
+        f"group {group.group_id}: {len(wrong)} of {len(finished.response_ids)} log-probabilities of response {sample} "
+        f"are not finite, the first of token {wrong[0]}, sampled from weight version {version}: the engine's numbers "
+        "overflow or its weights are broken; engine.format=bf16 tells whether it is the 8-bit format"
+    )
+
+
 def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:
-    """Join the responses of a group into one columnar object, its arrays read-only."""
+    """Join the responses of a group into one columnar object, its arrays read-only.
+
+    Raises:
+        RuntimeError: a log-probability is not finite; a trainer would turn it into a gradient that is not.
+    """
+    for sample, one in enumerate(finished):
+        _check_finite(group, sample, one)
     offsets = np.zeros(len(finished) + 1, dtype=np.int64)
     np.cumsum([len(f.response_ids) for f in finished], out=offsets[1:])
     joined = GroupColumns(

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.forced_sampler import RESPONSE, ForcedSampler
-from benchmarks.rollout import QUICK, REPEATS, goals, lower_bound, ratios, turns, whole_turn, write_cell
+from benchmarks.rollout import QUICK, REPEATS, goals, lower_bound, ratios, rounds, split, write_cell
 from benchmarks.trace_generator import VOCABULARY
 from benchmarks.traced_engine import write_model
 from history.traces import read_traces
@@ -49,8 +49,7 @@ def test_goals_hold_the_medians_against_their_bounds() -> None:
 
 def test_all_methods_take_turns_and_peers_have_no_useless_history() -> None:
     methods = ("stock", "ngram", "ours")
-    found = list(turns((1, 8), 2))
-    assert len({turn.seed for turn in found}) == len(found)
+    found = [turn for one in rounds((1, 8), 2) for turn in one.turns]
     assert [turn.repeat for turn in found if (turn.round, turn.history, turn.batch) == (2, "87 % reuse", 1)] == list(
         range(REPEATS[1])
     )
@@ -61,15 +60,29 @@ def test_all_methods_take_turns_and_peers_have_no_useless_history() -> None:
     }
 
 
+def test_engines_warm_up_in_every_round_and_come_from_a_useful_history() -> None:
+    found = list(rounds((1, 8), 2))
+    seeds = [turn.seed for one in found for turn in (*one.warm_ups, *one.turns)]
+    assert len(set(seeds)) == len(seeds)
+    for one in found:
+        assert {(turn.history, turn.batch) for turn in one.warm_ups} == {
+            (turn.history, turn.batch) for turn in one.turns
+        }
+        assert one.warm_ups[-1].history == "87 % reuse"
+
+
 def test_a_turn_that_was_interrupted_is_decoded_again_by_all() -> None:
     methods = ("stock", "ngram", "ours")
-    first, second, *_ = (turn for turn in turns((1,), 1) if turn.round == 1 and turn.history == "87 % reuse")
     rows = [{**row(1, method, 10), "repeat": 0} for method in methods]
     rows += [{**row(1, method, 10), "repeat": 1} for method in methods[:2]]
     rows += [{"history": "warm start", "batch": 64, "method": "stock", "temperature": 1.0}]
-    assert whole_turn(first, rows, methods) == rows[:3]
-    assert whole_turn(second, rows, methods) == []
-    assert whole_turn(second, rows, methods[:2]) == rows[3:5]
+
+    def interrupted(methods: tuple[str, ...]) -> tuple[list[dict], list[int]]:
+        kept, (one,) = split(rounds((1,), 1), rows, methods)
+        return kept, [turn.repeat for turn in one.turns if turn.history == "87 % reuse"]
+
+    assert interrupted(methods) == (rows[:3], [1, 2, 3, 4])
+    assert interrupted(("stock", "ngram")) == (rows[:5], [2, 3, 4])
 
 
 def test_a_cell_is_one_visit_before_and_the_batch_of_the_next(tmp_path: Path) -> None:

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine import Engine
-from rollout.engine_responses import Response, ResponseLedger, spans
-from rollout.types import FinishReason, GroupId, WeightSpan, WeightVersion
+from rollout.engine_responses import Finished, Response, ResponseLedger, columns, spans
+from rollout.types import (
+    FinishReason,
+    GroupId,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    WeightSpan,
+    WeightVersion,
+)
 
 
 def per_token(stamps: list[tuple[int, int]], last: int, length: int) -> list[int]:
@@ -66,6 +75,40 @@ def test_a_missing_log_probability_is_an_error_not_a_shift():
     broken.outputs[0].logprobs.logprobs.pop()
     with pytest.raises(RuntimeError, match="2 log-probabilities for 3 tokens"):
         ledger.finish(one, broken, WeightVersion(0))
+
+
+def test_a_log_probability_that_is_not_finite_is_refused_with_its_place_and_version():
+    prompt = Prompt(
+        prompt_id=PromptId("p"),
+        data_source="test",
+        token_ids=np.array([1, 2], dtype=np.int32),
+        ground_truth="",
+        extra_info_json="null",
+    )
+    sampling = SamplingSpec(temperature=1.0, max_response_tokens=8)
+    group = PromptGroup(group_id=GroupId(7), step=0, prompt=prompt, sampling=sampling, seeds=(0, 1))
+    versions = tuple(
+        WeightSpan(weight_version=WeightVersion(version), num_tokens=count) for version, count in ((4, 2), (5, 3))
+    )
+
+    def of(*logprobs: float) -> Finished:
+        return Finished(
+            response_ids=np.arange(5, dtype=np.int32),
+            rollout_logprobs=np.array(logprobs, dtype=np.float32),
+            reason=FinishReason.STOP,
+            weight_spans=versions,
+        )
+
+    good = of(-1, -2, 0, -3, -1)
+    assert columns(group, [good, good]).logprobs(1).tolist() == [-1, -2, 0, -3, -1]
+    for place, version in ((1, 4), (2, 5), (4, 5)):
+        for value in (np.nan, -np.inf):
+            logprobs = [-1.0] * 5
+            logprobs[place] = value
+            with pytest.raises(
+                RuntimeError, match=rf"group 7: 1 of 5 .* response 1 .* token {place}, .*version {version}"
+            ):
+                columns(group, [good, of(*logprobs)])
 
 
 def test_the_actor_offers_every_method_of_the_engine_with_the_same_parameters():
