@@ -7,7 +7,8 @@ loss is the product's, and importing this module (only trainer ranks do, for tha
 import torch
 
 from megatron_rl.loss import clipped_surrogate as clipped_surrogate
-from megatron_rl.weights.quantize import CODE_FORMATS, Int8Channel, Start
+from megatron_rl.weights.code_loops import Start
+from megatron_rl.weights.quantize import CODE_FORMATS, Int8Channel
 
 STEP = 32
 """Codes are multiples of it: -96, -64, .. 96."""

@@ -29,7 +29,7 @@ def _numbers(codes: torch.Tensor) -> torch.Tensor:
     found = torch.empty(codes.shape, dtype=torch.bfloat16)
     if not codes.numel():
         return found
-    flat, bits = _memory(codes, np.uint8), _memory(found, np.uint16)
+    flat, bits = memory(codes, np.uint8), memory(found, np.uint16)
     even = flat.size // 2 * 2
     of_one, of_two = _tables()
     pairs, numbers = flat[:even].view(np.uint16), bits[:even].view(np.uint32)
@@ -40,8 +40,11 @@ def _numbers(codes: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _memory(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """A contiguous tensor's numbers as those of numpy; after `Tensor.numpy` torch could not give its memory back."""
+def memory(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """What a contiguous tensor holds, at least one number, in numpy's hands.
+
+    After `Tensor.numpy` torch could not give its memory back.
+    """
     interface = {
         "data": (tensor.data_ptr(), False),
         "shape": (tensor.numel(),),

@@ -29,7 +29,7 @@ from megatron_rl.weights.primary_plan import blocks_agree
 from megatron_rl.weights.quantize import CODE_FORMATS
 from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
 from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
-from rollout.fingerprint import fold, of_box, through_expert
+from rollout.fingerprint import column_signs, fold, multiply, of_box, through_expert
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weight_sums import Sums
@@ -188,14 +188,16 @@ class WeightPacker:
     def published_values(self, megatron_name: str) -> torch.Tensor:
         """One parameter of this rank as the engines hold it, in its own dtype. Needs fresh scales."""
         parameter = self._parameters[megatron_name]
+        held = [placement for placement in self._held if placement.megatron_name == megatron_name]
         if te_primary.is_primary(parameter):
             published = te_primary.decoded(parameter)
-        else:
+        elif sum(math.prod(placement.shape) for placement in held) == parameter.numel():
+            published = torch.empty_like(parameter)
+        else:  # what is padding stays
             published = parameter.detach().clone()
-        for placement in self._held:
-            if placement.megatron_name == megatron_name:
-                for strip in self._strips(placement, _whole(placement)):
-                    published[_local(placement, strip)] = self._round_trip(placement, strip).to(published.dtype)
+        for placement in held:
+            for strip in self._strips(placement, _whole(placement)):
+                published[_local(placement, strip)].copy_(self._round_trip(placement, strip))
         return published
 
     @torch.no_grad()
@@ -211,16 +213,24 @@ class WeightPacker:
                 expert, _, leaf = placement.hf_name.removesuffix("_proj.weight").rpartition(".")
                 experts.setdefault(expert, {})[leaf] = placement
             elif placement.owned and self._answers(placement):
-                name, shape = placement.hf_name, placement.hf_full_shape
-                for strip in self._strips(placement, _whole(placement)):
-                    sums = of_box(self._round_trip(placement, strip), strip, shape)
-                    found[name] = found[name] + sums if name in found else sums
+                name, sums = placement.hf_name, self._sums(placement)
+                found[name] = found[name] + sums if name in found else sums
         for parts in experts.values():
             matrices = (self._round_trip(one, _whole(one)) for one in (parts[leaf] for leaf in ("gate", "up", "down")))
             made = through_expert(*(matrix.float() for matrix in matrices))
             last = parts["down"]
             found[last.hf_name] = fold(made, _whole(last), last.hf_full_shape)
         return found
+
+    def _sums(self, placement: Placement) -> npt.NDArray[np.float64]:
+        whole, shape = _whole(placement), placement.hf_full_shape
+        if len(shape) == 1:
+            return of_box(self._round_trip(placement, whole), whole, shape)
+        products = [
+            multiply(self._round_trip(placement, strip), column_signs(strip, shape))
+            for strip in self._strips(placement, whole)
+        ]
+        return fold(torch.cat(products, dim=1), whole, shape)
 
     def _round_trip(self, placement: Placement, box: Box) -> torch.Tensor:
         if self._format is None or self._layout is None or not self._plan.quantizes(placement):

@@ -17,7 +17,8 @@ from typing import Final, Protocol
 
 import torch
 
-from megatron_rl.weights import te_block
+from megatron_rl.weights import code_loops, te_block
+from megatron_rl.weights.code_loops import Start
 from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
 from megatron_rl.weights.magnitudes import magnitudes, numbers_of
 from rollout.e4m3 import e4m3_numbers
@@ -38,18 +39,18 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have the given scales: int8 [N, K], rounded half to even."""
+    if code_loops.take(weight_NK):
+        return code_loops.int8_of(weight_NK, scale_N1)
     exact_NK = weight_NK.to(torch.float32, copy=True)
     return exact_NK.div_(scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K]."""
+    if code_loops.take(codes_NK):
+        return code_loops.values_of(codes_NK, scale_N1, None)
     numbers_NK = e4m3_numbers(codes_NK) if codes_NK.dtype == torch.float8_e4m3fn else codes_NK
     return numbers_NK.float() * scale_N1
-
-
-Start = tuple[int, ...]
-"""First row and column of a slice in the whole tensor, which blocks are counted from."""
 
 
 class CodeFormat(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.weights.fp8 import BLOCK
+from megatron_rl.weights.code_loops import BLOCK
 
 
 def takes(weight_NK: torch.Tensor, start: tuple[int, ...]) -> bool:

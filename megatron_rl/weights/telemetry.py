@@ -1,7 +1,7 @@
 """Watches the codes of one rank's publishes: how well they stand for the weights, how many have changed.
 
-Looked at is a thirty-second of the rows of each piece that is sent (the first ones: a block of rows keeps its scales),
-so that publishing is not slowed down by being watched.
+Looked at is one in 128 rows of each piece that is sent (the first ones: a block of rows keeps its scales), so that
+publishing is not slowed down by being watched.
 """
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from megatron_rl.weights.code_sums import CodeSums
 from rollout.wire import Box
 
-SAMPLED = 32
+SAMPLED = 128
 """One of so many rows is looked at."""
 _LARGEST_E4M3 = 0x7E
 """The code of 448, without its sign."""

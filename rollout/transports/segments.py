@@ -5,7 +5,7 @@ carry run id and process id; `sweep` removes what a killed run left behind. A fi
 have it mapped.
 
 Invariants: bucket offsets are a function of the sizes alone (`bucket_offsets`), so nothing but the manifest describes a
-segment; memory is reserved before the first byte is written (a full `/dev/shm` is an error here, not a SIGBUS later).
+segment; a full `/dev/shm` is an error here, not a SIGBUS later: what is mapped is reserved before, the rest is written.
 """
 
 import errno
@@ -19,6 +19,8 @@ from rollout.types import WeightVersion
 from rollout.wire import PIECE_ALIGNMENT, Bucket
 
 SHM = Path("/dev/shm")
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 _NAME = re.compile(r"\.?mrl-(?P<run_id>.+)-(?P<pid>\d+)-w-?\d+-r\d+(\.part)?")
 
@@ -39,13 +41,47 @@ def bucket_offsets(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 
 
 class SegmentFile:
-    """The segment of one publish of a trainer rank, while it is written and read."""
+    """The segment of one publish of a trainer rank, while it is written and read.
+
+    It is filled through `write`, or where it is mapped (`reserve`), which takes half as long again: the kernel clears
+    every page first, and brings in one after the other.
+    """
 
     def __init__(self, *, run_id: str, rank: int) -> None:
         self._run_id = run_id
         self._rank = rank
         self._path: Path | None = None
         self._part: Path | None = None
+        self._descriptor: int | None = None
+
+    def begin(self, weight_version: WeightVersion, size: int) -> None:
+        """Create a segment of `size` bytes; what was there before is removed.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for it.
+        """
+        part = self._named(weight_version)
+        free = os.statvfs(SHM)
+        if free.f_bavail * free.f_frsize < size:
+            raise _no_room(size)
+        self._descriptor = os.open(part, _FLAGS, 0o600)
+        os.ftruncate(self._descriptor, max(size, 1))
+
+    def write(self, content: memoryview, offset: int) -> None:
+        """Put bytes into the segment that was begun.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for them.
+        """
+        assert self._descriptor is not None, "begin() comes first"
+        while content:
+            try:
+                written = os.pwrite(self._descriptor, content, offset)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise _no_room(len(content)) from error
+            content, offset = content[written:], offset + written
 
     def reserve(self, weight_version: WeightVersion, size: int) -> mmap.mmap:
         """Writable memory of `size` bytes; what was there before is removed.
@@ -53,29 +89,39 @@ class SegmentFile:
         Raises:
             RuntimeError: `/dev/shm` has no room for it.
         """
+        return _reserve(self._named(weight_version), max(size, 1))
+
+    def _named(self, weight_version: WeightVersion) -> Path:
         self.remove()
         pid = os.getpid()
         self._path = segment_path(run_id=self._run_id, pid=pid, weight_version=weight_version, rank=self._rank)
         self._part = self._path.with_name(f".{self._path.name}.part")
-        return _reserve(self._part, max(size, 1))
+        return self._part
 
     def show(self) -> str:
         """Make the segment visible and return its path."""
-        assert self._part is not None and self._path is not None, "reserve() comes first"
+        assert self._part is not None and self._path is not None, "begin() or reserve() comes first"
+        self._close()
         self._part.rename(self._path)
         self._part = None
         return str(self._path)
 
     def remove(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
+        self._close()
         for path in (self._part, self._path):
             if path is not None:
                 path.unlink(missing_ok=True)
         self._path = self._part = None
 
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
 
 def _reserve(path: Path, size: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, _FLAGS, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
@@ -83,11 +129,13 @@ def _reserve(path: Path, size: int) -> mmap.mmap:
         path.unlink(missing_ok=True)
         if error.errno != errno.ENOSPC:
             raise
-        raise RuntimeError(
-            f"{SHM} has no room for a segment of {size} bytes: enlarge it, or set publish.transport=gloo"
-        ) from error
+        raise _no_room(size) from error
     finally:
         os.close(descriptor)
+
+
+def _no_room(size: int) -> RuntimeError:
+    return RuntimeError(f"{SHM} has no room for {size} bytes of a segment: enlarge it, or set publish.transport=gloo")
 
 
 def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) -> mmap.mmap:

@@ -21,7 +21,9 @@ class ShmSender:
 
     def __init__(self, *, run_id: str, rank: int) -> None:
         self._file = SegmentFile(run_id=run_id, rank=rank)
-        self._memory: torch.Tensor | None = None
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        """Of the largest bucket's size; used by one after the other, and kept."""
+        self._is_open = False
         self._buckets: dict[int, Bucket] = {}
         self._offsets: dict[int, int] = {}
         self._version = WeightVersion(-1)
@@ -37,23 +39,32 @@ class ShmSender:
         self._buckets = {bucket.index: bucket for bucket in buckets}
         self._offsets, size = bucket_offsets(buckets)
         if buckets:
-            self._memory = torch.frombuffer(self._file.reserve(weight_version, size), dtype=torch.uint8)
+            self._file.begin(weight_version, size)
+            self._is_open = True
+            largest = max(bucket.num_bytes for bucket in buckets)
+            if self._payload.numel() < largest:
+                self._payload = torch.empty(largest, dtype=torch.uint8)
 
     def buffer(self, index: int) -> torch.Tensor:
         """Writable bytes of bucket `index`, trailer included."""
-        assert self._memory is not None, "open() comes first"
-        start = self._offsets[index]
-        return self._memory[start : start + self._buckets[index].num_bytes]
+        assert self._is_open, "open() comes first"
+        return self._payload[: self._buckets[index].num_bytes]
 
     def commit(self, index: int) -> None:
-        """Write the trailer of a filled bucket."""
-        seal(self.buffer(index), self._version)
+        """Write the trailer of a filled bucket, and the bucket into the segment.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for it any more.
+        """
+        bucket = self.buffer(index)
+        seal(bucket, self._version)
+        self._file.write(bucket.numpy().data, self._offsets[index])
 
     def finish(self) -> str:
         """Make the segment visible and return its path."""
-        if self._memory is None:
+        if not self._is_open:
             return ""
-        self._memory = None
+        self._is_open = False
         return self._file.show()
 
     @property
@@ -63,7 +74,7 @@ class ShmSender:
 
     def abandon(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
-        self._memory = None
+        self._is_open = False
         self._file.remove()
 
 

@@ -1,4 +1,6 @@
-"""INT8 codes and scales against numpy, and the shard rule that lets every rank quantise its own slice."""
+"""INT8 codes and scales against numpy, loops against torch, and the shard rule that lets ranks quantise slices."""
+
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weights import quantize
+from megatron_rl.weights import code_loops, fp8, quantize
 
 
 def naive_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -66,3 +68,47 @@ def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are() -> No
         assert torch.equal(quantize.row_amax(some), some.float().abs().amax(1, keepdim=True))
     rows[5, 6], rows[6, 7] = float("nan"), -float("nan")
     assert quantize.row_amax(rows).isnan().view(-1).nonzero().view(-1).tolist() == [5, 6]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(sorted(quantize.CODE_FORMATS)),
+    shape=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    start=st.tuples(st.integers(0, 300), st.integers(0, 300)),
+    seed=st.integers(0, 2**31),
+    is_cut=st.booleans(),
+)
+def test_compiled_loops_make_what_torch_makes(
+    name: str, shape: tuple[int, int], start: tuple[int, int], seed: int, is_cut: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    wide = torch.randn(rows, 2 * columns, generator=generator)
+    wide *= torch.randn(rows, 1, generator=generator).mul(6).exp2()
+    wide[:, ::7] *= 2.0**-12  # of codes below the smallest normal number
+    wide[rows // 2] = 0.0
+    weight = wide.bfloat16()[:, columns // 2 :][:, :columns] if is_cut else wide.bfloat16()[:, :columns].contiguous()
+    rule = quantize.CODE_FORMATS[name]
+    amax = rule.amax(weight, start)
+    amax = amax * (1 + torch.rand(amax.shape, generator=generator)).bfloat16().float()  # of other ranks
+    scales, found = rule.scales(amax), []
+    for most_threads in (torch.get_num_threads(), 0):
+        with patch.object(code_loops, "MOST_THREADS", most_threads):
+            assert code_loops.take(weight) == bool(most_threads)
+            codes = rule.codes(weight, amax, start)
+            found.append((codes.view(torch.uint8), rule.values(codes, scales, start)))
+    (codes, values), (torchs_codes, torchs_values) = found
+    assert torch.equal(codes, torchs_codes) and torch.equal(values, torchs_values)
+
+
+def test_compiled_loops_round_every_number_as_torch_does() -> None:
+    """All of BF16's finite numbers times 1; all that lie halfway between codes are among them."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    weight = bits.view(torch.bfloat16)
+    weight = weight[weight.isfinite()].view(2, -1)
+    ones = torch.ones(2, 1)
+    for loops, torchs in (
+        (code_loops.e4m3_of(weight, ones, None), fp8.fp8_channel_codes(weight.float(), ones)),
+        (code_loops.int8_of(weight, ones), quantize.int8_codes(weight.float(), ones)),
+    ):
+        assert torch.equal(loops.view(torch.uint8), torchs.view(torch.uint8))

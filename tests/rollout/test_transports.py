@@ -1,6 +1,7 @@
 """Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
 
 import dataclasses
+import errno
 import gc
 import mmap
 import os
@@ -13,7 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +30,7 @@ from rollout.transports.node_memory import NodeMemory
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.process_group import GroupInbox, GroupSender
 from rollout.transports.shm import ShmInbox, ShmSender
+from rollout.types import WeightVersion
 from rollout.wire import Box, Bucket, WeightManifest
 from tests.rollout.packing import Publish, pack
 
@@ -692,3 +696,28 @@ def test_a_trainer_rank_that_hands_nothing_over_is_named():
     with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
         publish.send(exchange.senders[0], 0)
     exchange.abandon()
+
+
+def test_a_segment_is_written_piece_by_piece_whatever_the_kernel_takes_at_once() -> None:
+    content = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
+    segment, pwrite = files.SegmentFile(run_id="pieces", rank=0), os.pwrite
+    segment.begin(WeightVersion(1), 1200)
+    try:
+        with patch.object(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:77], offset)):
+            segment.write(memoryview(content), 100)
+        found = np.frombuffer(Path(segment.show()).read_bytes(), dtype=np.uint8)
+    finally:
+        segment.remove()
+    assert np.array_equal(found, np.concatenate([np.zeros(100), content, np.zeros(100)]))
+
+
+def test_a_segment_that_has_no_room_is_refused_before_and_while_it_is_written() -> None:
+    segment = files.SegmentFile(run_id="noroom", rank=0)
+    with pytest.raises(RuntimeError, match=r"/dev/shm has no room for \d+ bytes .*publish.transport=gloo"):
+        segment.begin(WeightVersion(1), 1 << 60)
+    segment.begin(WeightVersion(1), 100)
+    full = OSError(errno.ENOSPC, "full")
+    with patch.object(os, "pwrite", side_effect=full), pytest.raises(RuntimeError, match="has no room for 100 bytes"):
+        segment.write(memoryview(bytes(100)), 0)
+    segment.remove()
+    assert not list(files.SHM.glob(".mrl-noroom-*"))
