@@ -40,7 +40,16 @@ class EngineProcess:
 
     def decode(self, history: Path, traces: Path) -> dict[str, float]:
         """What the engine measured while it emitted these responses."""
-        return self._ask({"history": str(history), "traces": str(traces)})
+        return _with_rates(self._ask({"history": str(history), "traces": str(traces)}))
+
+    def begin(self, history: Path, traces: Path) -> None:
+        """Get ready to `go_on` with these responses: history and prompts are there."""
+        self._ask({"history": str(history), "traces": str(traces), "pauses": True})
+
+    def go_on(self) -> dict[str, float] | None:
+        """Decode a slice (`benchmarks.traced_engine.SLICE`) of what was begun; what was measured, once it ends."""
+        took = self._ask({})
+        return None if "paused" in took else _with_rates(took)
 
     def sample(
         self, history: Path, prompts: Path, *, temperature: float, seed: int, max_tokens: int
@@ -48,7 +57,7 @@ class EngineProcess:
         """What it measured while the model answered these prompts itself, and the response ids."""
         responses = self._work / f"{self.method}-responses.json"
         job = {"history": str(history), "traces": str(prompts), "responses": str(responses)}
-        took = self._ask({**job, "temperature": temperature, "seed": seed, "max_tokens": max_tokens})
+        took = _with_rates(self._ask({**job, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}))
         return took, json.loads(responses.read_text(encoding="utf-8"))
 
     def close(self) -> None:
@@ -58,13 +67,7 @@ class EngineProcess:
 
     def _ask(self, job: Mapping[str, str | int | float]) -> dict[str, float]:
         print(json.dumps(job), file=_open(self._process.stdin), flush=True)
-        took = self._answer()
-        num_tokens, num_drafted = took["num_tokens"], took["num_drafted"]
-        return took | {
-            "accepted_share": (num_tokens - took["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
-            "tokens_per_cpu_s": num_tokens / took["cpu_s"],
-            "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
-        }
+        return self._answer()
 
     def _answer(self) -> dict[str, float]:
         line = _open(self._process.stdout).readline()
@@ -73,6 +76,15 @@ class EngineProcess:
             raise SystemExit(f"the engine of {self.method!r} ended; the end of {self._log}:\n{tail}")
         answer: dict[str, float] = json.loads(line)
         return answer
+
+
+def _with_rates(took: dict[str, float]) -> dict[str, float]:
+    num_tokens, num_drafted = took["num_tokens"], took["num_drafted"]
+    return took | {
+        "accepted_share": (num_tokens - took["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
+        "tokens_per_cpu_s": num_tokens / took["cpu_s"],
+        "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
+    }
 
 
 def _open(stream: IO[str] | None) -> IO[str]:

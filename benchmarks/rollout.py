@@ -3,13 +3,13 @@
 `python -m benchmarks.rollout --json OUT [--quick] [--rounds 3] [--resume]`: one engine process per method, all with one
 thread and a model of 184 M random weights that emits generated traces (`benchmarks.forced_sampler`): forwards are real,
 texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one visit (small
-batches several times), and all methods decode them one after the other, in rotating order. Ratios are taken between
-neighbours, so that a busy machine spoils both sides. Every round starts its engines anew, so that what one process
-happens to do faster than another averages out, and warms them up by turns that count nowhere. A round takes an hour;
-OUT is written after every row, and `--resume` goes on. `--methods stock ours` and `--histories` choose what is measured
-of the rounds that OUT does not have yet. `--quick`: a small model, short responses, one round of three methods; it
-shows that everything runs. `--trained DIR`, the work directory of a quickstart: what each method does with a model that
-samples for itself (`benchmarks.rollout_trained`).
+batches several times), and all methods decode them by turns, some tokens at a time, so that a busy machine spoils all
+sides alike. Every round starts its engines anew, so that what one process happens to do faster than another averages
+out, and warms them up by turns that count nowhere. A round takes most of an hour; OUT is written after every row, and
+`--resume` goes on. `--methods stock ours` and `--histories` choose what is measured of the rounds that OUT lacks.
+`--quick`: a small model, short responses, one round of three methods; it shows that everything runs. `--trained DIR`,
+the work directory of a quickstart: what each method does with a model that samples for itself
+(`benchmarks.rollout_trained`).
 """
 
 import json
@@ -40,7 +40,7 @@ QUICK_METHODS = ("ngram",)
 """Starting an engine takes most of a minute's share."""
 RESAMPLES = 2000
 REPEATS = {1: 5, 8: 4, 32: 2}
-"""Times that a batch is decoded in a round, with other prompts: a small one takes seconds, and one is an accident."""
+"""Times that a batch is decoded in a round, with other prompts: a small one takes seconds."""
 WARM_UP = 3
 """Responses that warm engines up are so many times shorter."""
 
@@ -151,19 +151,26 @@ def split(all_rounds: Iterable[Round], before: Sequence[Row], methods: Sequence[
 
 
 def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_tokens: int) -> Iterator[Row]:
-    """A turn's rows: all methods decode it."""
+    """A turn's rows: all methods decode it, in slices."""
     history, traces = write_cell(
         work, reuse=REUSE[turn.history], batch=turn.batch, num_tokens=num_tokens, seed=turn.seed
     )
-    for method in turn.methods(list(running)):
-        found = running[method].decode(history, traces)
+    methods = turn.methods(list(running))
+    for method in methods:
+        running[method].begin(history, traces)
+    found: dict[str, dict[str, float]] = {}
+    while len(found) < len(methods):
+        for method in [method for method in methods if method not in found]:
+            if (took := running[method].go_on()) is not None:
+                found[method] = took
+    for method in methods:
         yield {
             "round": turn.round,
             "repeat": turn.repeat,
             "history": turn.history,
             "batch": turn.batch,
             "method": method,
-            **found,
+            **found[method],
         }
 
 

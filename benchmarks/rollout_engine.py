@@ -1,8 +1,9 @@
 """The process of one engine in `benchmarks.rollout`: reads jobs from stdin, one JSON line each, answers on stdout.
 
 A job names a file of recorded responses to decode in one batch and a file of what their prompts produced
-before. The history is handed to the method before the clock starts, the way the method wants it. A job with a seed is
-sampled by the model itself; only the prompts of its traces are used, and the responses are written to a file.
+before. The history is handed to the method before the clock starts, the way the method wants it. A job that pauses
+says so before it decodes and after every slice, and goes on with the next line. A job with a seed is sampled by the
+model itself; only the prompts of its traces are used, and the responses are written to a file.
 """
 
 import argparse
@@ -49,12 +50,17 @@ def serve(method: str, spec: EngineSpec) -> None:
         # not before the engine has started: it imports numba
         _drafter(engine).peer = getattr(importlib.import_module("benchmarks.baselines.histospec"), PEERS[method])()
     _say(answers, {"ready": method})
+
+    def pause() -> None:
+        _say(answers, {"paused": method})
+        sys.stdin.readline()
+
     for line in sys.stdin:
         job = json.loads(line)
         remember(method, engine, list(read_traces(Path(job["history"]))), spec)
         traces = list(read_traces(Path(job["traces"])))
         if "seed" not in job:
-            _say(answers, asdict(engine.decode(traces)))
+            _say(answers, asdict(engine.decode(traces, pause if job.get("pauses") else None)))
             continue
         sampling = SamplingSpec(temperature=job["temperature"], max_response_tokens=job["max_tokens"])
         took, responses = engine.sample(traces, sampling, job["seed"])

@@ -7,7 +7,7 @@ the whole process while it decodes; prompts are computed before the clock starts
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,10 @@ from rollout.engine_spec import EngineSpec
 from rollout.proposer import PROMPT_KEY
 from rollout.types import PromptId, SamplingSpec
 from rollout.worker import Worker
+
+SLICE = 8
+"""Tokens that a request alone emits before its engine lets others go on, and so many times the root of their number
+that several do: fractions of a second, and what slows a machine down lasts longer."""
 
 Speculation = Mapping[str, object]
 """vLLM's `speculative_config`."""
@@ -90,8 +94,12 @@ class TracedEngine:
         self._directory = spec.directory
         self._num_requests = 0
 
-    def decode(self, traces: Sequence[Trace]) -> Decoding:
+    def decode(self, traces: Sequence[Trace], pause: Callable[[], None] | None = None) -> Decoding:
         """Decode these responses in one batch, each up to its last token.
+
+        Args:
+            traces: their prompts and responses.
+            pause: returns when it is this engine's turn; called before the clock starts and after every `SLICE`.
 
         Raises:
             RuntimeError: the engine emitted something else.
@@ -100,7 +108,9 @@ class TracedEngine:
         names = [self._add(number, trace) for number, trace in enumerate(traces)]
         while self._waits_for_prompts(len(traces)):
             self.engine.step()
-        took, emitted = self._finish()
+        if pause is not None:
+            pause()
+        took, emitted = self._finish(pause, every=round(SLICE * len(traces) ** 0.5))
         if emitted != {name: trace.response_ids.tolist() for name, trace in zip(names, traces, strict=True)}:
             raise RuntimeError("the engine did not emit the recorded responses")
         return took
@@ -119,14 +129,25 @@ class TracedEngine:
         took, emitted = self._finish()
         return took, [emitted[name] for name in names]
 
-    def _finish(self) -> tuple[Decoding, dict[str, list[int]]]:
-        """Run until every request has ended: what that took, and the response ids of each by its name."""
+    def _finish(
+        self, pause: Callable[[], None] | None = None, *, every: int = 0
+    ) -> tuple[Decoding, dict[str, list[int]]]:
+        """Run until every request has ended, with a pause after `every` so many tokens.
+
+        Returns what that took, and the response ids of each by its name.
+        """
         already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
         drafted_before = self._sampler.num_drafted
         num_forwards, outputs, began = 0, [], time.process_time()
+        num_ended, goal = 0, already + every
         while self.engine.has_unfinished_requests():
-            outputs += self.engine.step()
+            ended = self.engine.step()
+            outputs += ended
             num_forwards += 1
+            num_ended += sum(len(output.outputs[0].token_ids) for output in ended)
+            if pause is not None and num_ended + self._sampler.num_emitted() >= goal:
+                pause()
+                goal += every
         cpu_s = time.process_time() - began
         self.engine.step()  # a runner keeps finished rows until it is told
         emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}

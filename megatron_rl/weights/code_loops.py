@@ -130,7 +130,7 @@ def e4m3_values(codes: Bytes, numbers: Floats, inverses: Floats, of_row: Longs, 
                 part[k] = numbers[found[k]] * inverse
 
 
-def take(tensor: torch.Tensor) -> bool:
+def takes(tensor: torch.Tensor) -> bool:
     """Whether the functions below are the fastest way for BF16 weights, or e4m3 codes, like these."""
     known = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) and tensor.dim() == 2 and tensor.numel() > 0
     return known and tensor.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS

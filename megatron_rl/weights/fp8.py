@@ -65,21 +65,21 @@ def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> 
 
 def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`."""
-    if code_loops.take(weight_NK):
+    if code_loops.takes(weight_NK):
         return code_loops.e4m3_of(weight_NK, scale_PQ, start)
     return _cast(_times(weight_NK, scale_PQ, start))
 
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
-    if code_loops.take(codes_NK):
+    if code_loops.takes(codes_NK):
         return code_loops.values_of(codes_NK, inverse_PQ, start)
     return _times(e4m3_numbers(codes_NK), inverse_PQ, start)
 
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have these scales: e4m3 [N, K]."""
-    if code_loops.take(weight_NK):
+    if code_loops.takes(weight_NK):
         return code_loops.e4m3_of(weight_NK, scale_N1, None)
     return _cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1))
 

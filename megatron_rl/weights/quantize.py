@@ -39,7 +39,7 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """Codes of a slice whose rows have the given scales: int8 [N, K], rounded half to even."""
-    if code_loops.take(weight_NK):
+    if code_loops.takes(weight_NK):
         return code_loops.int8_of(weight_NK, scale_N1)
     exact_NK = weight_NK.to(torch.float32, copy=True)
     return exact_NK.div_(scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
@@ -47,7 +47,7 @@ def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
 
 def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K]."""
-    if code_loops.take(codes_NK):
+    if code_loops.takes(codes_NK):
         return code_loops.values_of(codes_NK, scale_N1, None)
     numbers_NK = e4m3_numbers(codes_NK) if codes_NK.dtype == torch.float8_e4m3fn else codes_NK
     return numbers_NK.float() * scale_N1

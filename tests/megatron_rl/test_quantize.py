@@ -94,7 +94,7 @@ def test_compiled_loops_make_what_torch_makes(
     scales, found = rule.scales(amax), []
     for most_threads in (torch.get_num_threads(), 0):
         with patch.object(code_loops, "MOST_THREADS", most_threads):
-            assert code_loops.take(weight) == bool(most_threads)
+            assert code_loops.takes(weight) == bool(most_threads)
             codes = rule.codes(weight, amax, start)
             found.append((codes.view(torch.uint8), rule.values(codes, scales, start)))
     (codes, values), (torchs_codes, torchs_values) = found
