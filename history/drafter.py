@@ -74,6 +74,12 @@ _FEW_LOOKS, _ENOUGH = 8, 4000
 _LEAST_GAINED = 0.05
 """Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
 twentieth of a forward of 20 ms."""
+_TRUST_MEMORY = 64.0
+"""Tokens that were expected to survive, of which it is remembered how many did."""
+_LEAST_KEPT = 0.75
+"""Share of what is remembered that one forward leaves, however many tokens it drafts."""
+_TRUST_PRIOR, _TRUST_BAND = 4.0, 2.0
+"""Tokens that are added to both, and what the ratio is multiplied by: by chance alone it falls to a half now and then."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 
@@ -119,6 +125,8 @@ class Drafter:
         """Of the forward under way: seconds of a plain one, and of this one."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
+        self._trust = np.zeros(4)
+        """Tokens expected to survive and those that did: at the last forward by `DraftState.sums`, and remembered."""
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
         """The slot of a request that appeared.
@@ -216,6 +224,7 @@ class Drafter:
             saved_s=float(self._saved_s),
         )
         sums[:] = 0
+        self._trust[:2] = 0
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
         return stats
@@ -234,6 +243,7 @@ class Drafter:
         survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
         available = np.empty(num_rows, dtype=np.int32)
         self._threads.propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+        _trust(self._trust, sums, survivals, available)
         if seconds is None:
             lengths = _above(survivals, available, self._threshold)
         else:
@@ -326,6 +336,28 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
         while lengths[row] < available[row] and survivals[row, lengths[row]] >= threshold:
             lengths[row] += 1
     return lengths
+
+
+@kernel
+def _trust(trust: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
+    """Lower all survivals where far fewer tokens survive of late than was expected.
+
+    Rates are learned cell by cell, for hundreds of tokens each. When a history stops being of use, as with prompts whose
+    answers have nothing to do with it, all of them are too high at once.
+    """
+    now = np.zeros(2)
+    for i in range(NUM_BINS):
+        now[0] += sums[PREDICTED + i]
+        now[1] += sums[SURVIVED + i]
+    kept = max(1.0 - (now[0] - trust[0]) / _TRUST_MEMORY, _LEAST_KEPT)
+    for i in range(2):
+        trust[2 + i] = kept * trust[2 + i] + now[i] - trust[i]
+        trust[i] = now[i]
+    factor = _TRUST_BAND * (trust[3] + _TRUST_PRIOR) / (trust[2] + _TRUST_PRIOR)
+    if factor < 1.0:
+        for row in range(len(available)):
+            for k in range(available[row]):
+                survivals[row, k] *= factor
 
 
 @kernel
