@@ -79,7 +79,7 @@ _TRUST_MEMORY = 64.0
 _LEAST_KEPT = 0.75
 """Share of what is remembered that one forward leaves, however many tokens it drafts."""
 _TRUST_PRIOR, _TRUST_BAND = 4.0, 2.0
-"""Tokens that are added to both, and what the ratio is multiplied by: by chance alone it falls to a half now and then."""
+"""Tokens added to both, and what the ratio is multiplied by: by chance alone it falls to a half now and then."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 
@@ -243,7 +243,7 @@ class Drafter:
         survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
         available = np.empty(num_rows, dtype=np.int32)
         self._threads.propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
-        _trust(self._trust, sums, survivals, available)
+        lower_where_few_survive(self._trust, sums, survivals, available)
         if seconds is None:
             lengths = _above(survivals, available, self._threshold)
         else:
@@ -339,11 +339,17 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
 
 
 @kernel
-def _trust(trust: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
+def lower_where_few_survive(trust: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
     """Lower all survivals where far fewer tokens survive of late than was expected.
 
-    Rates are learned cell by cell, for hundreds of tokens each. When a history stops being of use, as with prompts whose
-    answers have nothing to do with it, all of them are too high at once.
+    Rates are learned cell by cell, for hundreds of tokens each. When a history stops being of use, as with prompts
+    whose answers have nothing to do with it, all of them are too high at once.
+
+    Args:
+        trust: [4], tokens expected to survive and those that did, by `sums` at the last call, and remembered; changed.
+        sums: of `DraftState`.
+        survivals: [R, K], changed.
+        available: [R], how many of each row there are.
     """
     now = np.zeros(2)
     for i in range(NUM_BINS):

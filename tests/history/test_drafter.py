@@ -8,10 +8,10 @@ import numpy as np
 import psutil
 import pytest
 
-from history.drafter import Drafter
+from history.drafter import Drafter, lower_where_few_survive
 from history.prices import PriceSurface
 from history.segment import build_segment, write_segment
-from history.slots import LOST, SEEN
+from history.slots import LOST, NUM_SUMS, PREDICTED, SEEN, SURVIVED
 from history.types import PastResponse
 
 K = 8
@@ -362,3 +362,48 @@ def test_a_request_that_was_resumed_with_a_longer_prompt_stays_in_its_room(tmp_p
     drafts = drafter.propose(slots, texts[[1, 0]], known, np.full(2, K, np.int32))
     assert drafts == [text[110 : 110 + K], text[2 : 2 + K]]
     assert drafter._groups[1][1]._text.tolist()[:4] == [-1, *PROMPT, -1]
+
+
+def sums_of(expected: float, survived: float) -> np.ndarray:
+    sums = np.zeros(NUM_SUMS)
+    sums[PREDICTED + 3], sums[SURVIVED + 3] = expected, survived
+    return sums
+
+
+def trusted(trust: np.ndarray, sums: np.ndarray) -> float:
+    """What becomes of a survival of a half."""
+    survivals = np.full((2, K), 0.5, dtype=np.float32)
+    lower_where_few_survive(trust, sums, survivals, np.array([3, 0], dtype=np.int32))
+    assert (survivals[0, 3:] == 0.5).all() and (survivals[1] == 0.5).all()
+    (found,) = set(survivals[0, :3].tolist())
+    return found
+
+
+def test_drafts_are_trusted_until_far_fewer_survive_than_was_expected_and_again_when_they_do() -> None:
+    trust, expected, survived = np.zeros(4), 0.0, 0.0
+    for of_them, least, most in ((1.0, 0.5, 0.5), (0.7, 0.5, 0.5), (0.0, 0.0, 0.1), (1.0, 0.5, 0.5)):
+        found = 0.0
+        for _ in range(60):
+            expected, survived = expected + 5, survived + 5 * of_them
+            found = trusted(trust, sums_of(expected, survived))
+        assert least <= found <= most
+
+
+def test_one_forward_alone_does_not_end_the_trust_of_a_large_batch() -> None:
+    trust = np.zeros(4)
+    for forward in range(1, 5):
+        assert trusted(trust, sums_of(500.0 * forward, 500.0 * forward)) == 0.5
+    assert trusted(trust, sums_of(2500.0, 2000.0)) == 0.5
+
+
+def test_trust_counts_from_nothing_when_statistics_are_drained(tmp_path: Path) -> None:
+    text = list(range(1, 200))
+    publish(tmp_path, [text])
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [text])
+    for _ in range(4):
+        engine.emit(engine.propose())
+    before = drafter._trust.copy()
+    assert before[0] > 0
+    drafter.drain()
+    assert (drafter._trust[:2] == 0).all() and (drafter._trust[2:] == before[2:]).all()
