@@ -21,7 +21,7 @@ from rollout.e4m3 import e4m3_numbers, memory
 BLOCK: Final = 128
 """Rows and columns of a block."""
 MOST_THREADS = 2
-"""Of torch's, with which these loops are still faster."""
+"""Of torch's, which it spreads an operation over and these loops do not: with more, weights are left to torch."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def e4m3_values(codes: Bytes, numbers: Floats, inverses: Floats, of_row: Longs, 
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether the functions below are the fastest way for BF16 weights, or e4m3 codes, like these."""
+    """Whether the functions below are the way to go for BF16 weights, or e4m3 codes, like these."""
     known = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) and tensor.dim() == 2 and tensor.numel() > 0
     return known and tensor.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS
 

@@ -43,8 +43,8 @@ def bucket_offsets(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 class SegmentFile:
     """The segment of one publish of a trainer rank, while it is written and read.
 
-    It is filled through `write`, or where it is mapped (`reserve`), which takes half as long again: the kernel clears
-    every page first, and brings in one after the other.
+    It is filled through `write`, or where it is mapped (`reserve`), for which the kernel clears every page first and
+    brings in one after the other.
     """
 
     def __init__(self, *, run_id: str, rank: int) -> None:
