@@ -79,7 +79,7 @@ _TRUST_MEMORY = 64.0
 _LEAST_KEPT = 0.75
 """Share of what is remembered that one forward leaves, however many tokens it drafts."""
 _TRUST_PRIOR, _TRUST_BAND = 4.0, 2.0
-"""Tokens added to both, and what the ratio is multiplied by: by chance alone it falls to a half now and then."""
+"""Tokens added to both, and what the ratio is multiplied by: down to a half it is taken for chance."""
 _NOTICEABLE = 0.005
 """Share of a forward from which the drafter's own time is worth saving."""
 

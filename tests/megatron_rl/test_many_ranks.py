@@ -148,7 +148,7 @@ def meetings(monkeypatch):
 
 @settings(
     deadline=None,
-    max_examples=6,
+    max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes and shows nothing
 )
