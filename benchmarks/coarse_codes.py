@@ -17,9 +17,9 @@ STEP = 32
 class Coarse(Int8Channel):
     """`int8` with seven values."""
 
-    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """int8, multiples of `STEP`"""
-        fine = super().codes(weight_NK, amax_PQ, start)
+        fine = super().codes(weight_NK, factor_PQ, start)
         return ((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8)
 
 

@@ -306,14 +306,14 @@ def _quantise(
         if ".layers." in name and weight.dim() == 2
     ]
     some = shards[0][:FP8_BLOCK]  # what is compiled is loaded once
-    rule.codes(some, rule.amax(some, (0, 0)), (0, 0))
+    rule.codes(some, rule.factors(rule.amax(some, (0, 0))), (0, 0))
     meet.wait()
     began = time.perf_counter()
     for shard in shards:
         # as our trainers do it: strip by strip it is faster than whole
         for strip in strips(Box(start=(0, 0), shape=tuple(shard.shape)), most=STRIP, multiple=FP8_BLOCK):
             part = shard[strip.slices((0, 0))]
-            amax = rule.amax(part, strip.start)
-            rule.scales(amax)
-            rule.codes(part, amax, strip.start)
+            factors = rule.factors(rule.amax(part, strip.start))
+            rule.scales(factors)
+            rule.codes(part, factors, strip.start)
     found.put(time.perf_counter() - began)

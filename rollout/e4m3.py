@@ -1,7 +1,6 @@
 """e4m3 codes as BF16 numbers, which all of them are, on a CPU at several times the speed of torch's cast.
 
-Two codes at a time are looked up in a table, by numpy: engines load weights while a mode of torch's looks at every
-operation, and strips that fit a cache take many.
+By compiled loops, which a mode of torch's that looks at every operation while an engine loads weights does not see.
 """
 
 from functools import cache
@@ -11,9 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-
-_STRIP = 1 << 15
-"""Pairs of codes at a time: numpy widens indices to 64 bits, and they should stay in a core's cache."""
 
 
 def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:
@@ -25,18 +21,28 @@ def e4m3_numbers(codes: torch.Tensor) -> torch.Tensor:
     return _numbers(codes.contiguous())
 
 
-def _numbers(codes: torch.Tensor) -> torch.Tensor:
+def e4m3_scaled(codes_NK: torch.Tensor, scale_PQ: torch.Tensor) -> torch.Tensor:
+    """Codes on a CPU times their block's scale (float32), rounded once: BF16 [N, K]. Blocks are of 128 x 128 codes."""
+    # not above: numba may not be imported before vLLM's CPU worker has initialised
+    from rollout.e4m3_loops import scaled
+
+    codes, scale = codes_NK.contiguous(), scale_PQ.contiguous()
     found = torch.empty(codes.shape, dtype=torch.bfloat16)
-    if not codes.numel():
-        return found
-    flat, bits = memory(codes, np.uint8), memory(found, np.uint16)
-    even = flat.size // 2 * 2
-    of_one, of_two = _tables()
-    pairs, numbers = flat[:even].view(np.uint16), bits[:even].view(np.uint32)
-    for start in range(0, pairs.size, _STRIP):
-        # no index is out of bounds; asked to raise, numpy would fill a copy first
-        np.take(of_two, pairs[start : start + _STRIP], out=numbers[start : start + _STRIP], mode="clip")
-    bits[even:] = of_one[flat[even:]]
+    if codes.numel():
+        _, in_float32 = _tables()
+        bits, grid = memory(codes, np.uint8), memory(scale, np.float32)
+        halves = memory(found, np.uint16)
+        scaled(bits.reshape(codes.shape), in_float32, grid.reshape(scale.shape), halves.reshape(codes.shape))
+    return found
+
+
+def _numbers(codes: torch.Tensor) -> torch.Tensor:
+    from rollout.e4m3_loops import look_up  # not above, for the same reason
+
+    found = torch.empty(codes.shape, dtype=torch.bfloat16)
+    if codes.numel():
+        in_bf16, _ = _tables()
+        look_up(memory(codes, np.uint8), in_bf16, memory(found, np.uint16))
     return found
 
 
@@ -55,9 +61,8 @@ def memory(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
 
 
 @cache
-def _tables() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
-    """Bits of the numbers of one code, [256], and of two that follow each other in memory, [65536]."""
+def _tables() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    """The number of each code, [256]: bits of BF16, and float32."""
     codes = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
-    of_one = codes.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
-    return of_one, of_one[pairs].view(np.uint32)
+    numbers = codes.to(torch.bfloat16)
+    return numbers.view(torch.int16).numpy().view(np.uint16), numbers.float().numpy()

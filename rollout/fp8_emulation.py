@@ -21,7 +21,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 
-from rollout.e4m3 import e4m3_numbers
+from rollout.e4m3 import e4m3_numbers, e4m3_scaled
 from rollout.weight_format import FP8_BLOCK
 
 Support = tuple[bool, str | None]
@@ -86,15 +86,7 @@ class EmulatedFp8Block(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep weights as BF16 numbers [N, K], scales multiplied in."""
         params = self._get_layer_params(layer)
-        weight = e4m3_numbers(params.weight.data)
-        scale = params.block_scale.float()
-        exact = scale.to(torch.bfloat16)  # of powers of two, as scales usually are; twice as fast
-        scale = exact if torch.equal(exact, scale) else scale
-        of_column = scale.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]
-        whole = weight.shape[0] // FP8_BLOCK
-        weight[: whole * FP8_BLOCK].view(whole, FP8_BLOCK, weight.shape[1]).mul_(of_column[:whole].unsqueeze(1))
-        weight[whole * FP8_BLOCK :].mul_(of_column[whole:])
-        replace_parameter(layer, params.WEIGHT, weight)
+        replace_parameter(layer, params.WEIGHT, e4m3_scaled(params.weight.data, params.block_scale.float()))
 
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor

@@ -7,24 +7,20 @@ Shape legend: N rows, K columns; P x Q blocks that a slice touches. In loops, ro
 columns `edges[q]` up to `edges[q + 1]` to block q.
 """
 
-from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rollout.e4m3 import e4m3_numbers, memory
+from rollout.e4m3_loops import compiled
 
 BLOCK: Final = 128
 """Rows and columns of a block."""
 MOST_THREADS = 2
 """Of torch's, which it spreads an operation over and these loops do not: with more, weights are left to torch."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 Start = tuple[int, ...]
 """First row and column of a slice in the whole tensor, which blocks are counted from."""
@@ -47,12 +43,6 @@ _NINTHS = np.float32(16384.0)
 _OTHER_BIASES = np.uint32(0x46800000 + ((127 - 7) << 3) + 8)
 """Of 2^14, of exponents, and the code of 2^-6."""
 _TO_BYTE, _SIGN = np.uint32(24), np.uint32(0x80)
-
-
-def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache."""
-    typed: Callable[P, T] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    return typed
 
 
 @compiled

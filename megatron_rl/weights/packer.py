@@ -83,8 +83,8 @@ class WeightPacker:
         """What 8 bits cost the weights of the last `send`."""
         self.pack_s = self.send_s = 0.0
         """What the last `send` took."""
-        self._amax: dict[str, torch.Tensor] = {}
-        """Of every block, by matrix: [P, Q]; 0 where this rank holds nothing of it."""
+        self._factors: dict[str, torch.Tensor] = {}
+        """Of every block, by matrix: [P, Q]; of blocks of which this rank holds nothing they mean nothing."""
         self._scales: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -94,27 +94,29 @@ class WeightPacker:
         Raises:
             ValueError: a weight is not finite; the message names its tensor.
         """
-        self._amax, self._scales = {}, {}
+        self._factors, self._scales = {}, {}
         if self._format is None or self._layout is None:
             return
+        amaxes: dict[str, torch.Tensor] = {}
         for placement in self._quantized:
             name, grid = placement.hf_name, self._layout.grid(placement.hf_full_shape)
             device = self._parameters[placement.megatron_name].device
-            whole = self._amax.setdefault(name, torch.zeros(grid, device=device))
+            whole = amaxes.setdefault(name, torch.zeros(grid, device=device))
             if placement not in self._as_is:
                 for strip in self._strips(placement, _whole(placement)):
                     found = self._format.amax(self._values(placement, strip), strip.start)
                     blocks = self._layout.touched(strip.start, strip.shape)
                     whole[blocks] = torch.maximum(whole[blocks], found)
         if self._shared and self._tensor_group is not None:
-            joined = torch.cat([self._amax[name].view(-1) for name in self._shared])
+            joined = torch.cat([amaxes[name].view(-1) for name in self._shared])
             dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
-            parts = torch.split(joined, [self._amax[name].numel() for name in self._shared])
+            parts = torch.split(joined, [amaxes[name].numel() for name in self._shared])
             for name, part in zip(self._shared, parts, strict=True):
-                self._amax[name] = part.view_as(self._amax[name])
-        for name, amax in self._amax.items():
+                amaxes[name] = part.view_as(amaxes[name])
+        for name, amax in amaxes.items():
             with _named(name):
-                self._scales[name] = self._format.scales(amax)
+                self._factors[name] = self._format.factors(amax)
+            self._scales[name] = self._format.scales(self._factors[name])
         for placement in (one for one in self._quantized if one in self._as_is):
             own, place = self._blocks(placement), placement.megatron_slices
             with _named(placement.hf_name):
@@ -246,8 +248,8 @@ class WeightPacker:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
         if placement in self._as_is:
             return self._blocks(placement).codes[_local(placement, box)]
-        amax = self._amax[placement.hf_name][self._layout.touched(box.start, box.shape)]
-        return self._format.codes(self._values(placement, box), amax, box.start)
+        factors = self._factors[placement.hf_name][self._layout.touched(box.start, box.shape)]
+        return self._format.codes(self._values(placement, box), factors, box.start)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:
         return te_primary.values(self._parameters[placement.megatron_name], _local(placement, box))

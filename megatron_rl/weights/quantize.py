@@ -59,11 +59,18 @@ class CodeFormat(Protocol):
     def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
         """Largest magnitudes of the blocks that a slice touches, as far as it shows them, float32 [P, Q]."""
 
-    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
-        """What travels beside the codes, float32 [P, Q]; ValueError when a magnitude is not finite: it has no code."""
+    def factors(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """What weights are brought into range by, float32 [P, Q]; ValueError when a magnitude is not finite.
 
-    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
-        """Codes of a slice whose blocks have these magnitudes, 8 bits [N, K]."""
+        It differs from what travels: FP8 is multiplied on the way there and on the way back, and `1 / (1 / x)` is not
+        always `x`.
+        """
+
+    def scales(self, factor_PQ: torch.Tensor) -> torch.Tensor:
+        """What travels beside the codes, float32 [P, Q]."""
+
+    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+        """Codes of a slice whose blocks have these factors, 8 bits [N, K]."""
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """What the engine multiplies with, float32 [N, K], by the scales that travelled."""
@@ -77,13 +84,17 @@ class Int8Channel:
         """Of rows."""
         return row_amax(weight_NK)
 
-    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
-        """Magnitude over 127."""
+    def factors(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """Magnitude over 127, by which weights are divided."""
         return int8_scale(_finite(amax_PQ))
 
-    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def scales(self, factor_PQ: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return factor_PQ
+
+    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """int8"""
-        return int8_codes(weight_NK, int8_scale(amax_PQ))
+        return int8_codes(weight_NK, factor_PQ)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its row's scale."""
@@ -98,13 +109,17 @@ class Fp8Channel:
         """Of rows."""
         return row_amax(weight_NK)
 
-    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
-        """Inverse of what weights were multiplied by."""
-        return 1.0 / _multiplier(_finite(amax_PQ), power_of_two=False)
+    def factors(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """448 over magnitude, by which weights are multiplied."""
+        return _multiplier(_finite(amax_PQ), power_of_two=False)
 
-    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def scales(self, factor_PQ: torch.Tensor) -> torch.Tensor:
+        """Its inverse."""
+        return 1.0 / factor_PQ
+
+    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """e4m3"""
-        return fp8_channel_codes(weight_NK, _multiplier(amax_PQ, power_of_two=False))
+        return fp8_channel_codes(weight_NK, factor_PQ)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its row's inverse scale."""
@@ -119,15 +134,19 @@ class Fp8Block:
         """Of blocks."""
         return block_amax(weight_NK, start)
 
-    def scales(self, amax_PQ: torch.Tensor) -> torch.Tensor:
-        """Inverse of what weights were multiplied by."""
-        return 1.0 / _multiplier(_finite(amax_PQ), power_of_two=True)
+    def factors(self, amax_PQ: torch.Tensor) -> torch.Tensor:
+        """448 over magnitude, rounded down to a power of two, by which weights are multiplied."""
+        return _multiplier(_finite(amax_PQ), power_of_two=True)
 
-    def codes(self, weight_NK: torch.Tensor, amax_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def scales(self, factor_PQ: torch.Tensor) -> torch.Tensor:
+        """Its inverse."""
+        return 1.0 / factor_PQ
+
+    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """e4m3, by Transformer Engine where it can"""
         if te_block.takes(weight_NK, start):
             return te_block.block_codes(weight_NK)
-        return fp8_block_codes(weight_NK, _multiplier(amax_PQ, power_of_two=True), start)
+        return fp8_block_codes(weight_NK, factor_PQ, start)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its block's inverse scale."""
@@ -135,7 +154,7 @@ class Fp8Block:
 
 
 def _finite(amax: torch.Tensor) -> torch.Tensor:
-    # asked once a tensor, where scales are made: the answer has to come back from the device
+    # asked once a tensor, where factors are made: the answer has to come back from the device
     if not bool(torch.isfinite(amax).all()):
         raise ValueError(
             f"{int((~torch.isfinite(amax)).sum())} of {amax.numel()} scales would be of non-finite weights"

@@ -35,8 +35,8 @@ def test_the_controls_codes_are_multiples_of_32(monkeypatch) -> None:
     from benchmarks.coarse_codes import Coarse
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    amax = Coarse().amax(weight, (0, 0))
-    codes = Coarse().codes(weight, amax, (0, 0))
+    factors = Coarse().factors(Coarse().amax(weight, (0, 0)))
+    codes = Coarse().codes(weight, factors, (0, 0))
     assert set(codes.unique().tolist()) <= set(range(-96, 97, 32))
     assert len(codes.unique()) == 7
 

@@ -114,4 +114,4 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = weights((130, 130), 1)
     weight[129, 0] = value
     with pytest.raises(ValueError, match="1 of 4 scales"):
-        Fp8Block().scales(block_amax(weight))
+        Fp8Block().factors(block_amax(weight))

@@ -72,10 +72,10 @@ def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[s
             continue
         parts = [[whole[name]] for name in spec.unstacked]
         if rule is not None and layout is not None and spec.dtype == layout.dtype:
-            amaxes = [rule.amax(matrix, (0, 0)) for (matrix,) in parts]
+            factors = [rule.factors(rule.amax(matrix, (0, 0))) for (matrix,) in parts]
             parts = [
-                [rule.codes(matrix, amax, (0, 0)), rule.scales(amax)]
-                for (matrix,), amax in zip(parts, amaxes, strict=True)
+                [rule.codes(matrix, factor, (0, 0)), rule.scales(factor)]
+                for (matrix,), factor in zip(parts, factors, strict=True)
             ]
         for suffix, tensors in zip(("", layout and layout.scale_suffix), zip(*parts, strict=True), strict=False):
             found[spec.name + suffix] = torch.stack(tensors) if spec.is_stack else tensors[0]

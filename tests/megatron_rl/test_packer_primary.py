@@ -110,9 +110,9 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
         else:
             weight = te_primary.values(parameter, one.megatron_slices)
             format = CODE_FORMATS["fp8_block"]
-            amax = format.amax(weight, (0, 0))
-            assert torch.equal(codes.view(torch.uint8), format.codes(weight, amax, (0, 0)).view(torch.uint8))
-            assert torch.equal(scales[touched], format.scales(amax))
+            factors = format.factors(format.amax(weight, (0, 0)))
+            assert torch.equal(codes.view(torch.uint8), format.codes(weight, factors, (0, 0)).view(torch.uint8))
+            assert torch.equal(scales[touched], format.scales(factors))
     alike = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"), True)
     assert agreed == alike | {"gate_proj": False, "up_proj": False}
 
@@ -126,10 +126,10 @@ def test_other_formats_quantise_what_the_parameter_stands_for(name):
         whole = torch.zeros(boxes[0][0].hf_full_shape, dtype=torch.bfloat16)
         for one, parameter in boxes:
             whole[one.hf_slices] = te_primary.values(parameter, one.megatron_slices)
-        amax = format.amax(whole, (0, 0))
-        expected = format.codes(whole, amax, (0, 0))
+        factors = format.factors(format.amax(whole, (0, 0)))
+        expected = format.codes(whole, factors, (0, 0))
         assert torch.equal(sent[matrix].view(torch.uint8), expected.view(torch.uint8)), matrix
-        assert torch.equal(sent[matrix + "_scale"], format.scales(amax)), matrix
+        assert torch.equal(sent[matrix + "_scale"], format.scales(factors)), matrix
 
 
 def test_bf16_is_what_the_parameter_stands_for():

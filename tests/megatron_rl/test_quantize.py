@@ -57,7 +57,7 @@ def test_non_finite_weights_are_refused(bad: float, name: str) -> None:
     weight[2, 3] = bad
     rule = quantize.CODE_FORMATS[name]
     with pytest.raises(ValueError, match=r"1 of \d scales would be of non-finite"):
-        rule.scales(rule.amax(weight, (0, 0)))
+        rule.factors(rule.amax(weight, (0, 0)))
 
 
 def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are() -> None:
@@ -91,11 +91,12 @@ def test_compiled_loops_make_what_torch_makes(
     rule = quantize.CODE_FORMATS[name]
     amax = rule.amax(weight, start)
     amax = amax * (1 + torch.rand(amax.shape, generator=generator)).bfloat16().float()  # of other ranks
-    scales, found = rule.scales(amax), []
+    factors = rule.factors(amax)
+    scales, found = rule.scales(factors), []
     for most_threads in (torch.get_num_threads(), 0):
         with patch.object(code_loops, "MOST_THREADS", most_threads):
             assert code_loops.takes(weight) == bool(most_threads)
-            codes = rule.codes(weight, amax, start)
+            codes = rule.codes(weight, factors, start)
             found.append((codes.view(torch.uint8), rule.values(codes, scales, start)))
     (codes, values), (torchs_codes, torchs_values) = found
     assert torch.equal(codes, torchs_codes) and torch.equal(values, torchs_values)

@@ -35,6 +35,6 @@ def test_every_format_has_the_same_codes_on_every_device(device: str, name: str)
     format = CODE_FORMATS[name]
 
     def codes(one: torch.Tensor) -> torch.Tensor:
-        return format.codes(one, format.amax(one, (0, 0)), (0, 0)).cpu().view(torch.uint8)
+        return format.codes(one, format.factors(format.amax(one, (0, 0))), (0, 0)).cpu().view(torch.uint8)
 
     assert torch.equal(codes(weight.to(device)), codes(weight))

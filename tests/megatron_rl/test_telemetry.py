@@ -55,9 +55,9 @@ def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float
     """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three bits of mantissa whatever the scale."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     format = CODE_FORMATS[name]
-    amax = format.amax(weight, (0, 0))
-    codes = format.codes(weight, amax, (0, 0))
+    factors = format.factors(format.amax(weight, (0, 0)))
+    codes = format.codes(weight, factors, (0, 0))
     watch = CodeWatch()
     box = Box(start=(0, 0), shape=(256, 256))
-    watch.see("model.layers.0.x.weight", box, weight, codes, format.values(codes, format.scales(amax), (0, 0)))
+    watch.see("model.layers.0.x.weight", box, weight, codes, format.values(codes, format.scales(factors), (0, 0)))
     assert least < watch.sums()[0].sqnr_db < most

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout.e4m3 import e4m3_numbers
+from rollout.e4m3 import e4m3_numbers, e4m3_scaled
 
 EVERY_CODE = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
 
@@ -34,6 +34,18 @@ def test_a_part_of_a_matrix_is_decoded_as_such() -> None:
     codes = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     for part in (codes[3:40, 5:50], codes[:, ::2], codes.t()[10:20]):
         assert torch.equal(e4m3_numbers(part), part.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 256), (300, 401), (0, 7)])
+@pytest.mark.parametrize("exact", [True, False], ids=["powers of two", "any scales"])
+def test_codes_times_scales_are_rounded_once_as_torch_rounds_them(shape: tuple[int, int], exact: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(256, shape, generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    grid = torch.randn([-(-size // 128) for size in shape], generator=generator).mul(9).exp2()
+    grid = grid.log2().round().exp2() if exact else grid
+    spread = grid.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    expected = (codes.float() * spread).to(torch.bfloat16)
+    assert torch.equal(bits(e4m3_scaled(codes, grid)), bits(expected))
 
 
 def test_memory_can_be_given_back() -> None:
