@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.loss import clipped_surrogate as clipped_surrogate
 from megatron_rl.weights.code_loops import Start
+from megatron_rl.weights.fp8 import kept
 from megatron_rl.weights.quantize import CODE_FORMATS, Int8Channel
 
 STEP = 32
@@ -17,10 +18,12 @@ STEP = 32
 class Coarse(Int8Channel):
     """`int8` with seven values."""
 
-    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def codes(
+        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """int8, multiples of `STEP`"""
         fine = super().codes(weight_NK, factor_PQ, start)
-        return ((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8)
+        return kept(((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8), out)
 
 
 CODE_FORMATS["int8"] = Coarse()

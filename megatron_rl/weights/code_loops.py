@@ -27,8 +27,10 @@ Start = tuple[int, ...]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.uint16]
 Longs = npt.NDArray[np.int64]
 
+_NO_SIGN = np.uint16(0x7FFF)
 _INT8_MAX = np.float32(127.0)
 _WHOLE = np.float32(12582912.0)
 """1.5 x 2^23: added to a smaller number, it leaves the nearest whole one, even in a tie, in the lowest bits."""
@@ -46,7 +48,25 @@ _TO_BYTE, _SIGN = np.uint32(24), np.uint32(0x80)
 
 
 @compiled
-def int8_codes(bits: npt.NDArray[np.uint16], scales: Floats, codes: Bytes) -> None:
+def largest(bits: Halves, of_row: Longs, edges: Longs, found: Halves) -> None:
+    """Largest magnitude of each block, NaN of one with a NaN: without sign, BF16 numbers are ordered as their bits are.
+
+    Args:
+        bits: of BF16 weights, [N, K].
+        of_row: [N], as above.
+        edges: [Q + 1], as above.
+        found: bits of BF16, [P, Q], zeros that are raised.
+    """
+    for n in range(bits.shape[0]):
+        for q in range(len(edges) - 1):
+            part, most = bits[n, edges[q] : edges[q + 1]], np.uint16(0)
+            for k in range(len(part)):
+                most = max(most, np.uint16(part[k] & _NO_SIGN))
+            found[of_row[n], q] = max(found[of_row[n], q], most)
+
+
+@compiled
+def int8_codes(bits: Halves, scales: Floats, codes: Bytes) -> None:
     """Weights over their row's scale, rounded half to even.
 
     Args:
@@ -67,7 +87,7 @@ def int8_codes(bits: npt.NDArray[np.uint16], scales: Floats, codes: Bytes) -> No
 
 
 @compiled
-def e4m3_codes(bits: npt.NDArray[np.uint16], multipliers: Floats, of_row: Longs, edges: Longs, codes: Bytes) -> None:
+def e4m3_codes(bits: Halves, multipliers: Floats, of_row: Longs, edges: Longs, codes: Bytes) -> None:
     """Weights times their block's multiplier, rounded half to even, at most 448.
 
     Args:
@@ -126,18 +146,29 @@ def takes(tensor: torch.Tensor) -> bool:
     return known and tensor.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS
 
 
-def int8_of(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-    """See `int8_codes`: int8 [N, K]."""
+def amax_of(weight_NK: torch.Tensor, start: Start | None) -> torch.Tensor:
+    """See `largest`: float32 [P, Q]; without `start` blocks are rows."""
+    weight = weight_NK.contiguous()
+    of_row, edges = _places(tuple(weight.shape), start)
+    found = torch.zeros(int(of_row[-1]) + 1, len(edges) - 1, dtype=torch.bfloat16)
+    largest(_of(weight, np.uint16), of_row, edges, _of(found, np.uint16))
+    return found.float()
+
+
+def int8_of(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See `int8_codes`: int8 [N, K], written to `out` (contiguous) if there is one."""
     weight, scale = weight_NK.contiguous(), scale_N1.contiguous()
-    found = torch.empty(weight.shape, dtype=torch.int8)
+    found = torch.empty(weight.shape, dtype=torch.int8) if out is None else out
     int8_codes(_of(weight, np.uint16), memory(scale, np.float32), _of(found, np.uint8))
     return found
 
 
-def e4m3_of(weight_NK: torch.Tensor, multiplier_PQ: torch.Tensor, start: Start | None) -> torch.Tensor:
-    """See `e4m3_codes`: float8_e4m3fn [N, K]; without `start` blocks are rows."""
+def e4m3_of(
+    weight_NK: torch.Tensor, multiplier_PQ: torch.Tensor, start: Start | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `e4m3_codes`: float8_e4m3fn [N, K], written to `out` as above; without `start` blocks are rows."""
     weight, multiplier = weight_NK.contiguous(), multiplier_PQ.contiguous()
-    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn) if out is None else out
     places = _places(tuple(weight.shape), start)
     e4m3_codes(_of(weight, np.uint16), _of(multiplier, np.float32), *places, _of(found, np.uint8))
     return found

@@ -38,6 +38,8 @@ def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torc
         weight_NK: the slice.
         start: its first row and column in the whole tensor, which the blocks are counted from.
     """
+    if code_loops.takes(weight_NK):
+        return code_loops.amax_of(weight_NK, start)
     rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
     above, before = start[0] % BLOCK, start[1] % BLOCK
     below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
@@ -63,11 +65,19 @@ def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> 
     return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32) if power_of_two else scale
 
 
-def fp8_block_codes(weight_NK: torch.Tensor, scale_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
-    """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`."""
+def fp8_block_codes(
+    weight_NK: torch.Tensor,
+    scale_PQ: torch.Tensor,
+    start: tuple[int, ...] = (0, 0),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`.
+
+    Written to `out` (of that shape and dtype, contiguous) if there is one.
+    """
     if code_loops.takes(weight_NK):
-        return code_loops.e4m3_of(weight_NK, scale_PQ, start)
-    return _cast(_times(weight_NK, scale_PQ, start))
+        return code_loops.e4m3_of(weight_NK, scale_PQ, start, out)
+    return kept(_cast(_times(weight_NK, scale_PQ, start)), out)
 
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
@@ -77,11 +87,16 @@ def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tu
     return _times(e4m3_numbers(codes_NK), inverse_PQ, start)
 
 
-def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-    """Codes of a slice whose rows have these scales: e4m3 [N, K]."""
+def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes of a slice whose rows have these scales: e4m3 [N, K]; `out` as in `fp8_block_codes`."""
     if code_loops.takes(weight_NK):
-        return code_loops.e4m3_of(weight_NK, scale_N1, None)
-    return _cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1))
+        return code_loops.e4m3_of(weight_NK, scale_N1, None, out)
+    return kept(_cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1)), out)
+
+
+def kept(codes: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Codes, in `out` if there is one."""
+    return codes if out is None else out.copy_(codes)
 
 
 def _blocks(first: int, size: int) -> int:

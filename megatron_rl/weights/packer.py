@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.weights import te_primary
+from megatron_rl.weights.fp8 import kept
 from megatron_rl.weights.names import Placement
 from megatron_rl.weights.primary_plan import blocks_agree
 from megatron_rl.weights.quantize import CODE_FORMATS
@@ -148,21 +149,26 @@ class WeightPacker:
             buffer[end : piece.offset] = 0  # equal weights make equal buckets
             box, end = piece.box.in_matrix, piece.offset
             for strip in [box] if source.role is Role.SCALES else self._strips(source.placement, box):
-                content = self._encoded(source, strip).contiguous().view(-1).view(torch.uint8)
-                buffer[end : end + content.numel()].copy_(content)
-                end += content.numel()
+                end += self._encode(source, strip, buffer[end:])
             if source.role is Role.CODES:
                 self._look_at(buffer[piece.offset : end], source.placement, box)
         buffer[end : bucket.payload_bytes] = 0
 
-    def _encoded(self, source: PieceSource, box: Box) -> torch.Tensor:
+    def _encode(self, source: PieceSource, box: Box, room: torch.Tensor) -> int:
+        """Write what travels of a box to the beginning of `room`; how many bytes that are."""
         match source.role:
             case Role.VALUES:
-                return self._values(source.placement, box).to(torch.bfloat16)
+                content = self._values(source.placement, box).to(torch.bfloat16)
             case Role.CODES:
-                return self._codes(source.placement, box)
+                assert self._layout is not None, "only 8-bit formats have codes"
+                codes = room[: math.prod(box.shape)].view(getattr(torch, self._layout.dtype)).view(box.shape)
+                self._codes(source.placement, box, codes)
+                return codes.numel()
             case Role.SCALES:
-                return self._scales[source.placement.hf_name][box.slices((0, 0))]
+                content = self._scales[source.placement.hf_name][box.slices((0, 0))]
+        content = content.contiguous().view(-1).view(torch.uint8)
+        room[: content.numel()].copy_(content)
+        return content.numel()
 
     def _strips(self, placement: Placement, box: Box) -> Iterator[Box]:
         """A box cut into some rows each, between blocks that share a scale."""
@@ -244,12 +250,13 @@ class WeightPacker:
         scales = self._scales[placement.hf_name][self._layout.touched(box.start, box.shape)]
         return self._format.values(codes, scales, box.start)
 
-    def _codes(self, placement: Placement, box: Box) -> torch.Tensor:
+    def _codes(self, placement: Placement, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """In `out` if there is one."""
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
         if placement in self._as_is:
-            return self._blocks(placement).codes[_local(placement, box)]
+            return kept(self._blocks(placement).codes[_local(placement, box)], out)
         factors = self._factors[placement.hf_name][self._layout.touched(box.start, box.shape)]
-        return self._format.codes(self._values(placement, box), factors, box.start)
+        return self._format.codes(self._values(placement, box), factors, box.start, out)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:
         return te_primary.values(self._parameters[placement.megatron_name], _local(placement, box))

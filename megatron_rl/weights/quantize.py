@@ -19,7 +19,14 @@ import torch
 
 from megatron_rl.weights import code_loops, te_block
 from megatron_rl.weights.code_loops import Start
-from megatron_rl.weights.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_channel_codes, fp8_scale
+from megatron_rl.weights.fp8 import (
+    block_amax,
+    fp8_block_codes,
+    fp8_block_values,
+    fp8_channel_codes,
+    fp8_scale,
+    kept,
+)
 from megatron_rl.weights.magnitudes import magnitudes, numbers_of
 from rollout.e4m3 import e4m3_numbers
 
@@ -28,6 +35,8 @@ INT8_MAX: Final = 127.0
 
 def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row in float32, [N, 1]; NaN of a row with one."""
+    if code_loops.takes(weight_NK):
+        return code_loops.amax_of(weight_NK, None)
     return numbers_of(magnitudes(weight_NK).amax(dim=1, keepdim=True))
 
 
@@ -37,12 +46,12 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
     return (amax.float().clamp_min(tiny) / INT8_MAX).clamp_min(tiny)
 
 
-def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-    """Codes of a slice whose rows have the given scales: int8 [N, K], rounded half to even."""
+def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes of a slice whose rows have the given scales: int8 [N, K], rounded half to even; in `out` if given."""
     if code_loops.takes(weight_NK):
-        return code_loops.int8_of(weight_NK, scale_N1)
+        return code_loops.int8_of(weight_NK, scale_N1, out)
     exact_NK = weight_NK.to(torch.float32, copy=True)
-    return exact_NK.div_(scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return kept(exact_NK.div_(scale_N1).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), out)
 
 
 def channel_values(codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
@@ -69,8 +78,10 @@ class CodeFormat(Protocol):
     def scales(self, factor_PQ: torch.Tensor) -> torch.Tensor:
         """What travels beside the codes, float32 [P, Q]."""
 
-    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
-        """Codes of a slice whose blocks have these factors, 8 bits [N, K]."""
+    def codes(
+        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Codes of a slice whose blocks have these factors, 8 bits [N, K]; `out`, contiguous, if there is one."""
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """What the engine multiplies with, float32 [N, K], by the scales that travelled."""
@@ -92,9 +103,11 @@ class Int8Channel:
         """The same."""
         return factor_PQ
 
-    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def codes(
+        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """int8"""
-        return int8_codes(weight_NK, factor_PQ)
+        return int8_codes(weight_NK, factor_PQ, out)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its row's scale."""
@@ -117,9 +130,11 @@ class Fp8Channel:
         """Its inverse."""
         return 1.0 / factor_PQ
 
-    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def codes(
+        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """e4m3"""
-        return fp8_channel_codes(weight_NK, factor_PQ)
+        return fp8_channel_codes(weight_NK, factor_PQ, out)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its row's inverse scale."""
@@ -142,11 +157,13 @@ class Fp8Block:
         """Its inverse."""
         return 1.0 / factor_PQ
 
-    def codes(self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start) -> torch.Tensor:
+    def codes(
+        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """e4m3, by Transformer Engine where it can"""
         if te_block.takes(weight_NK, start):
-            return te_block.block_codes(weight_NK)
-        return fp8_block_codes(weight_NK, factor_PQ, start)
+            return kept(te_block.block_codes(weight_NK), out)
+        return fp8_block_codes(weight_NK, factor_PQ, start, out)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Code times its block's inverse scale."""

@@ -5,6 +5,7 @@
 and returns their results in rank order. Functions and values travel by pickle.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -34,6 +35,8 @@ def _serve(connection: Connection, rank: int) -> None:
             if joined != (parallel, store):
                 if joined is not None:
                     ranks.destroy()
+                    # trainers refer to themselves, and keep their groups' threads, dozens, that wake up all the time
+                    gc.collect()
                 joined = None
                 position = ranks.initialize(
                     parallel,

@@ -60,7 +60,11 @@ def test_non_finite_weights_are_refused(bad: float, name: str) -> None:
         rule.factors(rule.amax(weight, (0, 0)))
 
 
-def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are() -> None:
+@pytest.mark.parametrize("most_threads", [0, code_loops.MOST_THREADS], ids=["by torch", "by loops"])
+def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are(
+    monkeypatch: pytest.MonkeyPatch, most_threads: int
+) -> None:
+    monkeypatch.setattr(code_loops, "MOST_THREADS", most_threads)
     rows = torch.randn(40, 33, generator=torch.Generator().manual_seed(3)).bfloat16()
     rows[0], rows[1, 3], rows[2, 4], rows[3] = 0.0, float("inf"), float("-inf"), -0.0
     rows[4, 5:7] = torch.tensor([1e-40, -9e-41])  # subnormal
@@ -90,6 +94,8 @@ def test_compiled_loops_make_what_torch_makes(
     weight = wide.bfloat16()[:, columns // 2 :][:, :columns] if is_cut else wide.bfloat16()[:, :columns].contiguous()
     rule = quantize.CODE_FORMATS[name]
     amax = rule.amax(weight, start)
+    with patch.object(code_loops, "MOST_THREADS", 0):
+        assert torch.equal(amax, rule.amax(weight, start))
     amax = amax * (1 + torch.rand(amax.shape, generator=generator)).bfloat16().float()  # of other ranks
     factors = rule.factors(amax)
     scales, found = rule.scales(factors), []
@@ -97,6 +103,9 @@ def test_compiled_loops_make_what_torch_makes(
         with patch.object(code_loops, "MOST_THREADS", most_threads):
             assert code_loops.takes(weight) == bool(most_threads)
             codes = rule.codes(weight, factors, start)
+            given = torch.zeros_like(codes)
+            assert rule.codes(weight, factors, start, given) is given
+            assert torch.equal(given.view(torch.uint8), codes.view(torch.uint8))
             found.append((codes.view(torch.uint8), rule.values(codes, scales, start)))
     (codes, values), (torchs_codes, torchs_values) = found
     assert torch.equal(codes, torchs_codes) and torch.equal(values, torchs_values)
