@@ -1,4 +1,6 @@
-"""Compiled loops for CPUs: codes of BF16 weights and what codes stand for, byte for byte what torch makes of them.
+"""Compiled loops for CPUs: largest magnitudes and codes of BF16 weights, and what codes stand for.
+
+Byte for byte what torch makes of them.
 
 torch goes over its argument once for every operation and reads and writes it each time. Here a row is brought to
 float32, scaled, rounded and written while it lies in a core's first cache, by one thread.
