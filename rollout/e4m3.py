@@ -1,6 +1,7 @@
-"""e4m3 codes as BF16 numbers, which all of them are, on a CPU at several times the speed of torch's cast.
+"""e4m3 codes as BF16 numbers, which all of them are.
 
-By compiled loops, which a mode of torch's that looks at every operation while an engine loads weights does not see.
+On a CPU by compiled loops, which a mode of torch's that looks at every operation while an engine loads weights does not
+see.
 """
 
 from functools import cache
@@ -29,10 +30,9 @@ def e4m3_scaled(codes_NK: torch.Tensor, scale_PQ: torch.Tensor) -> torch.Tensor:
     codes, scale = codes_NK.contiguous(), scale_PQ.contiguous()
     found = torch.empty(codes.shape, dtype=torch.bfloat16)
     if codes.numel():
-        _, in_float32 = _tables()
         bits, grid = memory(codes, np.uint8), memory(scale, np.float32)
         halves = memory(found, np.uint16)
-        scaled(bits.reshape(codes.shape), in_float32, grid.reshape(scale.shape), halves.reshape(codes.shape))
+        scaled(bits.reshape(codes.shape), number_of_code(), grid.reshape(scale.shape), halves.reshape(codes.shape))
     return found
 
 
@@ -41,8 +41,7 @@ def _numbers(codes: torch.Tensor) -> torch.Tensor:
 
     found = torch.empty(codes.shape, dtype=torch.bfloat16)
     if codes.numel():
-        in_bf16, _ = _tables()
-        look_up(memory(codes, np.uint8), in_bf16, memory(found, np.uint16))
+        look_up(memory(codes, np.uint8), _bf16_of_code(), memory(found, np.uint16))
     return found
 
 
@@ -61,8 +60,13 @@ def memory(tensor: torch.Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
 
 
 @cache
-def _tables() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-    """The number of each code, [256]: bits of BF16, and float32."""
+def number_of_code() -> npt.NDArray[np.float32]:
+    """What each code stands for, [256]."""
     codes = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
-    numbers = codes.to(torch.bfloat16)
-    return numbers.view(torch.int16).numpy().view(np.uint16), numbers.float().numpy()
+    return codes.float().numpy()
+
+
+@cache
+def _bf16_of_code() -> npt.NDArray[np.uint16]:
+    """The same in BF16, by its bits."""
+    return torch.from_numpy(number_of_code()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)

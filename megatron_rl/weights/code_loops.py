@@ -9,17 +9,18 @@ Shape legend: N rows, K columns; P x Q blocks that a slice touches. In loops, ro
 columns `edges[q]` up to `edges[q + 1]` to block q.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.e4m3 import e4m3_numbers, memory
+from rollout.e4m3 import memory, number_of_code
 from rollout.e4m3_loops import compiled
+from rollout.weight_format import FP8_BLOCK
 
-BLOCK: Final = 128
+BLOCK: Final = FP8_BLOCK
 """Rows and columns of a block."""
 MOST_THREADS = 2
 """Of torch's, which it spreads an operation over and these loops do not: with more, weights are left to torch."""
@@ -181,7 +182,7 @@ def values_of(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: Start | N
     codes, inverse = codes_NK.contiguous(), inverse_PQ.contiguous()
     found = torch.empty(codes.shape, dtype=torch.float32)
     places = _places(tuple(codes.shape), start)
-    e4m3_values(_of(codes, np.uint8), _numbers(), _of(inverse, np.float32), *places, _of(found, np.float32))
+    e4m3_values(_of(codes, np.uint8), number_of_code(), _of(inverse, np.float32), *places, _of(found, np.float32))
     return found
 
 
@@ -198,9 +199,3 @@ def _places(shape: tuple[int, int], start: Start | None) -> tuple[Longs, Longs]:
     above, before = (first % BLOCK for first in start)
     edges = np.arange(-(-(before + columns) // BLOCK) + 1) * BLOCK - before
     return (np.arange(rows) + above) // BLOCK, edges.clip(0, columns)
-
-
-@cache
-def _numbers() -> Floats:
-    codes = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
-    return e4m3_numbers(codes).float().numpy()
