@@ -29,9 +29,9 @@ class StagedWeights:
     """File under shared memory that holds this rank's buckets one after another; empty if it has none."""
     num_bytes: int
     scales_s: float
-    """Seconds until all ranks agreed on the scales."""
+    """Seconds until ranks agreed on the scales that they share."""
     pack_s: float
-    """Seconds for cutting, quantising and writing into buckets."""
+    """Seconds for all other scales, cutting, quantising and writing into buckets."""
     send_s: float
     """Seconds for checksums and handing over."""
     codes: Mapping[int, CodeSums]

@@ -5,7 +5,7 @@ trip through the wire format, the other side of every publish's probe.
 
 Scales are fresh at every publish. Where a block of weights that share a scale lies on several ranks (rows of
 column-cut matrices, blocks across a border) all trainer ranks of a tensor-parallel group enter one small all-reduce
-(`refresh_scales`); everything after that is local.
+(`refresh_scales`); everything after that is local, and a matrix is looked through for its scales where it is quantised.
 
 Parameters that are FP8 themselves (`te_primary`) travel as they are in `fp8_block`, codes and scales, wherever blocks
 agree (`primary_plan`); elsewhere, and in any other format, they are decoded first and then weights like any.
@@ -75,59 +75,87 @@ class WeightPacker:
         self._tensor_group = tensor_group
         self._format = CODE_FORMATS.get(plan.format.name)
         self._layout = plan.format.layout
-        self._quantized = [placement for placement in held if plan.quantizes(placement)]
-        names = {placement.hf_name for placement in self._quantized}
-        self._as_is = frozenset(one for one in self._quantized if plan.format.name == "fp8_block" and self._agrees(one))
+        self._quantized: dict[str, list[Placement]] = {}
+        """By matrix."""
+        for placement in held:
+            if plan.quantizes(placement):
+                self._quantized.setdefault(placement.hf_name, []).append(placement)
+        in_8_bits = [placement for placements in self._quantized.values() for placement in placements]
+        self._as_is = frozenset(one for one in in_8_bits if plan.format.name == "fp8_block" and self._agrees(one))
         """Boxes whose codes and scales are those of an FP8 parameter."""
-        self._shared = [name for name in plan.shared if name in names]
+        self._shared = [name for name in plan.shared if name in self._quantized]
         self.watch = CodeWatch()
         """What 8 bits cost the weights of the last `send`."""
         self.pack_s = self.send_s = 0.0
         """What the last `send` took."""
         self._factors: dict[str, torch.Tensor] = {}
-        """Of every block, by matrix: [P, Q]; of blocks of which this rank holds nothing they mean nothing."""
         self._scales: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def refresh_scales(self) -> None:
-        """Compute the scales of every quantised matrix from the current parameters; a collective.
+        """Forget scales of earlier parameters, and agree on those that ranks share; a collective.
+
+        Those that only this rank's parameters decide are computed when they are first asked for: a matrix that has
+        just been read to find them is quantised from the cache.
 
         Raises:
-            ValueError: a weight is not finite; the message names its tensor.
+            ValueError: a weight is not finite; the message names its tensor. So does whatever asks for a scale.
         """
         self._factors, self._scales = {}, {}
-        if self._format is None or self._layout is None:
+        if not self._shared or self._tensor_group is None:
             return
-        amaxes: dict[str, torch.Tensor] = {}
-        for placement in self._quantized:
-            name, grid = placement.hf_name, self._layout.grid(placement.hf_full_shape)
-            device = self._parameters[placement.megatron_name].device
-            whole = amaxes.setdefault(name, torch.zeros(grid, device=device))
+        amaxes = [self._amax(name) for name in self._shared]
+        joined = torch.cat([amax.view(-1) for amax in amaxes])
+        dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
+        parts = torch.split(joined, [amax.numel() for amax in amaxes])
+        for name, amax, part in zip(self._shared, amaxes, parts, strict=True):
+            self._refresh(name, part.view_as(amax))
+
+    def _amax(self, name: str) -> torch.Tensor:
+        """Largest magnitude of every block of a matrix as far as this rank holds it, float32 [P, Q]."""
+        assert self._format is not None and self._layout is not None, "only 8-bit formats have scales"
+        held = self._quantized[name]
+        device = self._parameters[held[0].megatron_name].device
+        whole = torch.zeros(self._layout.grid(held[0].hf_full_shape), device=device)
+        for placement in held:
             if placement not in self._as_is:
                 for strip in self._strips(placement, _whole(placement)):
                     found = self._format.amax(self._values(placement, strip), strip.start)
                     blocks = self._layout.touched(strip.start, strip.shape)
                     whole[blocks] = torch.maximum(whole[blocks], found)
-        if self._shared and self._tensor_group is not None:
-            joined = torch.cat([amaxes[name].view(-1) for name in self._shared])
-            dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
-            parts = torch.split(joined, [amaxes[name].numel() for name in self._shared])
-            for name, part in zip(self._shared, parts, strict=True):
-                amaxes[name] = part.view_as(amaxes[name])
-        for name, amax in amaxes.items():
-            with _named(name):
-                self._factors[name] = self._format.factors(amax)
-            self._scales[name] = self._format.scales(self._factors[name])
-        for placement in (one for one in self._quantized if one in self._as_is):
-            own, place = self._blocks(placement), placement.megatron_slices
-            with _named(placement.hf_name):
-                own.check(place)
-            touched = self._layout.touched(placement.hf_start, placement.shape)
-            self._scales[placement.hf_name][touched] = own.scales(place)
+        return whole
+
+    def _refresh(self, name: str, amax: torch.Tensor) -> None:
+        """Make what codes and scales of a matrix need."""
+        assert self._format is not None and self._layout is not None, "only 8-bit formats have scales"
+        with _named(name):
+            self._factors[name] = self._format.factors(amax)
+        self._scales[name] = self._format.scales(self._factors[name])
+        for placement in self._quantized[name]:
+            if placement in self._as_is:
+                own, place = self._blocks(placement), placement.megatron_slices
+                with _named(name):
+                    own.check(place)
+                self._scales[name][self._layout.touched(placement.hf_start, placement.shape)] = own.scales(place)
+
+    def _factors_of(self, name: str) -> torch.Tensor:
+        """Of every block of a matrix, float32 [P, Q]; of blocks of which this rank holds nothing they mean nothing."""
+        if name not in self._factors:
+            self._refresh(name, self._amax(name))
+        return self._factors[name]
+
+    def _scales_of(self, name: str) -> torch.Tensor:
+        """What travels beside the codes, likewise."""
+        self._factors_of(name)
+        return self._scales[name]
 
     @torch.no_grad()
     def send(self, sender: Sender, weight_version: WeightVersion) -> str:
-        """Fill and hand over this rank's buckets; returns what `Sender.finish` returns. Needs fresh scales."""
+        """Fill and hand over this rank's buckets; returns what `Sender.finish` returns. After `refresh_scales`.
+
+        Raises:
+            ValueError: a weight is not finite; nothing of its bucket has been handed over.
+        """
         self.watch.begin()
         sender.open(weight_version, [bucket for bucket, _ in self._own])
         self.pack_s = self.send_s = 0.0
@@ -165,7 +193,7 @@ class WeightPacker:
                 self._codes(source.placement, box, codes)
                 return codes.numel()
             case Role.SCALES:
-                content = self._scales[source.placement.hf_name][box.slices((0, 0))]
+                content = self._scales_of(source.placement.hf_name)[box.slices((0, 0))]
         content = content.contiguous().view(-1).view(torch.uint8)
         room[: content.numel()].copy_(content)
         return content.numel()
@@ -194,7 +222,7 @@ class WeightPacker:
 
     @torch.no_grad()
     def published_values(self, megatron_name: str) -> torch.Tensor:
-        """One parameter of this rank as the engines hold it, in its own dtype. Needs fresh scales."""
+        """One parameter of this rank as the engines hold it, in its own dtype. After `send`."""
         parameter = self._parameters[megatron_name]
         held = [placement for placement in self._held if placement.megatron_name == megatron_name]
         if te_primary.is_primary(parameter):
@@ -210,7 +238,7 @@ class WeightPacker:
 
     @torch.no_grad()
     def sent_sums(self) -> Sums:
-        """Sums (`rollout.fingerprint`) of what this rank owns, as published. Needs fresh scales.
+        """Sums (`rollout.fingerprint`) of what this rank owns, as published. After `send`.
 
         From boxes as the model holds them, not from pieces as they were sent.
         """
@@ -247,7 +275,7 @@ class WeightPacker:
 
     def _decoded(self, codes: torch.Tensor, placement: Placement, box: Box) -> torch.Tensor:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
-        scales = self._scales[placement.hf_name][self._layout.touched(box.start, box.shape)]
+        scales = self._scales_of(placement.hf_name)[self._layout.touched(box.start, box.shape)]
         return self._format.values(codes, scales, box.start)
 
     def _codes(self, placement: Placement, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -255,7 +283,7 @@ class WeightPacker:
         assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
         if placement in self._as_is:
             return kept(self._blocks(placement).codes[_local(placement, box)], out)
-        factors = self._factors[placement.hf_name][self._layout.touched(box.start, box.shape)]
+        factors = self._factors_of(placement.hf_name)[self._layout.touched(box.start, box.shape)]
         return self._format.codes(self._values(placement, box), factors, box.start, out)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:

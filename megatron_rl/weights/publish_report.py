@@ -14,9 +14,9 @@ class PublishReport:
     wire_bytes: int
     """Bytes of all buckets."""
     scales_s: float
-    """Until all ranks agreed on the scales, slowest trainer rank."""
+    """Until ranks agreed on the scales that they share, slowest trainer rank."""
     pack_s: float
-    """Cutting, quantising and writing into buckets, slowest trainer rank."""
+    """All other scales, cutting, quantising and writing into buckets, slowest trainer rank."""
     send_s: float
     """Checksums and handing over, slowest trainer rank; with a streaming transport while engines apply."""
     drain_s: float

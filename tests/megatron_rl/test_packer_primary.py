@@ -177,7 +177,31 @@ def test_a_code_that_is_no_number_stops_the_publish_by_name():
     published = Published("fp8_block")
     published.parameters["decoder.layers.0.self_attention.linear_proj.weight"]._rowwise_data[0, 0] = 0x7F
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: 1 FP8 codes .* diverged"):
-        published.packer.refresh_scales()
+        published.send()
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])
+def test_a_weight_that_is_no_number_stops_the_publish_before_anything_of_its_matrix_leaves(format):
+    class Recording(MemorySender):
+        committed: list[int] = []
+
+        def commit(self, index):
+            self.committed.append(index)
+
+    published, sender = Published(format, bucket_bytes=3_000), Recording()
+    published.parameters["decoder.layers.1.self_attention.linear_proj.weight"].data[200, 3] = torch.nan
+    name = "model.layers.1.self_attn.o_proj.weight"
+    published.packer.refresh_scales()
+    with pytest.raises(ValueError, match=rf"{name}: \d+ of \d+ scales .* diverged".replace(".weight", r"\.weight")):
+        published.packer.send(sender, WeightVersion(1))
+    left = {published.plan.tensors[piece.tensor].name for one in published.plan.buckets for piece in one.pieces}
+    gone = {
+        published.plan.tensors[piece.tensor].name
+        for bucket in published.plan.buckets
+        for piece in bucket.pieces
+        if bucket.index in sender.committed
+    }
+    assert gone and name in left and not gone & {name, name + "_scale", name + "_scale_inv"}
 
 
 @given(
