@@ -26,6 +26,7 @@ class TrainerGroup:
 
     def __init__(self, ranks: SpmdGroup) -> None:
         self.ranks = ranks
+        self._unstaging: Sequence[ray.ObjectRef] = ()
 
     def te_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
@@ -55,11 +56,15 @@ class TrainerGroup:
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""
+        self.ranks.wait(self._unstaging, "unstage", timeout_s=timeout_s)
         return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)
 
     def unstage(self) -> None:
-        """Let go of the staged publish."""
-        self.ranks.call("unstage")
+        """Have every rank let go of the staged publish ahead of whatever it is asked next; waits for none.
+
+        What goes wrong there is raised by the next `stage`.
+        """
+        self._unstaging = self.ranks.begin("unstage")
 
     def sent_sums(self, *, timeout_s: float) -> list[Sums]:
         """Sums of what each rank published last."""
