@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import BackgroundResources
@@ -29,6 +30,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 _LOOK_S = 0.5
 """How often who waits for an answer looks whether one can still come."""
+SPIN_S = 0.1
+"""Longer than a step, and than ZeroMQ takes to see that there is room for another wake-up: until then it drops it."""
 _STAND_INS = "vllm.utils.cpu_triton_utils"
 """Where vLLM keeps CPU functions for its Triton kernels; builds without a CPU backend may lack it."""
 
@@ -206,6 +209,23 @@ class _NotAboutRotaryEmbeddings(logging.Filter):
         return "RotaryEmbedding" not in record.getMessage()
 
 
+def who_waits_for_a_rank_keeps_a_core_busy() -> None:
+    """Have readers of vLLM's queues between processes spin for `SPIN_S` after what they read last, then sleep.
+
+    vLLM has them spin for a second, as befits machines with cores to spare: where ranks compute on the same cores,
+    who waits for their answer takes up to a third of them.
+    """
+    condition = getattr(shm_broadcast, "SpinCondition", None)
+    if condition is None or hasattr(condition, "waits_patiently"):
+        return
+    begin = condition.__init__
+
+    def begin_patiently(self: object, is_reader: bool, context: object, notify_address: str) -> None:
+        begin(self, is_reader, context, notify_address, busy_loop_s=SPIN_S if is_reader else 0)
+
+    condition.__init__, condition.waits_patiently = begin_patiently, True
+
+
 def reload_complains_about_rotary_embeddings() -> None:
     """Drop the warning that a rotary embedding "failed to load weights": it has only a table that it makes itself."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -252,9 +272,23 @@ def embedding_is_held_twice(model: nn.Module) -> None:
             layer.__dict__.pop("cpu_linear", None)
 
 
+def output_layer_is_packed_beside_its_old_copy(model: nn.Module) -> None:
+    """Let go of the copy of `lm_head` that CPU kernels multiply by; loading packs a new one.
+
+    It is the largest matrix of many models, and vLLM would hold the old copy until the new one is made. A tied one is
+    packed after the reload, and only if it was before.
+    """
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    weight = getattr(head, "weight", None)
+    if current_platform.is_cpu() and weight is not None and weight is not getattr(embedding, "weight", None):
+        head.__dict__.pop("cpu_linear", None)
+
+
 def before_reload(model: nn.Module) -> None:
     """Run what has to happen before a model goes back to checkpoint layout to be loaded."""
     embedding_is_held_twice(model)
+    output_layer_is_packed_beside_its_old_copy(model)
     experts_multiply_by_unpacked_weights_after_reload(model)
 
 

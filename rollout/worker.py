@@ -33,6 +33,7 @@ if current_platform.is_cpu():
     from rollout import fp8_emulation
 
     fp8_emulation.register()
+    vllm_quirks.who_waits_for_a_rank_keeps_a_core_busy()
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 

@@ -17,6 +17,7 @@ VLLM_ADAPTERS = {
     "rollout/engine_config.py",
     "rollout/engine_responses.py",
     "rollout/llm_handle.py",
+    "rollout/cpu_executor.py",
     "rollout/proposer.py",
     "rollout/loaded_weights.py",
     "rollout/receiver.py",

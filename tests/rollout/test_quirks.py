@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -68,6 +69,49 @@ def test_an_embedding_that_is_quantised_keeps_its_method():
     model.lm_head, model.embed_tokens = torch.nn.Linear(2, 2), embedding
     vllm_quirks.embedding_is_held_twice(model)
     assert embedding.quant_method is method
+
+
+def test_an_output_layer_is_still_packed_through_a_reload_and_let_go_of_where_it_will_be_packed_anew():
+    def embedding() -> VocabParallelEmbedding:
+        layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        torch.nn.Module.__init__(layer)
+        layer.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+        layer.quant_method = UnquantizedEmbeddingMethod()
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    model = torch.nn.Module()
+    model.lm_head, model.model = embedding(), torch.nn.Module()
+    model.model.embed_tokens = embedding()
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
+    assert hasattr(model.lm_head, "cpu_linear")
+    vllm_quirks.output_layer_is_packed_beside_its_old_copy(model)
+    assert not hasattr(model.lm_head, "cpu_linear")
+    model.lm_head = embedding()
+    model.model.embed_tokens.weight = model.lm_head.weight  # tied: nothing is loaded into it
+    vllm_quirks.output_layer_is_packed_beside_its_old_copy(model)
+    assert hasattr(model.lm_head, "cpu_linear")
+
+
+def test_who_waits_for_a_rank_sleeps_after_a_tenth_of_a_second(tmp_path):
+    """In a process of its own: the workaround is for all of it."""
+    script = """
+import time, zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from rollout import vllm_quirks
+def waits(since_last_read):
+    reader = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="ipc:///tmp/ADDRESS")
+    reader.last_read -= since_last_read
+    began = time.monotonic()
+    reader.wait(timeout_ms=300)
+    return time.monotonic() - began
+assert waits(0.5) < 0.2, "upstream has mended it, drop the workaround"
+for _ in range(2):
+    vllm_quirks.who_waits_for_a_rank_keeps_a_core_busy()
+assert waits(0.5) >= 0.2 and waits(0.0) < 0.2
+""".replace("/tmp/ADDRESS", str(tmp_path / "notify"))
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
 
 
 def test_a_call_that_waits_when_the_engine_dies_raises():
