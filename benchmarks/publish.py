@@ -13,23 +13,25 @@ back what they free (started again for that), `peak_bound_bytes` two buckets and
 memory also what is staged. `delta`, over sockets, of a trainer that is TP2: in every matrix every 20th weight has
 changed since the last publish (`benchmarks.changing_weights`), and what has changed travels. `peer`: BF16 is gathered
 whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do it; its
-seconds are the sum of parts that are measured here: gathering (`gather_s`), the transfer of all of BF16 to every engine
-rank (`send_s`), quantising by all engine ranks at once (`quantise_s`), and what an engine takes to load that format
-once it is there (`apply_s`, ours through shared memory).
+seconds are the sum of parts that are measured right after each of our publishes, whose processes are stopped meanwhile:
+gathering (`gather_s`), the transfer of all of BF16 to every engine rank (`send_s`), quantising by all engine ranks at
+once (`quantise_s`); and what an engine takes to load that format once it is there (`apply_s`, median of ours through
+shared memory). `ours_over_peer` is the median of the ratios. Both do everything twice, and the second time counts.
 """
 
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from benchmarks import publish_on_device
 from benchmarks.publish_cases import BUCKET_BYTES, ENGINES, TRAINERS, TRANSPORTS, Case, row_key
-from benchmarks.publish_parts import exact_memory, peak_extra, transfer_s, write_model
-from benchmarks.publish_peer import Peer
+from benchmarks.publish_parts import asleep, exact_memory, peak_extra, transfer_s, write_model
+from benchmarks.publish_peer import PARTS, Peer, peer_row
 from benchmarks.record import Goal, Row, arguments, write
 from launcher.config import ClusterConfig
 from launcher.environment import source_commit
@@ -51,10 +53,10 @@ from rollout.wire import DTYPE_BYTES, Wanted
 
 RUN_ID = "benchmark"
 TIMEOUT_S = 600.0
-NUM_PUBLISHES, NUM_WARMING = 6, 2
-"""Of each kind; the first ones touch memory that nobody has touched, and are left out."""
-NUM_PARTS = 3
-"""Measurements of each part of a peer's publish, and of a transfer."""
+NUM_ROUNDS = 3
+"""Of two publishes each, the second of which counts (`publish_peer.Peer`)."""
+NUM_TRANSFERS = 3
+"""Measurements of each transfer."""
 
 TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
 DELTA_TRAINER = "TP2"
@@ -92,23 +94,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = write_model(options.work / "model", quick=options.quick)
     rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
     have = {row_key(row)[:3] for row in rows}
-    peer = Peer(model, count=1 if options.quick else NUM_PARTS)
     for case in cases:
         if case.key not in have:
-            found = list(measure(case, model, options.work, num_transfers=peer.count))
-            rows += [*found, *peer.rows(found)]
+            rows += measure(case, model, options.work, quick=options.quick)
             write(options.json, rows=rows, not_measured=NOT_MEASURED)
     write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)
     return 0
 
 
-def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Iterator[Row]:
+def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row]:
     """Rows of one trainer and its engines."""
+    num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
     num_engines, num_ranks = ENGINES[case.engines]
     named = {"trainer": case.trainer, "engines": case.engines, "format": case.format, "commit": source_commit()}
-    measured, plan, wanted = publishes(case, model, work, count=NUM_PUBLISHES)
+    measured, plan, wanted = publishes(case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case))
+    apply_s = statistics.median(one["timing_s/publish_apply"] for one in measured["shm"])
     with exact_memory():
-        peaks, _, _ = publishes(case, model, work, count=2, warming=1)
+        peaks, _, _ = publishes(case, model, work, rounds=1)
     for transport, found in measured.items():
         times = {
             name: statistics.median(
@@ -117,7 +119,7 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
             )
             for name, plain in (("transfer_s", False), ("plain_s", True))
         }
-        yield {
+        row: Row = {
             **{"kind": "publish", **named, "transport": transport},
             **times,
             **_bytes(plan, wanted),
@@ -125,24 +127,34 @@ def measure(case: Case, model: Path, work: Path, *, num_transfers: int) -> Itera
             **_medians(found),
             **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
         }
+        yield row
+        yield peer_row(row, found, apply_s=apply_s)
     if case.trainer != DELTA_TRAINER:
         return
-    changed, _, _ = publishes(case, model, work, count=NUM_PUBLISHES - 1, delta=True)
+    changed, _, _ = publishes(case, model, work, rounds=num_rounds, delta=True)
     row = _medians(changed["gloo"])
     whole = statistics.median(one["publish/wire_bytes"] for one in measured["gloo"])
     yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
 
 
 def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in found) for name in found[0] if name not in PEAKS}
+    names = found[0].keys() - {*PEAKS, *PARTS}
+    return {name: statistics.median(one[name] for one in found) for name in sorted(names)}
 
 
 def publishes(
-    case: Case, model: Path, work: Path, *, count: int, warming: int = NUM_WARMING, delta: bool = False
+    case: Case,
+    model: Path,
+    work: Path,
+    *,
+    rounds: int,
+    delta: bool = False,
+    beside: Callable[[str], dict[str, float]] = lambda _: {},
 ) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
-    """Metrics and peaks of publishes but for the `warming` ones, by transport; their plan, and what the engines take.
+    """Metrics and peaks of the second publish of each round, by transport; their plan, and what the engines take.
 
-    With `delta` weights change ahead of each, and what has changed travels, over sockets.
+    With `delta` weights change ahead of each, and what has changed travels, over sockets. What `beside` measures of a
+    transport ends a round and is among its metrics; nothing else runs then.
     """
     logs = (work / "logs").resolve()
     logs.mkdir(exist_ok=True)
@@ -156,12 +168,14 @@ def publishes(
         for transport in ("gloo",) if delta else TRANSPORTS:
             publisher = _publisher(trainer, engines, plan, model, transport)
             found = []
-            for _ in range(count):
-                with peak_extra(TITLES) as peaks:
-                    report = publisher.publish(version)
-                version += 1
-                found.append(report.metrics() | peaks)
-            measured[transport] = found[warming:]
+            for _ in range(rounds):
+                for _ in range(2):
+                    with peak_extra(TITLES) as peaks:
+                        report = publisher.publish(version)
+                    version += 1
+                with asleep(TITLES):
+                    found.append(report.metrics() | peaks | beside(transport))
+            measured[transport] = found
     return measured, plan, wanted
 
 
@@ -296,13 +310,12 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
     if not ours:
         return []
-    peers = {row_key(row): float(row["deliver_s"]) for row in rows if row["kind"] == "peer"}
-    over_peer = max(float(row["timing_s/publish_deliver"]) / peers[row_key(row)] for row in ours)
+    peers = [row for row in rows if row["kind"] == "peer" and row["format"] != "bf16"]
     rate = min(float(row["plain_s"]) / float(row["transfer_s"]) for row in ours)
     return [
         _worst(ours, "rank_bytes_over_own_shard", "bytes to a rank over its own 8-bit shard", 1.02),
         _worst(ours, "bytes_over_bf16", "wire bytes over BF16 of what is quantised", 0.52),
-        Goal(name="seconds over the peer's", value=over_peer, bound=0.6, direction="at most", unit="x"),
+        _worst(peers, "ours_over_peer", "seconds over the peer's", 0.6),
         Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
         *(_worst_peak(ours, role) for role in TITLES),
         *([_worst(deltas, "bytes_over_whole", "bytes of a delta over those of all", 0.25)] if deltas else []),

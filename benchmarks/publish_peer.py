@@ -1,11 +1,11 @@
 """The peer of `benchmarks.publish`: BF16 gathered by one rank, sent whole, quantised by every engine; parts, summed."""
 
-import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.publish_cases import BUCKET_BYTES, ENGINES, TRAINERS, row_key
+from benchmarks.publish_cases import BUCKET_BYTES, ENGINES, TRAINERS, Case
 from benchmarks.publish_parts import gather_s, quantise_s, transfer_s
 from benchmarks.record import Row
 from megatron_rl.config import ParallelConfig
@@ -13,14 +13,14 @@ from megatron_rl.model_config import read_model_spec
 from megatron_rl.weights.reshard import plan_reshard
 from rollout.weight_format import WeightFormat
 
+PARTS = ("gather_s", "send_s", "quantise_s")
+
 
 class Peer:
-    """What the same publishes would take in BF16, gathered by one rank and quantised by every engine."""
+    """What the same publishes take in BF16, gathered by one rank and quantised by every engine."""
 
-    def __init__(self, model: Path, *, count: int) -> None:
-        """`count`: how often each part is measured."""
+    def __init__(self, model: Path) -> None:
         self._model = model
-        self.count = count
         self._whole = plan_reshard(
             read_model_spec(model),
             ParallelConfig(),
@@ -28,40 +28,37 @@ class Peer:
             bucket_bytes=BUCKET_BYTES,
             te_names=False,
         )
-        # parts that cases share are measured once
-        self._gather_s = functools.cache(self._gathering)
-        self._send_s = functools.cache(self._sending)
-        self._quantise_s = functools.cache(self._quantising)
 
-    def rows(self, ours: Sequence[Row]) -> Iterator[Row]:
-        """One for each of ours that published everything; of one case."""
-        whole = [row for row in ours if row["kind"] == "publish"]
-        (apply_s,) = (float(row["timing_s/publish_apply"]) for row in whole if row["transport"] == "shm")
-        for row in whole:
-            trainer, engines, format, transport = row_key(row)
-            parts = {
-                "gather_s": self._gather_s(trainer),
-                "send_s": self._send_s(engines, transport),
-                "quantise_s": self._quantise_s(engines, format),
-                "apply_s": apply_s,
-            }
-            same = {name: row[name] for name in ("trainer", "engines", "format", "transport")}
-            yield {"kind": "peer", **same, **parts, "deliver_s": sum(parts.values())}
+    def measure(self, case: Case, transport: str) -> dict[str, float]:
+        """`PARTS` of one publish, in seconds.
 
-    def _gathering(self, trainer: str) -> float:
-        return self._median(lambda: gather_s(self._model, by_stage=TRAINERS[trainer].pipeline > 1))
-
-    def _sending(self, engines: str, transport: str) -> float:
-        num_engines, num_ranks = ENGINES[engines]
-        return self._median(
-            lambda: transfer_s(
-                self._whole, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=False
-            )
+        Each is measured twice, and the second time counts: the host of a virtual machine takes back memory that has
+        been free for seconds, and whoever touches it first waits for it.
+        """
+        engines = dict(zip(("num_engines", "num_ranks"), ENGINES[case.engines], strict=True))
+        parts = (
+            partial(gather_s, self._model, by_stage=TRAINERS[case.trainer].pipeline > 1),
+            partial(transfer_s, self._whole, **engines, transport=transport, plain=False),
+            partial(quantise_s, self._model, case.format, **engines),
         )
+        return {name: [measure() for _ in range(2)][-1] for name, measure in zip(PARTS, parts, strict=True)}
 
-    def _quantising(self, engines: str, format: str) -> float:
-        num_engines, num_ranks = ENGINES[engines]
-        return self._median(lambda: quantise_s(self._model, format, num_engines=num_engines, num_ranks=num_ranks))
 
-    def _median(self, measure: Callable[[], float]) -> float:
-        return statistics.median(measure() for _ in range(self.count))
+def peer_row(row: Row, found: Sequence[Mapping[str, float]], *, apply_s: float) -> Row:
+    """The peer's row beside `row`, which is ours of the same case and transport.
+
+    Args:
+        row: says which.
+        found: of each publish how long ours took, and `PARTS` measured right after it.
+        apply_s: what an engine takes to load the format once it is there.
+    """
+    totals = [sum(one[part] for part in PARTS) + apply_s for one in found]
+    ratios = [one["timing_s/publish_deliver"] / total for one, total in zip(found, totals, strict=True)]
+    return {
+        "kind": "peer",
+        **{name: row[name] for name in ("trainer", "engines", "format", "transport", "commit")},
+        **{part: statistics.median(one[part] for one in found) for part in PARTS},
+        "apply_s": apply_s,
+        "deliver_s": statistics.median(totals),
+        "ours_over_peer": statistics.median(ratios),
+    }

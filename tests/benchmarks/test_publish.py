@@ -2,13 +2,18 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.publish import CHANGING, _bytes, goals
-from benchmarks.publish_parts import gather_s, quantise_s, transfer_s, write_model
-from benchmarks.publish_peer import Peer
+from benchmarks.publish_cases import Case
+from benchmarks.publish_parts import asleep, gather_s, quantise_s, transfer_s, write_model
+from benchmarks.publish_peer import Peer, peer_row
 from benchmarks.record import Row
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model_config import read_model_spec
@@ -26,7 +31,8 @@ def rows(*, deliver_s: float = 1.0, transfer: float = 0.5, share: float = 1.0) -
     return [
         {**case, **ours, "format": "int8"},
         {**case, **ours, "format": "bf16", "rank_bytes_over_own_shard": 9.0},
-        {**case, "kind": "peer", "format": "int8", "deliver_s": 2.0},
+        {**case, "kind": "peer", "format": "int8", "ours_over_peer": deliver_s / 2},
+        {**case, "kind": "peer", "format": "bf16", "ours_over_peer": 7.0},
     ]
 
 
@@ -74,35 +80,58 @@ def test_gathering_brings_what_one_rank_lacks(tmp_path, by_stage) -> None:
     assert gather_s(write_model(tmp_path / "model", quick=True), by_stage=by_stage) > 0
 
 
-def test_the_peer_adds_up_its_parts_and_measures_what_cases_share_once(tmp_path, monkeypatch) -> None:
+def test_the_peer_adds_up_its_parts_publish_by_publish() -> None:
+    case = {"trainer": "PP2", "engines": "1 x TP2", "format": "int8", "transport": "gloo", "commit": "c"}
+    found = [
+        {"timing_s/publish_deliver": ours, "gather_s": gather_s, "send_s": 2.0, "quantise_s": 4.0, "more": 9.0}
+        for ours, gather_s in ((3.0, 1.0), (15.0, 1.0), (4.0, 10.0))
+    ]
+    row = peer_row({**case, "kind": "publish"}, found, apply_s=8.0)
+    assert row == {
+        **{**case, "kind": "peer", "gather_s": 1.0, "send_s": 2.0, "quantise_s": 4.0, "apply_s": 8.0},
+        **{"deliver_s": 15.0, "ours_over_peer": 3 / 15},
+    }
+
+
+def test_the_peer_measures_what_the_case_asks_for_twice_and_the_second_time_counts(tmp_path, monkeypatch) -> None:
     measured = []
+    seconds = {"gather_s": iter((9.0, 1.0)), "transfer_s": iter((9.0, 2.0)), "quantise_s": iter((9.0, 4.0))}
 
-    def measure(name: str, seconds: float):
-        def one(*_args: object, **options: object) -> float:
-            measured.append((name, *options.values()))
-            return seconds
+    def measure(name: str, _: object, *args: object, **options: object) -> float:
+        measured.append((name, *args, *options.values()))
+        return next(seconds[name])
 
-        monkeypatch.setattr(f"benchmarks.publish_peer.{name}", one)
+    for name in seconds:
+        monkeypatch.setattr(f"benchmarks.publish_peer.{name}", partial(measure, name))
+    peer = Peer(write_model(tmp_path / "model", quick=True))
+    case = Case(trainer="PP2", engines="1 x TP2", format="int8")
+    assert peer.measure(case, "gloo") == {"gather_s": 1.0, "send_s": 2.0, "quantise_s": 4.0}
+    asked = [("gather_s", True), ("transfer_s", 1, 2, "gloo", False), ("quantise_s", "int8", 1, 2)]
+    assert measured == [one for one in asked for _ in range(2)]
 
-    for name, seconds in (("gather_s", 1.0), ("transfer_s", 2.0), ("quantise_s", 4.0)):
-        measure(name, seconds)
-    peer = Peer(write_model(tmp_path / "model", quick=True), count=1)
-    case = {"trainer": "PP2", "engines": "1 x TP2", "format": "int8"}
-    ours = [
-        {**case, "kind": kind, "transport": transport, "timing_s/publish_apply": 8.0 if transport == "shm" else 99.0}
-        for kind, transport in (("publish", "shm"), ("publish", "gloo"), ("delta", "gloo"))
-    ]
-    found = list(peer.rows(ours)) + list(peer.rows([{**row, "format": "fp8_block"} for row in ours]))
-    assert [(row["kind"], row["format"], row["transport"], row["deliver_s"]) for row in found] == [
-        ("peer", format, transport, 15.0) for format in ("int8", "fp8_block") for transport in ("shm", "gloo")
-    ]
-    assert measured == [
-        ("gather_s", True),
-        ("transfer_s", 1, 2, "shm", False),
-        ("quantise_s", 1, 2),
-        ("transfer_s", 1, 2, "gloo", False),
-        ("quantise_s", 1, 2),
-    ]
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait half a minute at most."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_sleeps_takes_no_time() -> None:
+    script = "import setproctitle\nsetproctitle.setproctitle('sleeper')\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", script]) as sleeper:
+        try:
+            process = psutil.Process(sleeper.pid)
+            until(lambda: process.cmdline()[0] == "sleeper")
+            with asleep({"who": "sleep"}):
+                until(lambda: process.status() == psutil.STATUS_STOPPED)
+                before = sum(process.cpu_times())
+                time.sleep(0.5)
+                assert sum(process.cpu_times()) - before < 0.1  # ticks of before it stopped may be counted late
+            until(lambda: process.status() != psutil.STATUS_STOPPED)
+        finally:
+            sleeper.kill()
 
 
 def test_a_delta_is_held_against_a_whole_publish() -> None:
