@@ -69,6 +69,29 @@ def int8_logits_are_uniform_after_reload() -> None:
     ops.create_onednn_scaled_mm = create_keeping_scales
 
 
+def int8_is_loaded_slowly_on_cpus_without_amx() -> None:
+    """Pick the INT8 kernel of CPUs with AMX wherever it runs: it needs AVX-512 with VNNI and BF16, and 32 rows.
+
+    vLLM asks for AMX, which this kernel has no use for, and takes oneDNN's elsewhere, which is slower in small batches
+    and packs a matrix weight by weight, 2 ns each. A number of rows that 32 does not divide makes the kernel raise;
+    vLLM checks for 16.
+    """
+    module = import_module("vllm.model_executor.kernels.linear.scaled_mm.cpu")
+    check = module.check_cpu_sgl_kernel
+    if hasattr(check, "asks_what_kernels_need"):
+        return
+
+    def check_what_it_needs(num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
+        if dtype != torch.int8:
+            return bool(check(num_rows, num_columns, dtype))
+        has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
+        has_kernel = hasattr(torch.ops._C, "int8_scaled_mm_with_quant")
+        return has_instructions and has_kernel and num_rows % 32 == 0 and num_columns % 32 == 0
+
+    check_what_it_needs.asks_what_kernels_need = True  # type: ignore[attr-defined]
+    module.check_cpu_sgl_kernel = check_what_it_needs
+
+
 def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None:
     """Pack a tied `lm_head` again: its packed copy was made from the embedding before the reload."""
     head = getattr(model, "lm_head", None)

@@ -34,6 +34,7 @@ if current_platform.is_cpu():
 
     fp8_emulation.register()
     vllm_quirks.who_waits_for_a_rank_keeps_a_core_busy()
+    vllm_quirks.int8_is_loaded_slowly_on_cpus_without_amx()
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
@@ -30,6 +32,51 @@ def test_onednn_int8_is_right_after_every_reload(oracle):
         assert answer["tokens"] == expected["tokens"]
         assert gap(answer["logprobs"], expected["logprobs"]) == 0
         assert "onednn" in dict(answer["kernels"])["model.layers.0.mlp.down_proj"]
+
+
+def without_amx(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", layer_utils.check_cpu_sgl_kernel)
+    current_platform.import_kernels()
+
+
+def test_int8_still_goes_to_the_slow_kernel_on_cpus_without_amx_which_the_fast_one_does_not_need(monkeypatch):
+    without_amx(monkeypatch)
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
+    for _ in range(2):  # a process may start more than one engine
+        vllm_quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8) == has_instructions
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.bfloat16)  # needs what it asks for
+
+
+def test_the_fast_int8_kernel_still_takes_only_whole_blocks_of_rows_while_vllm_asks_for_half_of_one(monkeypatch):
+    without_amx(monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
+    vllm_quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
+    if scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8):
+        with pytest.raises(RuntimeError, match="BLOCK_N"):
+            torch.ops._C.convert_weight_packed(torch.ones(48, 64, dtype=torch.int8))
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(32, 32), (96, 64), (160, 1024), (1024, 96)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_the_fast_int8_kernel_multiplies_codes_exactly(monkeypatch, num_rows, num_columns, num_tokens):
+    without_amx(monkeypatch)
+    vllm_quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    if not scaled_mm_cpu.check_cpu_sgl_kernel(num_rows, num_columns, torch.int8):
+        return  # another kernel's work
+    random = torch.Generator().manual_seed(num_rows)
+    weight = torch.randint(-127, 128, (num_rows, num_columns), generator=random, dtype=torch.int8)
+    scales = torch.rand(num_rows, 1, generator=random) + 0.5
+    inputs = torch.randint(-127, 128, (num_tokens, num_columns), generator=random).float()
+    inputs[:, 0] = 127  # what a token is divided by is then 1, and its codes are its numbers
+    packed = torch.ops._C.convert_weight_packed(weight)
+    found = torch.ops._C.int8_scaled_mm_with_quant(inputs.bfloat16(), packed, scales, None, torch.bfloat16, True)
+    expected = (inputs.double() @ weight.double().T * scales.double().T).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
 
 
 def test_a_tied_head_is_still_stale_after_a_reload_without_the_workaround(oracle):
