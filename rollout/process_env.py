@@ -77,12 +77,14 @@ _OFFLINE = {
 HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+    "MALLOC_ARENA_MAX": "1",
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 """Of an engine: layers get memory that other layers have had, and new memory in huge pages.
 
 Loading a publish on a CPU allocates every layer twice, in checkpoint layout and repacked, and new pages come from the
-kernel one by one. What the environment of a run sets is kept.
+kernel one by one. A thread that receives buckets would have an arena of its own, which glibc gives back as soon as it
+is empty. What the environment of a run sets is kept.
 """
 
 _VLLM = {
