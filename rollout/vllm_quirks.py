@@ -72,9 +72,9 @@ def int8_logits_are_uniform_after_reload() -> None:
 def int8_is_loaded_slowly_on_cpus_without_amx() -> None:
     """Pick the INT8 kernel of CPUs with AMX wherever it runs: it needs AVX-512 with VNNI and BF16, and 32 rows.
 
-    vLLM asks for AMX, which this kernel has no use for, and takes oneDNN's elsewhere, which is slower in small batches
-    and packs a matrix weight by weight, 2 ns each. A number of rows that 32 does not divide makes the kernel raise;
-    vLLM checks for 16.
+    vLLM asks for AMX, which this kernel does not need, and takes oneDNN's elsewhere, which packs a matrix weight by
+    weight at every publish (`benchmarks.int8_kernels`). A number of rows that 32 does not divide makes the kernel
+    raise; vLLM checks for 16.
     """
     module = import_module("vllm.model_executor.kernels.linear.scaled_mm.cpu")
     check = module.check_cpu_sgl_kernel
