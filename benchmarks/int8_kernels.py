@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     current_platform.import_kernels()
     missing = ["several threads"]
     rows: list[Row] = []
-    if not hasattr(torch.ops._C, "int8_scaled_mm_with_quant") or not torch.cpu._is_vnni_supported():
+    has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
+    if not has_instructions or not hasattr(torch.ops._C, "int8_scaled_mm_with_quant"):
         missing.append("anything: the packed kernel needs AVX-512 with VNNI and BF16")
     else:
         for name in list(SHAPES)[: 1 if options.quick else None]:
