@@ -89,7 +89,7 @@ def int8_is_loaded_slowly_on_cpus_without_amx() -> None:
         return has_instructions and has_kernel and num_rows % 32 == 0 and num_columns % 32 == 0
 
     check_what_it_needs.asks_what_kernels_need = True  # type: ignore[attr-defined]
-    module.check_cpu_sgl_kernel = check_what_it_needs
+    module.check_cpu_sgl_kernel = check_what_it_needs  # type: ignore[attr-defined]
 
 
 def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None:
