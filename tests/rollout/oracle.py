@@ -28,7 +28,7 @@ class Job:
     """Loaded by vLLM if there is one; pushed in this order into an engine with dummy weights if there are more."""
     without_quirk: str = ""
     onednn: bool = False
-    """Take the INT8 kernel of CPUs without AMX."""
+    """Take oneDNN's INT8 kernel, which CPUs without VNNI have."""
     answers: list[dict] = field(default_factory=list)
 
 
