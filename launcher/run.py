@@ -251,11 +251,14 @@ def _evaluator(config: RunConfig, prompts: dict[str, tuple[Prompt, ...]]) -> Eva
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
-    """Say which kernels multiply, so that INT8 is seen to be INT8."""
+    """Say which kernels multiply, so that INT8 is seen to be INT8, and whether they are right."""
     refs: list[dict[str, str]] = ray.get(engines.begin("kernel_classes"))
     for number, kernels in enumerate(refs):
         counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
         progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
+    notes: list[list[str]] = ray.get(engines.begin("kernel_notes"))
+    for note in sorted({note for engine in notes for note in engine}):
+        progress.say(note)
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:

@@ -333,3 +333,9 @@ class Engine:
         (first, *_) = await self._handle.ranks("kernel_classes")
         assert isinstance(first, list)
         return dict(first)
+
+    async def kernel_notes(self) -> list[str]:
+        """Sentences to be shown about these kernels; see `rollout.exact_int8`."""
+        (first, *_) = await self._handle.ranks("kernel_notes")
+        assert isinstance(first, list)
+        return first

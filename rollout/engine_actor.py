@@ -165,3 +165,7 @@ class EngineActor:
     async def kernel_classes(self) -> dict[str, str]:
         """See `Engine.kernel_classes`."""
         return await self._engine.kernel_classes()
+
+    async def kernel_notes(self) -> list[str]:
+        """See `Engine.kernel_notes`."""
+        return await self._engine.kernel_notes()

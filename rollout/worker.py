@@ -16,12 +16,13 @@ from functools import partial
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from history.draft_stats import DraftStats
-from rollout import sampler, vllm_compat, vllm_quirks
+from rollout import exact_int8, sampler, vllm_compat, vllm_quirks
 from rollout.engine_trace import ForwardLog, ForwardRecord
 from rollout.owner_watch import die_with
 from rollout.proposer import HistoryProposer
@@ -38,6 +39,7 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
+exact_int8.register()
 vllm_quirks.first_small_batch_dies_with_illegal_instruction()
 vllm_quirks.int8_logits_are_uniform_after_reload()
 vllm_quirks.reload_complains_about_rotary_embeddings()
@@ -259,6 +261,13 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             if (kernel := _kernel_of(layer)) is not None
         ]
 
+    def kernel_notes(self) -> list[str]:
+        """What a run should say of these kernels: how INT8 codes are multiplied, where a layer has them."""
+        layers = self.model_runner.get_model().modules()
+        if any(isinstance(_chosen_kernel(layer), Int8ScaledMMLinearKernel) for layer in layers):
+            return [exact_int8.check_vllm_kernel().line()]
+        return []
+
 
 def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[], float]) -> ForwardRecord:
     context = sum(order.scheduled_cached_reqs.num_computed_tokens)
@@ -303,9 +312,14 @@ def _kernel_of(layer: torch.nn.Module) -> str | None:
     method = getattr(layer, "quant_method", None)
     if method is None or not hasattr(layer, "input_size"):
         return None
-    scheme = getattr(layer, "scheme", method)
-    kernel = getattr(scheme, "kernel", getattr(scheme, "fp8_linear", None))
+    kernel = _chosen_kernel(layer)
     if kernel is None:
         return type(method).__name__
     chosen = getattr(kernel, "linear_method", None)
     return type(kernel).__name__ + (f".{chosen.__name__}" if chosen is not None else "")
+
+
+def _chosen_kernel(layer: torch.nn.Module) -> object | None:
+    """The object that multiplies for a layer whose weights are quantised."""
+    scheme = getattr(layer, "scheme", getattr(layer, "quant_method", None))
+    return getattr(scheme, "kernel", getattr(scheme, "fp8_linear", None))

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 580
-PATIENCE_S = 1800
-"""For a job and those before it."""
 
 _started: list[subprocess.Popen[str]] = []
 
@@ -50,7 +49,7 @@ class Background:
     def wait(self, name: str) -> object:
         """What a job has returned; raises what it has raised."""
         job = self._jobs[name]
-        assert job.ended.wait(PATIENCE_S), f"{name} does not end"
+        assert job.ended.wait(DEADLINE_S), f"{name} does not end"
         if job.fault is not None:
             raise job.fault
         return job.result
@@ -81,6 +80,6 @@ def run_script(module: str, arguments: Sequence[str]) -> Sequence[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    _, errors = process.communicate(timeout=TIMEOUT_S)
+    _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors[-4000:]
     return arguments

@@ -11,7 +11,8 @@ import psutil
 
 from history.segments_dir import SHM
 from history.snapshot import MANIFEST, read_manifest
-from tests.whole_runs import DEADLINE_S, configuration, finish, rows, start, wait_for
+from tests.deadline import DEADLINE_S
+from tests.whole_runs import configuration, finish, rows, start, wait_for
 
 DRAFTING = "drafting"
 NUM_PROMPTS, PROMPTS_PER_STEP = 8, 4

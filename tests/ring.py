@@ -33,6 +33,7 @@ from rollout.types import (
     ScoreStatus,
 )
 from rollout.weight_format import WeightFormat
+from tests.deadline import DEADLINE_S
 
 RUN_ID = "ring"
 NUM_ENGINES = 2
@@ -40,7 +41,7 @@ PARALLEL = ParallelConfig(tensor=2)
 PUBLISH = PublishConfig(bucket_bytes=1 << 16)
 TEMPERATURE = 1.0
 BF16 = WeightFormat(name="bf16")
-TIMEOUT_S = 120.0
+TIMEOUT_S = DEADLINE_S
 
 
 @ray.remote(num_cpus=0)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parent.parent
 LINE = ("history", "rollout", "megatron_rl", "launcher")
 """Data goes right, imports go left."""
@@ -23,6 +25,7 @@ VLLM_ADAPTERS = {
     "rollout/receiver.py",
     "rollout/replay.py",
     "rollout/slices.py",
+    "rollout/exact_int8.py",
     "rollout/fp8_emulation.py",
     "rollout/vllm_compat.py",
     "rollout/sampler.py",
@@ -146,14 +149,14 @@ def test_pure_modules_import_nothing_heavy_directly_or_through_others() -> None:
     modules = [name.removesuffix(".py").replace("/", ".") for name in sorted(PURE)]
     code = f"import {', '.join(modules)}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"
 
 
 def test_the_controllers_process_imports_no_torch_vllm_or_megatron() -> None:
     code = "import megatron_rl.controller, sys; print([n for n in ('torch', 'vllm', 'megatron') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
@@ -161,6 +164,6 @@ def test_the_controllers_process_imports_no_torch_vllm_or_megatron() -> None:
 def test_importing_a_package_has_no_effects(package: str) -> None:
     code = f"import {package}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("history", "rollout", "megatron_rl", "launcher")
 LOCKS = ("torch.txt", "cpu.txt", "dev.txt")
@@ -69,7 +71,7 @@ def test_the_libraries_of_the_lock_import_together() -> None:
         "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, pebble, math_verify, pyarrow.parquet, "
         "matplotlib.figure, safetensors.torch, xxhash, yaml, rich, pydantic, megatron.core"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.cost_model import CostModel
 from rollout.engine_state import EngineStatus
 from rollout.plan import GroupForecast, RolloutPlan
+from tests.deadline import DEADLINE_S
 
 PROMPT_AND_ON = [5, 9, 17, 33, 60, 7, 81, 120, 3, 44]
 
@@ -159,7 +160,7 @@ def test_engines_that_fail_the_probe_are_fenced_and_the_next_publish_heals_them(
     ready, _ = ray.wait([waiting], timeout=1)
     assert not ready
     published.publish()
-    summary = ray.get(waiting, timeout=60)
+    summary = ray.get(waiting, timeout=DEADLINE_S)
     assert summary.oldest_version == published.version
 
 

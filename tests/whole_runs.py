@@ -20,11 +20,11 @@ import yaml
 from launcher.durable import read_rows
 from rollout.transports import segments
 from tests.background import popen
+from tests.deadline import DEADLINE_S
 
 NUM_STEPS = 4
 UNINTERRUPTED = "whole"
 EXPERTS = "experts"
-DEADLINE_S = 400
 NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from rollout.process_env import ProcessEnv
 from tests.background import ROOT
+from tests.deadline import DEADLINE_S
 
 
 def test_both_samplers_are_measured_with_drafts_and_without(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "benchmarks.sampling", f"--json={record}", "--quick"]
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     methods = {(row["requests"], row["drafts"]): set() for row in rows}

@@ -17,11 +17,11 @@ from history.segments_dir import segments_dir, sweep_segments
 from history.service import HistoryService, start_history
 from history.snapshot import SnapshotError, read_manifest
 from history.types import prompt_key
+from tests.deadline import DEADLINE_S
 from tests.history.responses import is_right, visit
 
 pytestmark = pytest.mark.usefixtures("running")
 KEYS = [prompt_key(f"test/{number}") for number in range(12)]
-DEADLINE_S = 300
 
 
 class Said(list):
@@ -168,7 +168,7 @@ def test_orders_to_a_dead_shard_are_lost_and_counted_and_nobody_waits(started):
         remember(service, step)
         service.note_rewards(step, dict.fromkeys(KEYS, [0.0] * 4))
         service.want(KEYS)
-    assert time.monotonic() - began < DEADLINE_S / 5
+    assert time.monotonic() - began < 60  # an order that waits for an answer would wait for its deadline
     until(lambda: service.report().num_lost_calls > 0)
     remember(service, 20)
     service.want(KEYS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from tests.deadline import DEADLINE_S
 
 Write = Callable[[str], Path]
 HEAVY = ("torch", "ray", "vllm", "megatron", "wandb", "matplotlib", "transformers")
@@ -24,7 +25,7 @@ REPORT_HEAVY = (
 def run_apart(*arguments: str) -> tuple[int, list[str], str, str]:
     """Exit code, heavy modules imported, standard output and error of a command in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", REPORT_HEAVY, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", REPORT_HEAVY, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     *lines, last = done.stdout.splitlines()
     code, imported = json.loads(last)

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megatron_rl.config import ParallelConfig
+from tests.deadline import DEADLINE_S
 
 NUM_RANKS = 4
-DEADLINE_S = 120.0
 
 
 def _serve(connection: Connection, rank: int) -> None:

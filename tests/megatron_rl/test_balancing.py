@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.balancing import balance
 from megatron_rl.cost_model import CostModel
+from tests.deadline import DEADLINE_S
 
 COSTS = CostModel(parity_tokens=30_720)
 
@@ -105,7 +106,7 @@ def test_another_process_places_alike():
         "from megatron_rl.balancing import balance; from megatron_rl.cost_model import CostModel; "
         f"print(balance({lengths}, num_ranks=8, max_tokens=33_792, costs=CostModel(parity_tokens=30_720)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     assert done.stdout.strip() == str(balance(lengths, num_ranks=8, max_tokens=33_792, costs=COSTS))
 
 

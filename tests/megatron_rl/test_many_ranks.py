@@ -29,6 +29,7 @@ from rollout.arrivals import Arrivals
 from rollout.types import WeightVersion
 from rollout.weight_format import WeightFormat
 from rollout.wire import Box, Wanted
+from tests.deadline import DEADLINE_S
 from tests.megatron_rl.memory_sender import MemorySender
 from tests.megatron_rl.test_reshard import SPEC as SMALL
 
@@ -44,7 +45,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.brought: list[torch.Tensor] = []
         self.lock = threading.Lock()
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=DEADLINE_S)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         with self.lock:

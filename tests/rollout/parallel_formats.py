@@ -11,6 +11,7 @@ from pathlib import Path
 from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.engine_spec import EngineSpec
+from tests.deadline import DEADLINE_S
 from tests.rollout.engine_answers import Checkpoints
 from tests.rollout.live import Live
 from tests.rollout.packing import RUN_ID
@@ -41,7 +42,7 @@ def start(runner: asyncio.Runner, checkpoints: Checkpoints, family: str, format:
         bf16_last_layers=0,
         kv_cache_bytes=32 << 20,
         max_num_seqs=16,
-        update_timeout_s=60,
+        update_timeout_s=DEADLINE_S,
     )
     directory = checkpoints.path(family, "B" if load else "A", format)
     spec = EngineSpec(

@@ -8,6 +8,7 @@ import sys
 import psutil
 
 from tests.background import ROOT
+from tests.deadline import DEADLINE_S
 
 OWNER = """
 import subprocess, sys, time
@@ -37,7 +38,7 @@ def test_a_rank_and_its_core_process_end_with_the_owner():
     assert len(orphans) == 2 and all(process.is_running() for process in orphans)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    gone, alive = psutil.wait_procs(orphans, timeout=60)
+    gone, alive = psutil.wait_procs(orphans, timeout=DEADLINE_S)
     assert len(gone) == 2 and not alive
 
 

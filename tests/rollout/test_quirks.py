@@ -23,6 +23,7 @@ from vllm.v1.sample import rejection_sampler
 from rollout import vllm_quirks
 from rollout.process_env import ProcessEnv
 from tests.background import ROOT
+from tests.deadline import DEADLINE_S
 from tests.rollout.test_publish import gap
 
 
@@ -82,7 +83,21 @@ def test_the_fast_int8_kernel_multiplies_codes_exactly(monkeypatch, num_rows, nu
 def test_a_tied_head_is_still_stale_after_a_reload_without_the_workaround(oracle):
     name = "push-qwen2-AB-bf16-without_quirk"
     answer, expected = oracle.answers[name][1], oracle.fresh("qwen2", "B", "bf16")
-    assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.5
+    gap = np.abs(np.subtract(answer["probe"], expected["probe"])).mean()
+    assert gap > 0.5 if bf16_products_use_a_copy_of_the_weights() else gap == 0
+
+
+def bf16_products_use_a_copy_of_the_weights() -> bool:
+    """Whether the BF16 kernel of this CPU packs weights when they are loaded; on AVX2 it reads them where they are."""
+    layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16), requires_grad=False)
+    layer.quant_method = UnquantizedEmbeddingMethod()
+    layer.quant_method.process_weights_after_loading(layer)
+    if not hasattr(layer, "cpu_linear"):
+        return False
+    layer.weight.data.zero_()
+    return bool(layer.cpu_linear(torch.ones(1, 64, dtype=torch.bfloat16), layer.weight, None).any())
 
 
 def test_experts_still_multiply_by_unpacked_weights_after_a_reload_without_the_workaround(oracle):
@@ -158,7 +173,7 @@ for _ in range(2):
     vllm_quirks.who_waits_for_a_rank_keeps_a_core_busy()
 assert waits(0.5) >= 0.2 and waits(0.0) < 0.2
 """.replace("/tmp/ADDRESS", str(tmp_path / "notify"))
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=DEADLINE_S)
 
 
 def test_a_call_that_waits_when_the_engine_dies_raises():
@@ -175,7 +190,7 @@ def test_a_call_that_waits_when_the_engine_dies_raises():
     vllm_quirks.calls_wait_forever_for_a_dead_engine(client)
     assert asyncio.run(client.call_utility_async("answered")) == "answer"
     with pytest.raises(EngineDeadError):
-        asyncio.run(asyncio.wait_for(client.call_utility_async("unanswered"), 20))
+        asyncio.run(asyncio.wait_for(client.call_utility_async("unanswered"), DEADLINE_S))
 
 
 ONEDNN_READS_SCALES_LATER = """
@@ -205,7 +220,9 @@ print(what_changes_when_the_scales_do())
 def test_onednn_still_reads_scales_that_it_does_not_own_unless_it_is_given_a_copy():
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ONEDNN_READS_SCALES_LATER]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.stdout.split()[-2:] == ["result", "nothing"], done.stderr[-2000:]
 
 
