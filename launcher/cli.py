@@ -39,7 +39,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
     if unknown or (rest and arguments.command == "export"):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)} (an override is key=value)")
     if arguments.command != "export":
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
