@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", "reinforcement learning; resumes when the run directory holds a checkpoint")
     run.add_argument("--dry-run", action="store_true", help="print configuration, placement and memory; start nothing")
     _command(commands, "eval", "avg@k and pass@k of a Hugging Face directory")
-    _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
+    sft = _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
+    sft.add_argument("--dry-run", action="store_true", help="print configuration and memory; start nothing")
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face directory")
     export.add_argument("run_dir", help="run directory that holds the checkpoint")
     export.add_argument("output_dir", help="Hugging Face directory to write")
@@ -80,7 +81,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
     if arguments.command == "eval":
         return _eval(arguments.config, arguments.overrides, command)
     if arguments.command == "sft":
-        return _sft(arguments.config, arguments.overrides, command)
+        return _sft(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
     return _export(arguments.run_dir, arguments.output_dir, arguments.step, command)
 
 
@@ -112,10 +113,14 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     return 0
 
 
-def _sft(path: str, overrides: Sequence[str], command: Command) -> int:
+def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
-    check_sft(config, node_resources())
+    memory = check_sft(config, node_resources())
+    if dry_run:
+        print(resolved_yaml(config))
+        print("\n".join(["# memory (estimate)", *memory.lines()]))
+        return 0
     from launcher.sft import sft
 
     sft(config)
