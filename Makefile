@@ -5,7 +5,7 @@
 #   make bench        all benchmarks, the quick way
 #   make test-gpu PYTHON=python3         tests that need a GPU, in the Python that is there; builds no environment
 #
-# PYTHON       the interpreter the environment is made of (3.11)
+# PYTHON       the interpreter the environment is made of (3.11 or 3.12)
 # PIP_ARGS     further arguments of every `pip install`
 # TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
 
@@ -22,17 +22,26 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
+# $(call timed,NAME,COMMAND) says how long a part of the set-up took.
+timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
+
 .PHONY: setup quickstart test check bench test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
 
 $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(PIP) --no-deps --no-build-isolation -e .
-	$(RUN) -m history.compile_kernels
+	@[ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
+	x86_64: use an x86-64 machine." >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or 3.12, or name one of \
+	them with PYTHON=." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { echo "make: $(PYTHON) is \
+	$$($(PYTHON) --version 2>&1), but 3.11 or 3.12 is needed: name one of them with PYTHON=." >&2; exit 2; }
+	$(call timed,venv,$(PYTHON) -m venv $(VENV))
+	$(call timed,torch,$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt)
+	$(call timed,rest,$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt)
+	$(call timed,megatron-rl,$(PIP) --no-deps --no-build-isolation -e .)
+	$(call timed,kernels,$(RUN) -m history.compile_kernels)
 	touch $@
 
 quickstart:

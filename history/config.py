@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Config(BaseModel):
     """Frozen, strict about unknown keys; the docstring under a field is its documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class HistoryConfig(Config):

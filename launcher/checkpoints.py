@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from launcher.durable import replace_text, sync_folder
+from launcher.errors import RunDirectoryError
 
 
 class Checkpoints:
@@ -45,7 +46,12 @@ class Checkpoints:
     def latest(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint; None before the first."""
         pointer = self._path / "latest"
-        named = [int(pointer.read_text(encoding="utf-8"))] if pointer.exists() else []
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
+        if text and not text.isdecimal():
+            raise RunDirectoryError(
+                f"{pointer} holds {text[:40]!r}, no step; remove it to resume the newest checkpoint"
+            )
+        named = [int(text)] if text else []
         existing = [step for step in (named or self.steps()[-1:]) if (self._path / str(step)).is_dir()]
         return (existing[0], self._path / str(existing[0])) if existing else None
 

@@ -8,19 +8,22 @@ imports torch.
 from pathlib import Path
 
 from history.warm_start import warm_start_problems
-from launcher.combinations import dotted_paths, evaluation_sets, run_combinations
+from launcher.combinations import evaluation_sets, run_combinations
 from launcher.config import EvalConfig, RunConfig, SftConfig
 from launcher.data_checks import imitation_file, prompt_file
 from launcher.environment import NodeResources
 from launcher.errors import ConfigError
 from launcher.fp8_checks import fp8_problems, fp8_warnings
+from launcher.function_checks import function_problems
 from launcher.loading import listing
 from launcher.memory_plan import MemoryPlan, run_memory, sft_memory
-from launcher.tokenizer_check import tokenizer_problems
+from launcher.path_checks import file_problems, folder_problems, warm_start_target
+from launcher.tokenizer_check import broken_json, tokenizer_problems
 from launcher.weight_checks import weight_format_problems, weight_format_warnings
 from megatron_rl.config import ParallelConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model_config import ModelSpec, check_parallel, read_model_spec
+from megatron_rl.weights.weight_files import check_shapes, directory_shapes
 from rollout.config import EngineConfig, EvalSetConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -28,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     """The memory plan of a run that can be started; raises `ConfigError` listing every problem otherwise."""
-    problems = run_combinations(config)
+    problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
     for number, one in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", one.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
@@ -86,8 +89,7 @@ def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
         problems.append(
             f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
         )
-    if Path(config.output_dir).resolve() == Path(config.model).resolve():
-        problems.append(f"`output_dir` = {config.output_dir} is the model itself; name another directory")
+    problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
     problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     problems += fp8_problems(spec, config.trainer, node)
     memory = sft_memory(config, spec, node)
@@ -99,7 +101,8 @@ def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
 def check_eval(config: EvalConfig) -> None:
     """Raises `ConfigError` for an evaluation that cannot be started."""
     problems = evaluation_sets(config.sets, "sets") + _set_files(config.sets, "sets")
-    problems += dotted_paths({"reward.function": config.reward.function})
+    problems += file_problems("output", config.output)
+    problems += function_problems({"reward.function": config.reward.function})
     if not config.sets:
         problems.append("`sets` is empty; name at least one evaluation set")
     if config.engine.format != "bf16":
@@ -123,8 +126,6 @@ def _model(path: str, problems: list[str]) -> ModelSpec | None:
     if not directory.is_dir():
         problems.append(f"`model` = {path}: no such directory; download or make the Hugging Face directory first")
         return None
-    if not any(directory.glob("*.safetensors")):
-        problems.append(f"`model` = {path}: holds no *.safetensors; other weight files are not read")
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         problems.append(f"`model` = {path}: holds no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
@@ -132,8 +133,19 @@ def _model(path: str, problems: list[str]) -> ModelSpec | None:
     except ValueError as error:
         problems.append(f"`model` = {path}: {error}")
         return None
-    problems += tokenizer_problems(directory / "tokenizer.json", spec.vocab_size)
+    problems += tokenizer_problems(directory / "tokenizer.json", spec.vocab_size) + broken_json(directory)
+    problems += _weights(directory, spec)
     return spec
+
+
+def _weights(directory: Path, spec: ModelSpec) -> list[str]:
+    if not any(directory.glob("*.safetensors")):
+        return [f"`model` = {directory}: holds no *.safetensors; other weight files are not read"]
+    try:
+        check_shapes(directory_shapes(directory), spec, directory)
+    except (ValueError, OSError) as error:
+        return [f"`model`: {error}"]
+    return []
 
 
 def _gathers(parallel: ParallelConfig, node: NodeResources) -> list[str]:

@@ -1,18 +1,21 @@
 """The command line: `megatron-rl run | eval | export | sft`.
 
 Arguments are parsed, the configuration loaded and checked, and only then is the work imported: `--help` and every
-refusal cost a fraction of a second. Exit codes: 0 done, 2 the user can mend it (one screen, no traceback),
-130 interrupted; any other failure keeps its traceback.
+refusal cost a fraction of a second. Whatever ends a command, it ends in one screen and in the exit code of its kind
+(`launcher.endings`); the full traceback goes to a log.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from launcher.checks import check_eval, check_run, check_sft, run_warnings
+from launcher.conclusion import Command, conclude, termination_raises
 from launcher.config import EvalConfig, ExportConfig, RunConfig, SftConfig
+from launcher.ending_screen import exit_codes
 from launcher.environment import node_resources
-from launcher.errors import LaunchError
+from launcher.errors import ConfigError, Terminated
 from launcher.loading import load, resolved_yaml
 from launcher.placement import plan
 
@@ -22,14 +25,12 @@ OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.lear
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+    command = Command(name=arguments.command)
     try:
-        return _dispatch(arguments)
-    except LaunchError as error:
-        print(f"megatron-rl {arguments.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        with termination_raises():
+            return _dispatch(arguments, command)
+    except (Exception, KeyboardInterrupt, Terminated) as error:  # the border to the person who started the command
+        return conclude(error, command)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -38,7 +39,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
     if unknown or (rest and arguments.command == "export"):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)} (an override is key=value)")
     if arguments.command != "export":
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -46,13 +47,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-rl", description="Reinforcement learning for language models with quantised rollouts."
+        prog="megatron-rl",
+        description="Reinforcement learning for language models with quantised rollouts.",
+        epilog=exit_codes(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = _command(commands, "run", "reinforcement learning; resumes when the run directory holds a checkpoint")
     run.add_argument("--dry-run", action="store_true", help="print configuration, placement and memory; start nothing")
     _command(commands, "eval", "avg@k and pass@k of a Hugging Face directory")
-    _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
+    sft = _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
+    sft.add_argument("--dry-run", action="store_true", help="print configuration and memory; start nothing")
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face directory")
     export.add_argument("run_dir", help="run directory that holds the checkpoint")
     export.add_argument("output_dir", help="Hugging Face directory to write")
@@ -70,18 +75,19 @@ def _command(
     return command
 
 
-def _dispatch(arguments: argparse.Namespace) -> int:
+def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
     if arguments.command == "run":
-        return _run(arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+        return _run(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
     if arguments.command == "eval":
-        return _eval(arguments.config, arguments.overrides)
+        return _eval(arguments.config, arguments.overrides, command)
     if arguments.command == "sft":
-        return _sft(arguments.config, arguments.overrides)
-    return _export(ExportConfig(run_dir=arguments.run_dir, output_dir=arguments.output_dir, step=arguments.step))
+        return _sft(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
+    return _export(arguments.run_dir, arguments.output_dir, arguments.step, command)
 
 
-def _run(path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
+def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
+    command.run_dir = Path(config.run_dir)
     node = node_resources()
     memory = check_run(config, node)
     for warning in run_warnings(config, node):
@@ -97,8 +103,9 @@ def _run(path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     return 0
 
 
-def _eval(path: str, overrides: Sequence[str]) -> int:
+def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     config = load(EvalConfig, path, overrides)
+    command.output = Path(config.output) if config.output else None
     check_eval(config)
     from launcher.evaluate import evaluate
 
@@ -106,16 +113,25 @@ def _eval(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _sft(path: str, overrides: Sequence[str]) -> int:
+def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
-    check_sft(config, node_resources())
+    command.output = Path(config.log_path or config.output_dir)
+    memory = check_sft(config, node_resources())
+    if dry_run:
+        print(resolved_yaml(config))
+        print("\n".join(["# memory (estimate)", *memory.lines()]))
+        return 0
     from launcher.sft import sft
 
     sft(config)
     return 0
 
 
-def _export(config: ExportConfig) -> int:
+def _export(run_dir: str, output_dir: str, step: int, command: Command) -> int:
+    if step < -1:
+        raise ConfigError(f"--step = {step}: checkpoints are numbered from 0; -1 is the newest")
+    config = ExportConfig(run_dir=run_dir, output_dir=output_dir, step=step)
+    command.run_dir = Path(config.run_dir)
     from launcher.export import export
 
     export(config)

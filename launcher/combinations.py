@@ -4,9 +4,9 @@ Each function returns sentences; none is a pass. A sentence names both values an
 """
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from launcher.config import RunConfig
+from launcher.function_checks import function_problems
 from rollout.config import EvalSetConfig
 
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "dapo")
@@ -26,7 +26,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _planner,
         _mode,
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
-        lambda config: dotted_paths(
+        lambda config: function_problems(
             {
                 "reward.function": config.reward.function,
                 "algorithm.loss": config.algorithm.loss,
@@ -187,20 +187,3 @@ def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
         for name, one in sets.items()
         if one.samples_per_prompt > 1 and one.temperature == 0
     ]
-
-
-def dotted_paths(paths: dict[str, str]) -> list[str]:
-    """Whether the module of each path exists; the module itself is not imported here."""
-    return [
-        f"`{key}` = {path}: no module `{path.rpartition('.')[0]}` can be imported; "
-        "it is looked up like an import, from the start directory and the environment"
-        for key, path in paths.items()
-        if not _module_exists(path.rpartition(".")[0])
-    ]
-
-
-def _module_exists(name: str) -> bool:
-    try:
-        return bool(name) and find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False

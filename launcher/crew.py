@@ -11,6 +11,7 @@ from launcher.processes import START_TIMEOUT_S, Processes
 from megatron_rl.weights.links import Link
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
+from rollout.failures import EnginesLostError, Place
 from rollout.history_link import ANSWER_TIMEOUT_S, HistoryLink
 from rollout.types import EngineSlot
 
@@ -33,7 +34,8 @@ class Crew:
         """Start another engine for each that is lost; returns how many. They need a publish before they serve.
 
         Raises:
-            RuntimeError: engines of this run have died too often, or one does not come up.
+            EnginesLostError: engines of this run have died too often.
+            RuntimeError: one does not come up.
         """
         self.engines.notice_deaths(timeout_s=ANSWER_TIMEOUT_S)
         lost = self.engines.lost
@@ -43,9 +45,10 @@ class Crew:
         for number in lost:
             self.say(f"engine {number} died and is started again: {self.engines.why(number)}")
         if self.num_restarts > self.max_restarts:
-            raise RuntimeError(
+            raise EnginesLostError(
                 f"engines have died {self.num_restarts} times, engine.max_restarts = {self.max_restarts} times are "
-                f"allowed; the last one of: {self.engines.why(lost[-1])}"
+                f"allowed; the last one of: {self.engines.why(lost[-1])}",
+                Place(role="engine", ranks=lost),
             )
         self.running.end([self.engines.actors[number] for number in lost])
         begun = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}

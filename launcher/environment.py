@@ -132,6 +132,19 @@ def _container_bytes_left() -> int:
     return sys.maxsize if limit == "max" else max(0, int(limit) - used)
 
 
+def memory_kills() -> int:
+    """Processes that the memory killer has ended, ever: in this process's control group, else on the machine."""
+    counters = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+    for path in map(Path, counters):
+        try:
+            fields = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError):
+            continue
+        if "oom_kill" in fields:
+            return int(fields["oom_kill"])
+    return 0
+
+
 def _output(command: list[str]) -> str:
     """Standard output of `command`; empty when it fails."""
     try:

@@ -3,9 +3,10 @@
     LaunchError (ValueError)       anything a user can mend; the message is one screen: value, bound, fix
      +- ConfigError                the configuration file, an override, or a combination of both
      +- RunDirectoryError          the run directory is in use, or belongs to another run
+    Terminated (BaseException)     SIGTERM came
 
-`cli.main` prints the message of a `LaunchError` and exits with code 2. Every other exception is a
-fault of ours, or of the machine, and keeps its traceback.
+`cli.main` prints the message of a `LaunchError` and exits with code 2. How every other exception ends a command, and
+with which exit code, is in `launcher.endings`; what the terminal shows of it, in `launcher.ending_screen`.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ class ConfigError(LaunchError):
 
 class RunDirectoryError(LaunchError):
     """The run directory is held by a living process, or belongs to another run."""
+
+
+class Terminated(BaseException):
+    """The process was asked to end (SIGTERM); like KeyboardInterrupt it is no `Exception`."""
 
 
 @contextmanager

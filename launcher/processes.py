@@ -6,6 +6,8 @@ process, no shared memory and no Ray behind.
 """
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from rollout.config import RewardConfig
 from rollout.engine_actor import EngineActor
 from rollout.engine_group import EngineGroup
 from rollout.engine_spec import EngineSpec
+from rollout.failures import DeadlineError, Place
 from rollout.process_env import HEAP, ProcessEnv, on_devices
 from rollout.scoring import ScorerActor
 from rollout.tokenizer import TokenizerFacts
@@ -64,7 +67,13 @@ class Processes:
         variables = self._variables(self.environment.scorer(), "scorer-0")
         scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
         self.started.append(scorer)
-        facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+        try:
+            facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"the controller waited {START_TIMEOUT_S:.0f} s for the scorer to load tokenizer and reward function",
+                Place(role="scorer", ranks=(0,)),
+            ) from error
         return scorer, facts
 
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
@@ -143,6 +152,8 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
     """Join or start Ray for the body of a command, and end everything afterwards."""
     local = cluster.address == "local"
     sweep()
+    on_termination = signal.getsignal(signal.SIGTERM)
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors are told once, to whoever waits
     ray.init(
         address=cluster.address,
         include_dashboard=False if local else None,
@@ -153,6 +164,8 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
         namespace="megatron_rl",
         _system_config=_LOCAL_RAY if local else None,
     )
+    if threading.current_thread() is threading.main_thread() and on_termination is not None:
+        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own in place
     running = Processes(
         environment=ProcessEnv(single_node=local),
         log_dir=log_dir,

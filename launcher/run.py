@@ -19,7 +19,7 @@ from launcher.config import RunConfig
 from launcher.crew import Crew
 from launcher.drafting import start_drafting
 from launcher.environment import describe, node_resources
-from launcher.errors import judging_user_input
+from launcher.errors import RunDirectoryError, judging_user_input
 from launcher.loading import resolved_yaml
 from launcher.parts import (
     device_turns,
@@ -107,7 +107,13 @@ def _resume(directory: RunDirectory) -> _Resume:
         return _Resume()
     step, folder = newest
     directory.resume_at(step)
-    order = read_state(folder)["prompt_order"]
+    try:
+        order = read_state(folder)["prompt_order"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunDirectoryError(
+            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
+            "`latest` beside it to resume from the one before"
+        ) from error
     assert isinstance(order, dict)
     return _Resume(
         first_step=step,

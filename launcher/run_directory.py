@@ -21,6 +21,7 @@ from launcher.checkpoints import Checkpoints
 from launcher.durable import append_line, drop_torn_line, read_rows, replace_rows, replace_text
 from launcher.errors import RunDirectoryError
 from launcher.forward_files import drop_torn_record
+from launcher.path_checks import folder_problems
 from launcher.run_lock import RunLock
 
 FOLDERS = ("samples", "traces", "logs", "checkpoints", "wandb")
@@ -36,9 +37,12 @@ class RunDirectory:
         Raises `RunDirectoryError` if a living process holds it, naming that process.
         """
         self.path = Path(path).absolute()
-        if self.path.exists() and not self.path.is_dir():
-            raise RunDirectoryError(f"run_dir `{path}` is a file; name a directory")
-        self.path.mkdir(parents=True, exist_ok=True)
+        if problems := folder_problems("run_dir", str(path)):
+            raise RunDirectoryError(problems[0])
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, PermissionError) as error:
+            raise RunDirectoryError(f"`run_dir` = {path} cannot be made: {error.strerror}; name another one") from error
         self._lock = RunLock(self.path / "LOCK")
         self._checkpoints = Checkpoints(self.path / "checkpoints")
         for folder in FOLDERS:

@@ -9,7 +9,8 @@ from pathlib import Path
 import ray
 
 from launcher.config import SftConfig
-from launcher.errors import ConfigError, judging_user_input
+from launcher.errors import judging_user_input
+from launcher.path_checks import WARM_START_MARKER
 from launcher.processes import Processes, processes
 from launcher.progress import RunProgress
 from megatron_rl.balancing import load_kernels
@@ -22,19 +23,10 @@ from megatron_rl.trainer_spec import TrainerSpec
 from rollout.imitation_rows import ImitationRows, load_imitation_rows
 from rollout.weight_format import WeightFormat
 
-MARKER = ".written_by_sft"
-"""Lies in every directory that this command wrote; only such a directory is replaced."""
-
 
 def sft(config: SftConfig) -> None:
-    """Train on `config.data` and write `config.output_dir`.
-
-    Raises:
-        ConfigError: the output directory exists and was not written by this command.
-    """
+    """Train on `config.data` and write `config.output_dir`, which `launcher.checks` has let pass."""
     target = Path(config.output_dir)
-    if target.exists() and not (target / MARKER).exists():
-        raise ConfigError(f"`output_dir` = {target} exists and is no earlier output of `sft`; name another directory")
     slots = trainer_slots(config.trainer.parallel, config.trainer.cpu_threads)
     with processes(config.cluster, num_actors=len(slots) + 1, log_dir=None) as running:
         rows_ref, rows = _load_rows(config, running)
@@ -58,7 +50,8 @@ def sft(config: SftConfig) -> None:
             log.step(step, result.metrics, tokens=batch.num_tokens, skipped=result.num_skipped_updates)
         shutil.rmtree(target, ignore_errors=True)
         trainer.export(str(target))
-        (target / MARKER).write_text(json.dumps({"model": config.model, "num_steps": config.num_steps}) + "\n")
+        made_of = {"model": config.model, "num_steps": config.num_steps}
+        (target / WARM_START_MARKER).write_text(json.dumps(made_of) + "\n")
         progress.say(f"wrote {target}")
 
 

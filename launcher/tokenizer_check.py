@@ -1,8 +1,11 @@
 """Whether a fast tokenizer's file fits its model, judged without loading the tokenizer (and torch with it)."""
 
+import json
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
+
+_JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 class _AddedToken(BaseModel):
@@ -27,6 +30,18 @@ class _TokenizerFile(BaseModel):
         return max([*ids, *(token.id for token in self.added_tokens)], default=-1)
 
 
+def broken_json(directory: Path) -> list[str]:
+    """Small files of a model directory that loaders read and that are no JSON objects."""
+    found = []
+    for path in (directory / name for name in _JSON_FILES if (directory / name).exists()):
+        try:
+            if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+                found.append(f"{path} is not a JSON object; fetch it again")
+        except (OSError, ValueError, RecursionError) as error:
+            found.append(f"{path} is not JSON ({error}); fetch it again")
+    return found
+
+
 def tokenizer_problems(path: Path, vocab_size: int) -> list[str]:
     """Problems of the `tokenizer.json` at `path` with a model of `vocab_size` rows; none if there is no such file."""
     if not path.exists():
@@ -35,7 +50,9 @@ def tokenizer_problems(path: Path, vocab_size: int) -> list[str]:
         largest = _TokenizerFile.model_validate_json(path.read_bytes()).largest_id()
     except ValidationError as error:
         first = error.errors()[0]
-        return [f"{path} is not a tokenizer's file: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        return [f"{path} is not a tokenizer's file: {reason}; fetch it again"]
     if largest < vocab_size:
         return []
     return [

@@ -60,17 +60,28 @@ def read(path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"no configuration file `{path}`: no such file (started in {Path.cwd()})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file `{path}`: {error}") from error
+    except IsADirectoryError:
+        raise ConfigError(f"`{path}` is a directory; name the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}; save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file `{path}`: {error.strerror}") from error
     try:
         node = yaml.compose(text, _Loader)
         values: Value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+    if values is None:
+        raise ConfigError(f"{path} is empty; it needs at least the keys that have no default (docs/configuration.md)")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(values).__name__}")
     places: dict[str, str] = {}
-    _collect(node, path, "", places)
+    try:
+        _collect(node, path, "", places)
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias (*name) stands inside its own anchor (&name); remove it") from None
     return Source(values=values, places=places)
 
 
@@ -91,4 +102,13 @@ def _collect(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, 
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())
+    """What is wrong and on which line, with what to do where it is the usual mistake."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark, begun = error.problem_mark, error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}"
+    if "'\\t'" in str(error.problem):
+        return f"{where}: a tab; indent with spaces"
+    since = f" (in what begins on line {begun.line + 1})" if begun is not None and begun.line != mark.line else ""
+    hint = "; keys of one block stand in the same column" if "block" in str(error.context) else ""
+    return f"{where}: {error.problem}{since}{hint}"

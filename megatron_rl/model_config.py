@@ -87,14 +87,17 @@ class _Reader:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{self.path}: {key} is {value!r}; needs a positive integer")
+            raise ValueError(f"{self.path}: {key} {self._found(key)}; needs a positive integer")
         return value
+
+    def _found(self, key: str) -> str:
+        return f"is {self.values[key]!r}" if key in self.values else "is missing"
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{self.path}: {key} is {value!r}; needs a positive number")
+            raise ValueError(f"{self.path}: {key} {self._found(key)}; needs a positive number")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -130,11 +133,13 @@ def read_model_spec(directory: Path) -> ModelSpec:
     """
     path = directory / "config.json"
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{directory} holds no config.json; needs a Hugging Face model directory") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); fetch it again") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: not a JSON object")
     return _spec(_Reader(path, values))

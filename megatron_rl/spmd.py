@@ -13,6 +13,11 @@ from collections.abc import Sequence
 
 import ray
 
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+
+PEER_DEATH_S = 2.0
+"""How long a rank that raised waits for news of a peer's death, which is then the reason of its error."""
+
 
 class SpmdGroup:
     """Ray actors in rank order; `name` stands in errors."""
@@ -30,8 +35,12 @@ class SpmdGroup:
     def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[object]:
         """Call `method(*args)` on every rank; results in rank order.
 
+        The group is dead after any error.
+
         Raises:
-            RuntimeError: a rank raised, died, or had not returned after `timeout_s`; the group is dead then.
+            CallError: a rank raised; the error names it.
+            ProcessLostError: a rank's process ended.
+            DeadlineError: a rank had not returned after `timeout_s`.
         """
         return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
 
@@ -47,22 +56,44 @@ class SpmdGroup:
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
             for ref in done:
-                self._raise_if_failed(ref, refs.index(ref), method)
+                self._raise_if_failed(refs, refs.index(ref), method)
             if not done:
                 late = [refs.index(ref) for ref in pending]
                 self.kill()
-                raise RuntimeError(
-                    f"{self._name}.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s; "
-                    "the group was killed, resume the run from its last checkpoint"
+                raise DeadlineError(
+                    f"{self._name}.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s, for "
+                    "which the controller waited; the group was killed, resume the run from its last checkpoint",
+                    Place(role=self._name, ranks=tuple(late)),
                 )
         return list(ray.get(list(refs)))
 
-    def _raise_if_failed(self, ref: ray.ObjectRef, rank: int, method: str) -> None:
+    def _raise_if_failed(self, refs: Sequence[ray.ObjectRef], rank: int, method: str) -> None:
         try:
-            ray.get(ref)
+            ray.get(refs[rank])
         except ray.exceptions.RayError as error:
+            failed, reason = self._first_death(refs, rank, error)
             self.kill()
-            raise RuntimeError(f"{self._name}.{method} failed on rank {rank} of {self.num_ranks}: {error}") from error
+            kind = ProcessLostError if isinstance(reason, ray.exceptions.RayActorError) else CallError
+            raise kind(
+                f"{self._name}.{method} failed on rank {failed} of {self.num_ranks}: {brief(reason)}",
+                Place(role=self._name, ranks=(failed,), node=node_of(reason)),
+            ) from reason
+
+    def _first_death(
+        self, refs: Sequence[ray.ObjectRef], rank: int, error: ray.exceptions.RayError
+    ) -> tuple[int, ray.exceptions.RayError]:
+        """Rank and error of a process that ended, if there is one: its peers' collectives fail because of it."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            return rank, error
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=PEER_DEATH_S, fetch_local=False)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError as death:
+                return refs.index(ref), death
+            except ray.exceptions.RayError:
+                continue
+        return rank, error
 
     def kill(self) -> None:
         """End every rank at once."""

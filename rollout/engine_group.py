@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import ray
 
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
 from rollout.wire import Wanted
 
 
@@ -62,7 +63,7 @@ class EngineGroup:
             try:
                 fault: str = ray.get(ref)
             except ray.exceptions.RayActorError as error:
-                fault = str(error)
+                fault = brief(error)
             if fault:
                 self.lose(asking[ref], fault)
 
@@ -73,8 +74,12 @@ class EngineGroup:
     def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float) -> list[object]:
         """Results in the order of the engines.
 
+        Errors name the engine by number.
+
         Raises:
-            RuntimeError: an engine raised, died, or had not finished after `timeout_s`; named by number.
+            CallError: an engine raised.
+            ProcessLostError: an engine's process ended.
+            DeadlineError: an engine had not finished after `timeout_s`.
         """
         if not refs:
             return []
@@ -84,10 +89,18 @@ class EngineGroup:
             try:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
-                raise RuntimeError(f"engine {numbers[ref]}: {method} failed: {error}") from error
+                kind = ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError
+                raise kind(
+                    f"engine {numbers[ref]}: {method} failed: {brief(error)}",
+                    Place(role="engine", ranks=(numbers[ref],), node=node_of(error)),
+                ) from error
         if late:
             found = sorted(numbers[ref] for ref in late)
-            raise RuntimeError(f"engine(s) {found} had not finished `{method}` after {timeout_s:.0f} s")
+            raise DeadlineError(
+                f"engine(s) {found} had not finished `{method}` after {timeout_s:.0f} s, for which the controller "
+                "waited",
+                Place(role="engine", ranks=tuple(found)),
+            )
         return list(ray.get(list(refs)))
 
     def call(self, method: str, *args: object, timeout_s: float) -> list[object]:

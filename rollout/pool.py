@@ -29,6 +29,7 @@ import ray
 
 from rollout.dispatcher import Dispatcher, free_slots_for
 from rollout.engine_group import EngineGroup
+from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, brief, node_of
 from rollout.migration import InFlight
 from rollout.moves import Moves
 from rollout.plan import EngineLoad, GroupForecast, RolloutPlan
@@ -269,6 +270,11 @@ class EnginePool:
             self.revive()
             self._dispatch()
             return
+        if not waiting and not self._engines.there:
+            raise EnginesLostError(
+                f"no engine is left, and {len(self._waiting)} groups wait: {self._engines.why(0)}",
+                Place(role="engine", ranks=self._engines.lost),
+            )
         if not waiting:
             raise RuntimeError(
                 f"nothing is being sampled, and {len(self._waiting)} groups wait for a batch that needs more"
@@ -310,7 +316,7 @@ class EnginePool:
             self._lose(source, error)
             return
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"engine {source} does not say what it runs: {error}") from error
+            raise _failed(source, "in_flight", error) from error
         trained = {
             item.group.group_id
             for item in self._generating.values()
@@ -327,7 +333,7 @@ class EnginePool:
         except ray.exceptions.RayActorError as error:
             self._lose(engine, error)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"engine {engine} does not say how many of its responses have ended: {error}") from error
+            raise _failed(engine, "ended_at_least", error) from error
         if self._ended[engine] > self._sent[engine]:
             raise RuntimeError(
                 f"engine {engine} has ended {self._ended[engine]} responses, of which this pool began "
@@ -337,8 +343,11 @@ class EnginePool:
     def _lose(self, engine: int, error: Exception) -> None:
         """An engine has died; raises where there is no going on without it."""
         if self._whole_step:
-            raise RuntimeError(f"engine {engine} died, and a deterministic run has no other: {error}") from error
-        self._engines.lose(engine, str(error))
+            raise EnginesLostError(
+                f"engine {engine} died, and a deterministic run has no other: {brief(error)}",
+                Place(role="engine", ranks=(engine,), node=node_of(error)),
+            ) from error
+        self._engines.lose(engine, brief(error))
         self._note_who_is_there()
 
     def _issue_again(self, group: PromptGroup, *, at: int | None = None) -> None:
@@ -370,9 +379,9 @@ class EnginePool:
             self._issue_again(item.group)
             return
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"engine {item.engine}: group {item.group.group_id} failed: {error}") from error
+            raise _failed(item.engine, f"group {item.group.group_id}", error) from error
         if summary.fault:
-            self._lose(item.engine, RuntimeError(summary.fault))
+            self._lose(item.engine, ProcessLostError(summary.fault))
             if summary.is_unfinished:
                 self._begun[item.group.group_id] = (summary, item.columns)
                 self.num_reissued += 1
@@ -391,6 +400,11 @@ class EnginePool:
         self._scored[scored.group.group_id] = scored
         if self._batches is not None and scored.group.purpose == TRAIN:
             self._batches.completed(scored.group.group_id)
+
+
+def _failed(engine: int, what: str, error: Exception) -> CallError:
+    place = Place(role="engine", ranks=(engine,), node=node_of(error))
+    return CallError(f"engine {engine}: {what} failed: {brief(error)}", place)
 
 
 def _tell(progress: Progress | None, done: int, total: int) -> None:

@@ -72,8 +72,8 @@ def _json_lines(file: Path) -> RawRows:
                 continue
             where = f"{file}, line {number}"
             try:
-                yield where, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                yield where, json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
@@ -83,13 +83,16 @@ def _parquet_rows(file: Path) -> RawRows:
 
     try:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a parquet file: {error}") from error
     number = 0
-    for batch in batches:
-        for values in batch.to_pylist():
-            number += 1
-            yield f"{file}, row {number}", values
+    try:
+        for batch in batches:
+            for values in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}, behind row {number}: the parquet file is corrupt: {error}") from error
 
 
 def _row(values: object, *, where: str) -> PromptRow:

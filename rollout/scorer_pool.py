@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import ray
 
+from rollout.failures import CallError, Place, PlacedError, ProcessLostError, RewardBrokenError, brief, node_of
 from rollout.types import ColumnsRef, GroupSummary, PromptGroup, Score, ScoredGroup
 
 
@@ -13,6 +14,7 @@ class _Scoring:
     group: PromptGroup
     summary: GroupSummary
     columns: ray.ObjectRef
+    scorer: int
 
 
 class ScorerPool:
@@ -40,21 +42,27 @@ class ScorerPool:
 
     def submit(self, group: PromptGroup, summary: GroupSummary, columns: ray.ObjectRef) -> None:
         """Have a finished group scored by whose turn it is."""
-        scorer = self._scorers[self._next]
+        number = self._next
         self._next = (self._next + 1) % len(self._scorers)
-        self._scoring[scorer.score.remote(group, columns)] = _Scoring(group=group, summary=summary, columns=columns)
+        scored = self._scorers[number].score.remote(group, columns)
+        self._scoring[scored] = _Scoring(group=group, summary=summary, columns=columns, scorer=number)
 
     def finish(self, ref: ray.ObjectRef) -> ScoredGroup:
         """Return the group of a call that has ended.
 
+        Errors name the group.
+
         Raises:
-            RuntimeError: the scorer died or raised; the error names the group.
+            RewardBrokenError: the reward function fails for every response.
+            ProcessLostError: the scorer's process ended.
+            CallError: the scorer raised something else.
         """
         item = self._scoring.pop(ref)
         try:
             scores: tuple[Score, ...] = ray.get(ref)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"scoring of group {item.group.group_id} failed: {error}") from error
+            place = Place(role="scorer", ranks=(item.scorer,), node=node_of(error))
+            raise _kind(error)(f"scoring of group {item.group.group_id} failed: {brief(error)}", place) from error
         return ScoredGroup(
             group=item.group,
             summary=item.summary,
@@ -62,3 +70,9 @@ class ScorerPool:
             scores=scores,
             columns=ColumnsRef(item.columns),
         )
+
+
+def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:
+    if isinstance(error, RewardBrokenError):
+        return RewardBrokenError
+    return ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError

@@ -6,7 +6,7 @@ time limit, and can crash without taking anything along. The limit counts from t
 
 A failed or timed-out scoring gives the configured substitute, a status and a line in the log, with the sample the
 first time each kind of failure happens. What is wrong for every sample (a bad path, a wrong return type, a tokenizer
-that does not fit) raises instead.
+that does not fit, a function that has failed for every response of several prompts) raises instead.
 """
 
 import importlib
@@ -22,15 +22,19 @@ import ray
 from pebble import ProcessExpired, ProcessPool
 
 from rollout.config import RewardConfig
+from rollout.failures import RewardBrokenError, brief
 from rollout.process_log import redirect_output
 from rollout.prompts import LoadedPrompts, Overlong, load_prompts
 from rollout.reward_call import RewardOutcome, RewardRequest, call_reward, load_reward
 from rollout.samples import SampleRow, group_traces, replace_traces, sample_rows, write_rows
 from rollout.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
-from rollout.types import GroupColumns, PromptGroup, Score, ScoredGroup, ScoreStatus
+from rollout.types import GroupColumns, PromptGroup, PromptId, Score, ScoredGroup, ScoreStatus
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 500
+_FEWEST_FAILURES = 16
+_FEWEST_PROMPTS = 4
+"""A function that has failed for so many responses of so many prompts, and succeeded for none, is broken."""
 
 
 class Scorer:
@@ -43,11 +47,15 @@ class Scorer:
         self._tokenizer: Tokenizer | None = None
         self._workers: ProcessPool | None = None
         self._shown: set[ScoreStatus] = set()
+        self._has_succeeded = False
+        self._num_failed = 0
+        self._failed_prompts: set[PromptId] = set()
 
     def start(self) -> TokenizerFacts:
         """Load the tokenizer and the reward function, start the workers; idempotent.
 
-        Raises ValueError when there is no tokenizer, it does not fit the model, or the reward function's path is bad.
+        Raises ValueError when there is no tokenizer, it does not fit the model, or the reward function's path is bad;
+        RewardBrokenError when the function's module fails while it is imported.
         """
         redirect_output()
         facts = self._loaded().facts()
@@ -71,7 +79,8 @@ class Scorer:
     def score(self, group: PromptGroup, columns: GroupColumns) -> tuple[Score, ...]:
         """Scores of a group's responses, [G], in order.
 
-        Raises TypeError when the reward function returns neither a number nor a dict with `score`.
+        Raises RewardBrokenError when the reward function returns neither a number nor a dict with `score`, or when it
+        has failed for every response so far.
         """
         tokenizer, workers = self._loaded(), self._started()
         texts = [tokenizer.decode(columns.response(sample)) for sample in range(len(columns.offsets) - 1)]
@@ -111,7 +120,7 @@ class Scorer:
 
     def _started(self) -> ProcessPool:
         if self._workers is None:
-            load_reward(self._config.function)
+            _import_reward(self._config.function)
             self._workers = ProcessPool(
                 max_workers=self._config.num_workers,
                 initializer=load_reward,
@@ -137,9 +146,10 @@ class Scorer:
         except ProcessExpired as error:
             return self._failed(group, text, ScoreStatus.ERROR, f"its process died: {error}")
         if outcome.misuse:
-            raise TypeError(outcome.misuse)
+            raise RewardBrokenError(outcome.misuse)
         if outcome.error:
             return self._failed(group, text, ScoreStatus.ERROR, outcome.error)
+        self._has_succeeded = True
         return Score(reward=outcome.reward, status=ScoreStatus.OK, details=outcome.details)
 
     def _failed(self, group: PromptGroup, text: str, status: ScoreStatus, error: str) -> Score:
@@ -149,10 +159,34 @@ class Scorer:
             self._shown.add(status)
             sample = f"; ground truth {group.prompt.ground_truth!r}, response {text[:_SHOWN_CHARACTERS]!r}"
         _LOG.warning("scoring of a response to %s: %s: %s%s", group.prompt.prompt_id, status.value, line, sample)
+        self._give_up_if_broken(group.prompt.prompt_id, line)
         return Score(reward=self._config.failure_score, status=status, error=line)
+
+    def _give_up_if_broken(self, prompt_id: PromptId, error: str) -> None:
+        if self._has_succeeded:
+            return
+        self._num_failed += 1
+        self._failed_prompts.add(prompt_id)
+        if self._num_failed >= _FEWEST_FAILURES and len(self._failed_prompts) >= _FEWEST_PROMPTS:
+            raise RewardBrokenError(
+                f"reward.function: {self._config.function} has failed for each of the first {self._num_failed} "
+                f"responses, to {len(self._failed_prompts)} prompts; the last time: {error}"
+            )
 
 
 ScorerActor = ray.remote(Scorer)
+
+
+def _import_reward(function: str) -> None:
+    """Import the reward function; an error of the user's module is told from a path that leads nowhere."""
+    try:
+        load_reward(function)
+    except Exception as error:  # the border to the user's code, which may raise anything while it is imported
+        reason = error.__cause__ if isinstance(error, ValueError) else error
+        module = function.rpartition(".")[0]
+        if reason is None or (isinstance(reason, ModuleNotFoundError) and f"{module}.".startswith(f"{reason.name}.")):
+            raise
+        raise RewardBrokenError(f"reward.function: {function}: importing its module failed: {brief(reason)}") from error
 
 
 def _worker_context(function: str) -> BaseContext:

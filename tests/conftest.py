@@ -12,6 +12,7 @@ from launcher.config import ClusterConfig
 from launcher.processes import Processes, processes
 from tests.background import Background, run_script
 from tests.drafting_runs import run_that_begins_with_traces, run_whose_history_is_killed, run_with_damaged_history
+from tests.ending_runs import run_to_other_ends
 from tests.whole_runs import (
     make_example,
     run_ahead,
@@ -32,6 +33,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,
     "warm_start": run_warm_start,
+    "ended": run_to_other_ends,
 }
 """Fixtures that wait for a whole run, in the order in which they run; some go on with what an earlier one left."""
 

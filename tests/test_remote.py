@@ -1,5 +1,6 @@
 """What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
 
+import os
 import time
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import ray
 
 from megatron_rl.spmd import SpmdGroup
 from rollout.engine_group import EngineGroup
+from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
 from rollout.plan import GroupForecast, RolloutPlan
 from rollout.pool import EnginePool
 from rollout.types import FinishReason, Score, ScoreStatus
@@ -31,6 +33,12 @@ class Rank:
     def raise_if(self, rank):
         if rank == self.rank:
             raise ValueError("the loss is a fish")
+
+    def die_or_raise(self, rank):
+        if rank == self.rank:
+            time.sleep(0.5)
+            os._exit(1)
+        raise ConnectionError("connection closed by peer")
 
 
 @ray.remote(num_cpus=0)
@@ -98,10 +106,18 @@ def test_an_spmd_call_returns_in_rank_order():
 def test_a_late_rank_is_named_and_the_group_is_killed():
     group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(3)], timeout_s=60)
     group.call("echo", 0)
-    with pytest.raises(RuntimeError, match=r"trainer\.sleep_if: rank\(s\) \[1\] of 3 had not returned after 1 s"):
+    with pytest.raises(DeadlineError, match=r"trainer\.sleep_if: rank\(s\) \[1\] of 3 had not returned after 1 s"):
         group.call("sleep_if", 1, timeout_s=1)
-    with pytest.raises(RuntimeError, match=r"trainer\.echo failed on rank"):
+    with pytest.raises(ProcessLostError, match=r"trainer\.echo failed on rank"):
         group.call("echo", 0)
+
+
+def test_a_rank_that_raises_because_its_peer_died_is_not_blamed():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(2)], timeout_s=60)
+    group.call("echo", 0)
+    with pytest.raises(ProcessLostError, match=r"rank 1 of 2: process \d+ ended") as lost:
+        group.call("die_or_raise", 1)
+    assert lost.value.place.ranks == (1,) and lost.value.place.node
 
 
 def test_a_rank_that_raises_is_named_with_its_error():
@@ -324,5 +340,5 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
 def test_without_anybody_to_bring_an_engine_the_end_of_the_last_one_is_an_error():
     pool = EnginePool(group_of(Mortal.remote(1, True)), [Scorer.remote()], slots_per_engine=8)
     pool.admit(groups(2, step=0))
-    with pytest.raises(RuntimeError, match="2 groups wait"):
+    with pytest.raises(EnginesLostError, match="2 groups wait"):
         pool.take("train", 0)

@@ -1,7 +1,9 @@
 """Runs the whole example through the public commands and says what came of it: data, model, warm start, RL, report.
 
-Every phase is a process of its own, exactly what a user would type; seconds by phase are printed, and the last line is
-`held-out accuracy: A -> B` (BF16, greedy). `make quickstart` builds the environment first and passes its seconds on.
+It asks before it works: the machine first, then a dry run of both stages as soon as data and an untrained model are
+there. Every phase is a process of its own, exactly what a user would type; a phase that fails says so itself. Seconds
+by phase are printed, and the last line is `held-out accuracy: A -> B` (BF16, greedy). `make quickstart` builds the
+environment first and passes its seconds on.
 """
 
 import argparse
@@ -10,8 +12,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from launcher.conclusion import termination_raises
+from launcher.errors import Terminated
+from launcher.preflight import machine_checks
 
 EXAMPLE = Path("examples/arithmetic")
 HELD_OUT = "held_out"
@@ -27,11 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="handed to `megatron-rl run`")
     arguments = parser.parse_args(argv)
     seconds = {"set-up": arguments.setup_seconds} if arguments.setup_seconds else {}
+    if not machine_is_fit(arguments.work):
+        return 2
+    phases = commands(arguments.work, arguments.seed, arguments.overrides, warm_steps=arguments.warm_steps)
     try:
-        seconds |= run_phases(arguments.work, arguments.seed, arguments.overrides, warm_steps=arguments.warm_steps)
-    except subprocess.CalledProcessError as error:
-        print(f"quickstart: `{' '.join(error.cmd)}` ended with exit code {error.returncode}", file=sys.stderr)
-        return error.returncode
+        with termination_raises():
+            seconds |= run_phases(arguments.work, phases)
+    except PhaseFailedError as error:
+        print(f"quickstart: the phase `{error.phase}` ended with exit code {error.code}", file=sys.stderr)
+        return error.code
     print("\n".join(["", "seconds by phase", *(f"  {name:10} {value:7.1f}" for name, value in seconds.items())]))
     print(f"  {'all':10} {sum(seconds.values()):7.1f}")
     print(f"report: {arguments.work / 'run' / 'report.html'}")
@@ -40,20 +50,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_phases(work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0) -> dict[str, float]:
-    """Runs each phase into `work`, replacing what an earlier quickstart left there; returns seconds by phase.
+class PhaseFailedError(Exception):
+    """A phase ended with another exit code than 0, and has said why."""
 
-    Raises `subprocess.CalledProcessError` for the first command that fails.
+    def __init__(self, phase: str, code: int) -> None:
+        super().__init__(phase, code)
+        self.phase = phase
+        self.code = code
+
+
+def machine_is_fit(work: Path) -> bool:
+    """Print a line per check of the machine; whether all pass."""
+    checks = machine_checks(work)
+    print("\n".join(["== machine", *map(str, checks)]), flush=True)
+    wrong = [check for check in checks if check.problem]
+    for check in wrong:
+        print(f"quickstart: {check.name}: {check.found}; {check.problem}", file=sys.stderr)
+    return not wrong
+
+
+def run_phases(work: Path, phases: Mapping[str, list[str]]) -> dict[str, float]:
+    """Run each phase into `work`, replacing what an earlier quickstart left there; returns seconds by phase.
+
+    Raises `PhaseFailedError` for the first command that fails.
     """
     for leftover in ("data", "model", "warm", "run"):
         shutil.rmtree(work / leftover, ignore_errors=True)
     seconds = {}
-    for name, command in commands(work, seed, overrides, warm_steps=warm_steps).items():
+    for name, command in phases.items():
         print(f"\n== {name}: python {' '.join(command)}", flush=True)
         started = time.perf_counter()
-        subprocess.run([sys.executable, *command], check=True)
+        code = run_command(command)
         seconds[name] = time.perf_counter() - started
+        if code:
+            raise PhaseFailedError(name, code)
+        print(f"-- {name}: {seconds[name]:.1f} s", flush=True)
+        if name == "model":
+            seconds["dry runs"] = run_dry(work, phases)
     return seconds
+
+
+def run_dry(work: Path, phases: Mapping[str, list[str]]) -> float:
+    """Have both stages judge configuration, data, model and memory; returns the seconds that it took.
+
+    The warm model is not there yet; the untrained one has its shapes. Raises `PhaseFailedError` if one refuses.
+    """
+    started = time.perf_counter()
+    print("\n== dry runs", flush=True)
+    for name in ("warm start", "rl"):
+        warm, untrained = f"model={work / 'warm'}", f"model={work / 'model'}"
+        command = [untrained if word == warm else word for word in phases[name]]
+        done = subprocess.run([sys.executable, *command, "--dry-run"], stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise PhaseFailedError(f"dry run of {name}", done.returncode)
+        memory = " ".join(done.stdout.splitlines()[-1].split()).removeprefix("sum ")
+        print(f"  {name:14} passes every check; memory: {memory}", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"-- dry runs: {seconds:.1f} s", flush=True)
+    return seconds
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a phase to its end and return its exit code.
+
+    A phase ends its own processes when it is interrupted or terminated, and is waited for.
+    """
+    process = subprocess.Popen([sys.executable, *command])
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the phase had it from the terminal, too
+        process.wait()
+        return 130
+    except Terminated:
+        process.terminate()
+        process.wait()
+        return 143
 
 
 def commands(work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0) -> dict[str, list[str]]:

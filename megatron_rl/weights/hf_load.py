@@ -7,7 +7,6 @@ and shapes of the directory are compared with what the model needs, so that a wr
 one message that says what is missing, unexpected or of another shape.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,12 +16,8 @@ from safetensors import safe_open
 
 from megatron_rl.model_config import ModelSpec
 from megatron_rl.weights import te_primary
-from megatron_rl.weights.names import Placement, hf_shapes
-
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry and every reader computes itself."""
-
-_SHOWN = 5
+from megatron_rl.weights.names import Placement
+from megatron_rl.weights.weight_files import check_shapes, directory_shapes, weight_files
 
 
 class HfTensors:
@@ -30,15 +25,6 @@ class HfTensors:
 
     def __init__(self, files: Mapping[str, safe_open]) -> None:
         self._files = files
-
-    @property
-    def names(self) -> set[str]:
-        """All tensors of the directory."""
-        return set(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a tensor."""
-        return tuple(self._files[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def box(self, placement: Placement) -> torch.Tensor:
         """The placement's box, in the dtype of the file, on the CPU."""
@@ -56,50 +42,10 @@ def open_tensors(directory: Path) -> Iterator[HfTensors]:
     """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
-        for path in _files(directory):
+        for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             files.update(dict.fromkeys(file.keys(), file))
         yield HfTensors(files)
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise ValueError(f"{directory} holds no *.safetensors file; needs a Hugging Face model directory")
-        return paths
-    paths = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if absent := [path.name for path in paths if not path.exists()]:
-        raise ValueError(f"{index} names {absent[0]}, which is not there; the download is incomplete")
-    return paths
-
-
-def check_tensors(tensors: HfTensors, spec: ModelSpec, directory: Path) -> None:
-    """Compare names and shapes of a directory with those of the model.
-
-    Raises:
-        ValueError: naming the missing, unexpected and wrongly shaped tensors.
-    """
-    wanted, found = hf_shapes(spec), tensors.names
-    # Some tied checkpoints carry the output layer as well; it is the embedding again.
-    allowed = {"lm_head.weight"} if spec.tied else set()
-    unexpected = {n for n in found - wanted.keys() - allowed if not n.endswith(_IGNORED_SUFFIXES)}
-    shapes = {
-        f"{name} is {list(shape)}, not {list(wanted[name])}"
-        for name in found & wanted.keys()
-        if (shape := tensors.shape(name)) != wanted[name]
-    }
-    problems = {"missing": wanted.keys() - found, "unexpected": unexpected, "of another shape": shapes}
-    lines = [_listed(what, names) for what, names in problems.items() if names]
-    if lines:
-        raise ValueError(f"{directory} does not hold the {spec.family} model of its config.json: {'; '.join(lines)}")
-
-
-def _listed(what: str, names: set[str]) -> str:
-    shown = sorted(names)[:_SHOWN]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{what}: {', '.join(shown)}{more}"
 
 
 @torch.no_grad()
@@ -118,8 +64,8 @@ def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelS
     boxes: dict[str, list[Placement]] = {name: [] for name in parameters}
     for placement in placements:
         boxes[placement.megatron_name].append(placement)
+    check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
-        check_tensors(tensors, spec, directory)
         for name, parameter in parameters.items():
             fp8 = parameter if te_primary.is_primary(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)

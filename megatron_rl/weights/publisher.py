@@ -19,9 +19,11 @@ from megatron_rl.results import ProbeResult
 from megatron_rl.trainer_group import TrainerGroup
 from megatron_rl.weights.code_sums import together
 from megatron_rl.weights.links import Link
+from megatron_rl.weights.publish_refusal import PublishRefusedError
 from megatron_rl.weights.publish_report import PublishReport
 from megatron_rl.weights.reshard import ReshardPlan
 from rollout.engine_group import EngineGroup
+from rollout.failures import CallError, Place
 from rollout.types import WeightVersion
 from rollout.weight_sums import add_up, difference
 from rollout.wire import stack_of
@@ -75,8 +77,17 @@ class Publisher:
         """Bring every engine to `policy_version`; returns when all of them serve it.
 
         Raises:
-            RuntimeError: a rank or an engine refused, failed, was late, or did not pass the probe.
+            PublishRefusedError: an engine refused the weights, or did not pass the sums or the probe.
+            RuntimeError: a rank or an engine failed, ended or was late.
         """
+        try:
+            return self._publish(policy_version)
+        except CallError as error:
+            if error.place.role != "engine":
+                raise
+            raise PublishRefusedError(f"weight version {policy_version}: {error}", error.place) from error
+
+    def _publish(self, policy_version: int) -> PublishReport:
         version = WeightVersion(policy_version)
         manifest = self._plan.manifest(self._run_id, version)
         self._engines.call("check", manifest, timeout_s=self._timeout_s)
@@ -130,7 +141,10 @@ class Publisher:
     def _fence(self, faults: Mapping[int, str]) -> NoReturn:
         fencing = [self._engines.actors[engine].fence.remote(fault) for engine, fault in faults.items()]
         self._engines.wait(fencing, "fence", timeout_s=self._timeout_s)
-        raise RuntimeError(f"engine(s) {list(faults)} are fenced: {next(iter(faults.values()))}")
+        raise PublishRefusedError(
+            f"engine(s) {list(faults)} are fenced: {next(iter(faults.values()))}",
+            Place(role="engine", ranks=tuple(faults)),
+        )
 
     def _prove(self, version: WeightVersion) -> tuple[float, ...]:
         proving = None if self._make_room is not None else self._engines.begin("probe", self._probe_tokens)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from rollout.failures import DeadlineError
 from rollout.transports.base import Backend, GroupChannel
 
 POLL_S = 0.0002
@@ -71,7 +72,7 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
             return cast(Group, dist.ProcessGroupGloo(prefix, group_rank, channel.world_size, timeout))
         group = _nccl_group(prefix, group_rank, channel)
     except (RuntimeError, ValueError) as error:
-        raise RuntimeError(
+        raise DeadlineError(
             f"{channel.named(group_rank)} waited {channel.timeout_s:g} s at {channel.host}:{channel.port} for "
             f"{_absent(channel) or 'the others'} to join the channel"
         ) from error
@@ -93,7 +94,7 @@ def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
     deadline = time.monotonic() + channel.timeout_s
     for peer in channel.peers(group_rank):
         if not done(transfer([byte], peer, MEET_TAG), deadline, channel.backend):
-            raise RuntimeError(
+            raise DeadlineError(
                 f"{channel.named(group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
                 f"{channel.named(peer)}"
             )

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from rollout.failures import DeadlineError
 from rollout.transports.base import Backend
 from rollout.transports.groups import Group, done, start_recv, start_send
 from rollout.transports.segments import SegmentFile, bucket_offsets, map_segment
@@ -182,7 +183,7 @@ class HandOverSender:
                 self._late(f"rank {other} to take bucket {index}")
 
     def _late(self, what: str) -> None:
-        raise RuntimeError(
+        raise DeadlineError(
             f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer {what} of "
             f"weight version {self._version}"
         )

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from rollout.failures import DeadlineError
 from rollout.transports.base import GroupChannel
 from rollout.transports.groups import store_of
 
@@ -109,7 +110,7 @@ def _answer(channel: GroupChannel, group_rank: int, peer: int, key: str) -> byte
     try:
         return bytes(store_of(channel).get(key))
     except RuntimeError as error:
-        raise RuntimeError(
+        raise DeadlineError(
             f"{channel.named(group_rank)} waited {channel.timeout_s:g} s for {channel.named(peer)} to say where its "
             "publish baselines lie"
         ) from error

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rollout.failures import DeadlineError
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.delta import HEADER, Kind, Message, apply, encode
 from rollout.transports.groups import Group, device_of, done, join, leave, start_recv, start_send
@@ -151,7 +152,7 @@ class GroupSender:
             self._kept |= {(engine_id, flight.index): self._version for engine_id in self._groups}
         if late:
             named = ", ".join(f"engine {engine_id} rank {rank}" for engine_id, rank in late)
-            raise RuntimeError(
+            raise DeadlineError(
                 f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for {named} to take "
                 f"bucket {flight.index} of weight version {self._version}"
             )
@@ -332,7 +333,7 @@ class GroupInbox:
         source = self._channel.source_of(bucket, self._engine_rank)
         backend = self._channel.backend
         if num_bytes and not done(start_recv(self._group, found, source, tag), self._deadline, backend):
-            raise RuntimeError(
+            raise DeadlineError(
                 f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
                 f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"
             )

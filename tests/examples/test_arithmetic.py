@@ -169,3 +169,28 @@ def test_accuracy_is_read_from_the_bf16_rows_of_the_whole_held_out_set(tmp_path:
     ]
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert quickstart.held_out_accuracy(tmp_path) == (0.4, 0.8)
+
+
+def test_both_stages_are_judged_before_the_warm_start(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seconds = quickstart.run_dry(example, quickstart.commands(example, 0, []))
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split("  ")[1].strip() for line in lines if "passes every check" in line] == ["warm start", "rl"]
+    assert lines[-1] == f"-- dry runs: {seconds:.1f} s" and seconds < 30
+
+
+def test_a_phase_that_refuses_speaks_for_itself(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(quickstart.PhaseFailedError, match="dry run of rl") as failed:
+        quickstart.run_dry(example, quickstart.commands(example, 0, ["num_steps=0"]))
+    assert failed.value.code == 2
+    shown = capfd.readouterr()
+    assert "`num_steps` = 0: input should be greater than 0" in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_an_unfit_machine_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launcher.preflight.MIN_MEMORY_BYTES", 1 << 50)
+    assert quickstart.main(["--work", str(tmp_path / "work")]) == 2
+    assert "quickstart: memory: " in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()

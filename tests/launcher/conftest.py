@@ -1,12 +1,15 @@
 """A model directory and a configuration file that pass every check, to be broken one way at a time."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.environment import NodeResources
+from megatron_rl.model_config import read_model_spec
+from megatron_rl.weights.names import hf_shapes
 
 MODEL = {
     "model_type": "qwen3",
@@ -32,13 +35,26 @@ def node() -> NodeResources:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """What the checks look at of a Hugging Face directory; the weights are empty."""
+    """What the checks look at of a Hugging Face directory; the weights are a header and a hole."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
     (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 255}}, "added_tokens": []}))
-    (directory / "model.safetensors").write_bytes(b"")
+    write_weights(directory)
     return directory
+
+
+def write_weights(directory: Path) -> None:
+    """Safetensors of the model in `config.json`, whose tensors no disk block holds."""
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, shape in hf_shapes(read_model_spec(directory)).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 @pytest.fixture

@@ -24,3 +24,7 @@ def moody(data_source, solution_str, ground_truth, extra_info):
 
 def textual(data_source, solution_str, ground_truth, extra_info):
     return "good"
+
+
+def broken(data_source, solution_str, ground_truth, extra_info):
+    return {"right": 1.0}["wrong"]

@@ -1,11 +1,13 @@
 """Scoring in watched worker processes."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rollout.config import RewardConfig
+from rollout.failures import RewardBrokenError
 from rollout.scoring import Scorer
 from rollout.types import GroupColumns, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoreStatus
 from tests.rollout.byte_tokenizer import write_byte_tokenizer
@@ -85,8 +87,33 @@ def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_and_spares_the_oth
 
 def test_a_wrong_return_type_stops_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.textual")
-    with pytest.raises(TypeError, match=r"reward\.function: .*textual returned 'good'.*dict with `score`"):
+    with pytest.raises(RewardBrokenError, match=r"reward\.function: .*textual returned 'good'.*dict with `score`"):
         scorer.score(*group_of(scorer, ["a"]))
+
+
+def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_run(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.broken")
+    group, columns = group_of(scorer, ["a", "b", "c", "d", "e"])
+    for number in range(3):  # enough responses, too few prompts
+        prompt = replace(group.prompt, prompt_id=PromptId(f"set/{number}"))
+        scores = scorer.score(replace(group, prompt=prompt), columns)
+        assert {score.status for score in scores} == {ScoreStatus.ERROR}
+    with pytest.raises(RewardBrokenError, match=r"broken has failed for each of the first 16 responses, to 4 prompts"):
+        scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId("set/3"))), columns)
+
+
+def test_a_function_that_has_ever_succeeded_is_not_given_up(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
+    for number in range(5):
+        scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId(f"set/{number}"))), columns)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_told_from_a_path_that_leads_nowhere(scorer_of):
+    with pytest.raises(RewardBrokenError, match=r"importing its module failed: KeyError: 'wrong'"):
+        scorer_of("tests.unimportable_reward.compute_score").start()
+    with pytest.raises(ValueError, match=r"No module named 'tests.nowhere'"):
+        scorer_of("tests.nowhere.compute_score").start()
 
 
 def test_a_bad_path_is_an_error_at_start(scorer_of):

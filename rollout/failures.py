@@ -1,0 +1,113 @@
+"""Errors whose kind is known where they are raised, with the place where they happened.
+
+    PlacedError (RuntimeError)
+     +- CallError            a process raised an error in a call; the error is the cause
+     +- ProcessLostError     a process ended
+     +- EnginesLostError     engines ended more often than the run allows, or none is left
+     +- DeadlineError        an answer did not come in time
+     +- RewardBrokenError    the reward function fails for every response
+     +- PublishRefusedError  engines refused a publish (`megatron_rl.weights.publish_refusal`)
+
+The launcher turns each kind into an exit code (`launcher.endings`). All of them can be pickled, so that they travel
+through Ray as they are. Pure: imports no ray; errors that Ray has wrapped are read by their attributes and text.
+"""
+
+import re
+from dataclasses import dataclass
+
+MAX_BRIEF = 600
+"""Characters of a foreign error's message that are worth a line."""
+
+_PID = re.compile(r"^\s*pid: (\d+)", re.MULTILINE)
+_IP = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)
+_EXIT = re.compile(r"Worker exit detail: (.+?)(?: There are some potential| Some common causes|$)", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The process or processes in which something happened."""
+
+    role: str = ""
+    """`engine`, `trainer` or `scorer`; empty where unknown."""
+    ranks: tuple[int, ...] = ()
+    """Number of the engine, or rank of the trainer."""
+    node: str = ""
+    """Address of the machine; empty where unknown."""
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        numbered = f"{self.role} {ranks}".strip() if self.role != "trainer" else f"trainer rank {ranks}".rstrip()
+        return f"{numbered}, node {self.node}" if self.node else numbered
+
+
+NOWHERE = Place()
+
+
+class PlacedError(RuntimeError):
+    """Base of the failures above: a message and a place."""
+
+    def __init__(self, message: str, place: Place = NOWHERE) -> None:
+        super().__init__(message, place)
+        self.place = place
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CallError(PlacedError):
+    """A process raised an error in a call; `__cause__` is the error."""
+
+
+class ProcessLostError(PlacedError):
+    """A process ended."""
+
+
+class EnginesLostError(PlacedError):
+    """Engines ended more often than the run allows, or none is left."""
+
+
+class DeadlineError(PlacedError):
+    """An answer did not come in time; the message says who waited for whom, and how long."""
+
+
+class RewardBrokenError(PlacedError):
+    """The reward function fails for every response, or its module cannot be imported."""
+
+
+def brief(error: BaseException) -> str:
+    """One line that says what went wrong: the remote error without Ray's wrapping and without its traceback."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return brief(cause)
+    text = plain(str(error)).strip()
+    if "The actor died" in text or "The actor is dead" in text:
+        return _death(text)
+    if isinstance(error, PlacedError):
+        return text
+    line = " ".join(text.split())
+    shown = line if len(line) <= MAX_BRIEF else f"{line[:MAX_BRIEF]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def plain(text: str) -> str:
+    """Without the terminal colours in which Ray writes."""
+    return _COLOUR.sub("", text)
+
+
+def node_of(error: BaseException) -> str:
+    """Address of the node on which Ray says the error happened; empty where it does not say."""
+    address = getattr(error, "ip", "")
+    if isinstance(address, str) and address:
+        return address
+    found = _IP.search(str(error))
+    return found[1] if found else ""
+
+
+def _death(text: str) -> str:
+    """What Ray's report of a dead actor says, on one line."""
+    if "creation task" in text:
+        return f"its process could not start: {text.splitlines()[-1].strip()}"
+    pid, detail = _PID.search(text), _EXIT.search(text)
+    reason = " ".join(detail[1].split()) if detail else " ".join(text.splitlines()[-1].split())
+    return f"process {pid[1] if pid else 'unknown'} ended: {reason[:MAX_BRIEF]}"
