@@ -1,4 +1,7 @@
-"""Writes the record of a benchmark: flat rows, goals with their bounds, and where and by which code they were measured."""
+"""Writes the record of a benchmark: flat rows, goals with their bounds, and where and by which code they were measured.
+
+`python -m benchmarks.record --check` lists rows whose measured code has changed since; `--strict` makes that an error.
+"""
 
 import argparse
 import functools
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import record_check
 from benchmarks.record_file import Goal, Input, Machine, Provenance, Row, read_rows, text
 from benchmarks.record_inputs import shown_path
 from launcher.environment import cpu_model, gpu_names, package_versions, source_commit
@@ -105,3 +109,18 @@ def _without_place(argument: str) -> str:
 def _module_name() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec is not None else Path(sys.argv[0]).name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look after committed records; the exit code says whether something must be done."""
+    parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m benchmarks.record")
+    parser.add_argument("--check", action="store_true", help="list rows whose code has changed")
+    parser.add_argument("--strict", action="store_true", help="with --check: exit code 1 if rows are listed")
+    options = parser.parse_args(argv)
+    if not options.check:
+        parser.error("name --check")
+    return record_check.run(strict=options.strict)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
