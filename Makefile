@@ -3,6 +3,7 @@
 #   make quickstart   from nothing to a model that learned: set-up, data, model, warm start, RL, report
 #   make test         all tests          make check   lint, format, types, layering
 #   make bench        all benchmarks, the quick way
+#   make records      which committed rows were measured by other code than today's
 #   make test-gpu PYTHON=python3         tests that need a GPU, in the Python that is there; builds no environment
 #
 # PYTHON       the interpreter the environment is made of (3.11 or 3.12)
@@ -25,7 +26,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
-.PHONY: setup quickstart test check bench test-gpu
+.PHONY: setup quickstart test check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -60,6 +61,9 @@ check: $(STAMP)
 bench: $(STAMP)
 	@for name in $(basename $(notdir $(shell grep -l "^from benchmarks.record import .*arguments" benchmarks/*.py))); \
 	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
+
+records: $(STAMP)
+	$(RUN) -m benchmarks.record --check
 
 test-gpu:
 	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

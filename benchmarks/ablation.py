@@ -10,7 +10,6 @@ Rows: one per run. Differences from BF16, synchronous and colocated, are taken s
 intervals. Speed of this small model on a CPU shows the mechanics, not the gain.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ from pathlib import Path
 from benchmarks.example_run import few_prompts, mismatch_figures, read_metrics, run_example
 from benchmarks.history_example import QUICK_KEYS, QUICK_PROMPTS, warm_start
 from benchmarks.paired import Difference, check_seeds
-from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record import Goal, Row, arguments, rows_before, write
+from benchmarks.record_inputs import quickstart_inputs
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
-from launcher.environment import source_commit
 from launcher.report_plots import Series, lines
 
 PROMPTS_PER_STEP = 64
@@ -66,18 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if BASE not in options.arms:
         parser.error(f"--arms without `{BASE}`, with which the others are compared")
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
-    before: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    inputs = quickstart_inputs(options.warm)
+    before = rows_before(options.json, resume=options.resume)
     rows = [row for row in before if row["what"] == "run"]
     have = {(row["seed"], row["arm"]) for row in rows}
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for arm in options.arms if seed % 2 else options.arms[::-1]:
             if (seed, arm) not in have:
                 rows.append(run(warm, options.work, seed, arm, quick=options.quick))
-                write(options.json, rows=rows, not_measured=["any GPU"])
+                write(options.json, rows=rows, not_measured=["any GPU"], inputs=inputs)
                 print(f"seed {seed}, {arm}: {rows[-1]['step_s']} s a step", flush=True)
     if not options.quick:
         found = [*rows, *differences(rows)]
-        write(options.json, rows=found, goals=list(goals(found)), not_measured=["any GPU"])
+        write(options.json, rows=found, goals=list(goals(found)), not_measured=["any GPU"], inputs=inputs)
     for name, column in (("reward", "reward/mean"), ("seconds", "timing_s/step")):
         picture = _picture(options.work, rows, column, unit=name)
         options.json.with_suffix(f".{name}.svg").write_text(picture, encoding="utf-8")
@@ -112,7 +112,6 @@ def run(warm: Path, work: Path, seed: int, arm: str, *, quick: bool = False) -> 
         "what": "run",
         "seed": seed,
         "arm": arm,
-        "commit": source_commit(),
         # not the median: steps that are sampled ahead make the first one longer and the last one shorter
         "step_s": mean("timing_s/step", 0.0),
         "rollout_s": mean("timing_s/rollout", 0.0),

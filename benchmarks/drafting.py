@@ -40,6 +40,7 @@ from benchmarks.draft_quality import (
     visits,
 )
 from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record_inputs import arctic_inputs, run_inputs
 from benchmarks.trace_generator import generate
 from history.prices import PriceSurface
 from history.traces import read_traces
@@ -108,6 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing.append(f"Arctic {VERSION}: not built (python -m benchmarks.baselines.arctic --build {options.arctic})")
     if options.traces is None:
         missing.append("traces of a real run: none were given with --traces")
+    inputs = [
+        *(run_inputs(options.traces) if options.traces else ()),
+        *(arctic_inputs(options.arctic) if arctic else ()),
+    ]
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
         field = contestants(Path(name), arctic)
@@ -121,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in part:
                 rows.append(row)
                 print(" ".join(str(value) for value in row.values()), flush=True)
-    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=missing)
+    reached = [] if options.quick else goals(rows)
+    write(options.json, rows=rows, goals=reached, not_measured=missing, inputs=inputs)
     return 0
 
 

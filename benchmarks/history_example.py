@@ -21,8 +21,8 @@ from benchmarks.example_run import K3, few_prompts, read_metrics, trained
 from benchmarks.paired import Difference, check_seeds
 from benchmarks.process_tree import watch
 from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record_inputs import quickstart_inputs
 from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
-from launcher.environment import source_commit
 
 STEPS_PER_EPOCH = 4
 NUM_STEPS = 12
@@ -41,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     check_seeds(parser, options.seeds)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    inputs = quickstart_inputs(options.warm)
     rows: list[Row] = []
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for drafts in (True, False) if seed % 2 else (False, True):
             rows += run(warm, options.work, seed=seed, drafts=drafts, quick=options.quick)
-            write(options.json, rows=rows, not_measured=["any GPU"])
+            write(options.json, rows=rows, not_measured=["any GPU"], inputs=inputs)
     if not options.quick:
-        write(options.json, rows=rows, goals=goals(rows), not_measured=["any GPU"])
+        write(options.json, rows=rows, goals=goals(rows), not_measured=["any GPU"], inputs=inputs)
     return 0
 
 
@@ -76,7 +77,6 @@ def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False)
             "seed": seed,
             "drafts": drafts,
             "epoch": first // of_epoch,
-            "commit": source_commit(),
             "reward": statistics.fmean(row["reward/mean"] for row in epoch),
             "response_tokens": statistics.fmean(row["response_length/mean"] for row in epoch),
             "rollout_s": statistics.fmean(row["timing_s/rollout"] for row in epoch),

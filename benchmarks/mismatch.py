@@ -11,7 +11,6 @@ Rows: one per run: k3 and effective sample size between sampler and trainer (1 w
 accuracy in BF16 before and after; `*_by_step` are numbers with blanks between them, of steps that trained.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from pathlib import Path
 
 from benchmarks.example_run import ESS, K3, mismatch_figures, run_example, trained
 from benchmarks.history_example import warm_start
-from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record import Goal, Row, arguments, rows_before, write
+from benchmarks.record_inputs import quickstart_inputs
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
-from launcher.environment import source_commit
 from launcher.report_plots import Series, lines
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -48,15 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
     options = parser.parse_args(argv)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
-    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    inputs = quickstart_inputs(options.warm)
+    rows = rows_before(options.json, resume=options.resume)
     have = {(row["seed"], row["format"], row["correction"]) for row in rows}
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for name in options.formats[:1] if options.quick else options.formats:
             for correction in CORRECTIONS:
                 if (seed, name, correction) not in have:
                     rows.append(run(warm, options.work, seed, name, correction, quick=options.quick))
-                    write(options.json, rows=rows, not_measured=["any GPU", "runs that have no row yet"])
-    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=["any GPU"])
+                    write(options.json, rows=rows, not_measured=["any GPU", "runs that have no row yet"], inputs=inputs)
+    reached = [] if options.quick else goals(rows)
+    write(options.json, rows=rows, goals=reached, not_measured=["any GPU"], inputs=inputs)
     for name in BY_STEP:
         options.json.with_suffix(f".{name}.svg").write_text(picture(rows, name), encoding="utf-8")
     return 0
@@ -75,7 +76,6 @@ def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick:
         "seed": seed,
         "format": name,
         "correction": correction,
-        "commit": source_commit(),
         **mismatch_figures(metrics),
         **{f"{name}_by_step": _by_step(metrics, metric) for name, metric in BY_STEP.items()},
         "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),

@@ -26,6 +26,7 @@ import ray
 
 from benchmarks.example_run import read_metrics
 from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record_inputs import run_inputs
 from benchmarks.simulator.bounds import saturated_s
 from benchmarks.simulator.engines import Speed
 from benchmarks.simulator.run import Cluster, Scheme, admission_of, simulate
@@ -369,7 +370,13 @@ def main() -> int:
                 for row in compare(real, speed, task, lengths=lengths, repeat=repeat):
                     print(*row.values(), flush=True)
                     rows.append(row)
-    write(options.json, rows=rows, goals=list(goals(rows)), not_measured=["any GPU"])
+    write(
+        options.json,
+        rows=rows,
+        goals=list(goals(rows)),
+        not_measured=["any GPU"],
+        inputs=run_inputs(options.run),
+    )
     return 0
 
 

@@ -19,7 +19,6 @@ once (`quantise_s`); and what an engine takes to load that format once it is the
 shared memory). `ours_over_peer` is the median of the ratios. Both do everything twice, and the second time counts.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -32,9 +31,8 @@ from benchmarks import publish_on_device
 from benchmarks.publish_cases import BUCKET_BYTES, ENGINES, TRAINERS, TRANSPORTS, Case, row_key
 from benchmarks.publish_parts import asleep, exact_memory, peak_extra, transfer_s, write_model
 from benchmarks.publish_peer import PARTS, Peer, peer_row
-from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record import Goal, Row, arguments, rows_before, write
 from launcher.config import ClusterConfig
-from launcher.environment import source_commit
 from launcher.processes import START_TIMEOUT_S, Processes, processes
 from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.model_config import read_model_spec
@@ -92,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
     model = write_model(options.work / "model", quick=options.quick)
-    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    rows = rows_before(options.json, resume=options.resume)
     have = {row_key(row)[:3] for row in rows}
     for case in cases:
         if case.key not in have:
@@ -106,7 +104,7 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
     """Rows of one trainer and its engines."""
     num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
     num_engines, num_ranks = ENGINES[case.engines]
-    named = {"trainer": case.trainer, "engines": case.engines, "format": case.format, "commit": source_commit()}
+    named = {"trainer": case.trainer, "engines": case.engines, "format": case.format}
     measured, plan, wanted = publishes(case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case))
     apply_s = statistics.median(one["timing_s/publish_apply"] for one in measured["shm"])
     with exact_memory():

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.example_run import run_example
 from benchmarks.history_example import warm_start
 from benchmarks.record import Goal, Row, arguments, write
-from launcher.environment import source_commit
+from benchmarks.record_inputs import quickstart_inputs
 from megatron_rl.memory import weight_bytes
 from megatron_rl.model_config import read_model_spec
 from rollout.config import Format
@@ -27,6 +27,7 @@ LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 NUM_STEPS, QUICK_STEPS = 25, 3
 SETTLED = 20
 """Steps until Adam's moments mean something."""
+NOT_MEASURED = ("any GPU", "a model of billions of parameters")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/bench/publish_delta"))
     options = parser.parse_args(argv)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    inputs = quickstart_inputs(options.warm)
     rows: list[Row] = []
     for format in FORMATS[:1] if options.quick else FORMATS:
         for learning_rate in LEARNING_RATES[:1] if options.quick else LEARNING_RATES:
             rows.append(run(warm, options.work, format, learning_rate, quick=options.quick))
-            write(options.json, rows=rows, not_measured=["any GPU", "a model of billions of parameters"])
+            write(options.json, rows=rows, not_measured=NOT_MEASURED, inputs=inputs)
     found = [] if options.quick else goals(rows)
-    write(options.json, rows=rows, goals=found, not_measured=["any GPU", "a model of billions of parameters"])
+    write(options.json, rows=rows, goals=found, not_measured=NOT_MEASURED, inputs=inputs)
     return 0
 
 
@@ -66,7 +68,6 @@ def run(warm: Path, work: Path, format: Format, learning_rate: float, *, quick: 
     return {
         "format": format,
         "learning_rate": learning_rate,
-        "commit": source_commit(),
         "changed_share": statistics.median(row["publish/changed_share"] for row in last),
         "bytes_share": statistics.median(row["publish/wire_bytes"] / whole for row in last),
         "whole_bytes": whole,

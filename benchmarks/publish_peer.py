@@ -56,7 +56,7 @@ def peer_row(row: Row, found: Sequence[Mapping[str, float]], *, apply_s: float) 
     ratios = [one["timing_s/publish_deliver"] / total for one, total in zip(found, totals, strict=True)]
     return {
         "kind": "peer",
-        **{name: row[name] for name in ("trainer", "engines", "format", "transport", "commit")},
+        **{name: row[name] for name in ("trainer", "engines", "format", "transport")},
         **{part: statistics.median(one[part] for one in found) for part in PARTS},
         "apply_s": apply_s,
         "deliver_s": statistics.median(totals),

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from benchmarks.example_run import mismatch_figures, read_metrics
 from benchmarks.process_tree import Usage, watch
-from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record import Goal, Row, arguments, rows_before, write
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
-from launcher.environment import source_commit
 
 CONTROLS = {
     "learning rate 0": ("trainer.optimizer.learning_rate=0",),
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # seed 0 is the one that the example was tuned on
     seeds = range(1, 1 + (1 if options.quick else options.seeds))
     overrides = QUICK if options.quick else ()
-    rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    rows = rows_before(options.json, resume=options.resume)
     have = {row["case"] for row in rows}
     for seed in seeds:
         if f"seed {seed}" not in have:
@@ -66,7 +65,6 @@ def _run_seed(seed: int, work: Path, overrides: Sequence[str]) -> Row:
     phases = re.findall(r"^  (\w[\w ]*?) +(\d+\.\d)$", log.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         "case": f"seed {seed}",
-        "commit": source_commit(),
         **_outcome(work / "run"),
         **{f"seconds_{name.replace(' ', '_')}": float(value) for name, value in phases},
         "seconds_all": round(seconds, 1),
@@ -88,7 +86,6 @@ def _run_control(name: str, work: Path, seed_work: Path, overrides: Sequence[str
     _check(code, log)
     return {
         "case": name,
-        "commit": source_commit(),
         **_outcome(run_dir),
         "seconds_all": round(seconds, 1),
         "peak_memory_bytes": _peak(samples),

@@ -12,7 +12,6 @@ the work directory of a quickstart: what each method does with a model that samp
 (`benchmarks.rollout_trained`).
 """
 
-import json
 import shutil
 import statistics
 import sys
@@ -26,7 +25,8 @@ import psutil
 
 from benchmarks.baselines import arctic
 from benchmarks.engine_process import EngineProcess, engines
-from benchmarks.record import Goal, Row, arguments, write
+from benchmarks.record import Goal, Row, arguments, rows_before, write
+from benchmarks.record_inputs import arctic_inputs, quickstart_inputs
 from benchmarks.rollout_engine import METHODS
 from benchmarks.rollout_trained import checkpoints, trained_goals, trained_rows
 from benchmarks.trace_generator import SIBLINGS, VOCABULARY, generate
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.trained is not None:
         checkpoints(options.trained)
     size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
-    before: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.resume else []
+    before = rows_before(options.json, resume=options.resume)
     own = [row for row in before if "temperature" in row and options.trained is None]
     missing = ["any GPU"]
     if options.trained is None and not own:
@@ -249,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "suffix" in methods and arctic.load(arctic.DIRECTORY) is None:
         methods.remove("suffix")
         missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.baselines.arctic`")
+    inputs = [*quickstart_inputs(options.trained), *(arctic_inputs(arctic.DIRECTORY) if "suffix" in methods else ())]
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     write_model(
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def keep(row: Row) -> None:
         rows.append({**row, "load_average": psutil.getloadavg()[0]})
         print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
-        write(options.json, rows=rows, not_measured=missing)
+        write(options.json, rows=rows, not_measured=missing, inputs=inputs)
 
     longest, most = size.max_model_len, max(size.batches)
     for one in (one for one in wanted if one.turns):
@@ -293,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         decoded = {row["method"] for row in rows if "temperature" not in row}
         reached = goals(rows, [name for name in METHODS if name in decoded], size.batches)
     reached += trained_goals(own)
-    write(options.json, rows=rows, goals=reached, not_measured=missing)
+    write(options.json, rows=rows, goals=reached, not_measured=missing, inputs=inputs)
     return 0
 
 
