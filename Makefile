@@ -26,6 +26,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
+BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation learning.example_epochs \
+    learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
+    publish.delta publish.int8_kernels rollout rollout.sampling rollout.step_time
+
 .PHONY: setup quickstart test check bench records test-gpu
 .DELETE_ON_ERROR:
 
@@ -42,7 +46,7 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup
 	$(call timed,torch,$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt)
 	$(call timed,rest,$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt)
 	$(call timed,megatron-rl,$(PIP) --no-deps --no-build-isolation -e .)
-	$(call timed,kernels,$(RUN) -m history.compile_kernels)
+	$(call timed,kernels,$(RUN) -m history.drafting.compile)
 	touch $@
 
 quickstart:
@@ -59,11 +63,11 @@ check: $(STAMP)
 	$(RUN) -m pytest -q tests/test_layering.py tests/test_packaging.py
 
 bench: $(STAMP)
-	@for name in $(basename $(notdir $(shell grep -l "^from benchmarks.record import .*arguments" benchmarks/*.py))); \
+	@for name in $(BENCHMARKS); \
 	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
 
 records: $(STAMP)
-	$(RUN) -m benchmarks.record --check
+	$(RUN) -m benchmarks.harness.record --check
 
 test-gpu:
 	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

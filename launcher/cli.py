@@ -2,7 +2,7 @@
 
 Arguments are parsed, the configuration loaded and checked, and only then is the work imported: `--help` and every
 refusal cost a fraction of a second. Whatever ends a command, it ends in one screen and in the exit code of its kind
-(`launcher.endings`); the full traceback goes to a log.
+(`launcher.endings.kinds`); the full traceback goes to a log.
 """
 
 import argparse
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.checks import check_eval, check_run, check_sft, run_warnings
-from launcher.conclusion import Command, conclude, termination_raises
-from launcher.config import EvalConfig, ExportConfig, RunConfig, SftConfig
-from launcher.ending_screen import exit_codes
-from launcher.environment import node_resources
+from launcher.checks.check import check_eval, check_run, check_sft, run_warnings
+from launcher.cluster.node import node_resources
+from launcher.cluster.placement import plan
+from launcher.config.loading import load, resolved_yaml
+from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
+from launcher.endings.conclusion import Command, conclude, termination_raises
+from launcher.endings.screen import exit_codes
 from launcher.errors import ConfigError, Terminated
-from launcher.loading import load, resolved_yaml
-from launcher.placement import plan
 
 OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.learning_rate=1e-5 seed=3`."
 
@@ -97,7 +97,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         print(resolved_yaml(config))
         print("\n".join(["# placement", *placement.lines(), "", "# memory (estimate)", *memory.lines()]))
         return 0
-    from launcher.run import run
+    from launcher.commands.run import run
 
     run(config)
     return 0
@@ -107,7 +107,7 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     config = load(EvalConfig, path, overrides)
     command.output = Path(config.output) if config.output else None
     check_eval(config)
-    from launcher.evaluate import evaluate
+    from launcher.commands.evaluate import evaluate
 
     evaluate(config)
     return 0
@@ -121,7 +121,7 @@ def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         print(resolved_yaml(config))
         print("\n".join(["# memory (estimate)", *memory.lines()]))
         return 0
-    from launcher.sft import sft
+    from launcher.commands.sft import sft
 
     sft(config)
     return 0
@@ -132,7 +132,7 @@ def _export(run_dir: str, output_dir: str, step: int, command: Command) -> int:
         raise ConfigError(f"--step = {step}: checkpoints are numbered from 0; -1 is the newest")
     config = ExportConfig(run_dir=run_dir, output_dir=output_dir, step=step)
     command.run_dir = Path(config.run_dir)
-    from launcher.export import export
+    from launcher.commands.export import export
 
     export(config)
     return 0

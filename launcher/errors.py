@@ -6,7 +6,7 @@
     Terminated (BaseException)     SIGTERM came
 
 `cli.main` prints the message of a `LaunchError` and exits with code 2. How every other exception ends a command, and
-with which exit code, is in `launcher.endings`; what the terminal shows of it, in `launcher.ending_screen`.
+with which exit code, is in `launcher.endings.kinds`; what the terminal shows of it, in `launcher.endings.screen`.
 """
 
 from collections.abc import Iterator

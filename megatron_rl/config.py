@@ -136,9 +136,9 @@ class AlgorithmConfig(Config):
     """Mini batches of one epoch over the step's samples."""
     num_epochs: int = Field(default=1, gt=0)
     """Passes over the step's samples; optimizer steps of a step = `num_epochs x num_mini_batches`."""
-    loss: str = "megatron_rl.loss.clipped_surrogate"
+    loss: str = "megatron_rl.algorithm.loss.clipped_surrogate"
     """Dotted path of the policy loss."""
-    advantage: str = "megatron_rl.advantages.grpo"
+    advantage: str = "megatron_rl.algorithm.advantages.grpo"
     """Dotted path of the advantage: `grpo`, `dr_grpo`, `rloo` and `dapo` are built in."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of the mini batch, or mean over sequences of their token means."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Fp8, TrainerConfig
-from megatron_rl.model_config import ModelSpec
-from megatron_rl.weights.reshard import wire_tensors
-from rollout.weight_format import FP8_BLOCK, WeightFormat
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.weights.reshard_plan import wire_tensors
+from rollout.weights.format import FP8_BLOCK, WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""

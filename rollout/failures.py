@@ -6,10 +6,10 @@
      +- EnginesLostError     engines ended more often than the run allows, or none is left
      +- DeadlineError        an answer did not come in time
      +- RewardBrokenError    the reward function fails for every response
-     +- PublishRefusedError  engines refused a publish (`megatron_rl.weights.publish_refusal`)
+     +- PublishRefusedError  engines refused a publish (`megatron_rl.controller.publish_refusal`)
 
-The launcher turns each kind into an exit code (`launcher.endings`). All of them can be pickled, so that they travel
-through Ray as they are. Pure: imports no ray; errors that Ray has wrapped are read by their attributes and text.
+The launcher turns each kind into an exit code (`launcher.endings.kinds`). All of them can be pickled, so that they
+travel through Ray as they are. Pure: imports no ray; errors that Ray has wrapped are read by their attributes and text.
 """
 
 import re

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import ClusterConfig
-from launcher.processes import Processes, processes
-from tests.background import Background, run_script
-from tests.drafting_runs import run_that_begins_with_traces, run_whose_history_is_killed, run_with_damaged_history
-from tests.ending_runs import run_to_other_ends
-from tests.whole_runs import (
+from launcher.cluster.processes import Processes, processes
+from launcher.config.schema import ClusterConfig
+from tests.support.runs.background import Background, run_script
+from tests.support.runs.drafting_runs import (
+    run_that_begins_with_traces,
+    run_whose_history_is_killed,
+    run_with_damaged_history,
+)
+from tests.support.runs.ending_runs import run_to_other_ends
+from tests.support.runs.whole_runs import (
     make_example,
     run_ahead,
     run_exported_and_evaluated,
@@ -55,8 +59,8 @@ def running() -> Iterator[Processes]:
 @pytest.fixture(scope="session")
 def ring(running, tmp_path_factory):
     """The trainer's weights are those of the directory until a test trains; nothing is published yet."""
-    from tests.ring import Ring
-    from tests.rollout.tiny_models import make_weights, save_checkpoint
+    from tests.support.engines.tiny_vllm_models import make_weights, save_checkpoint
+    from tests.support.runs.ring import Ring
 
     directory = tmp_path_factory.mktemp("ring") / "model"
     save_checkpoint(directory, "qwen3", make_weights("qwen3", 1), "bf16")
@@ -65,7 +69,7 @@ def ring(running, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    from tests.rollout.engine_answers import save_checkpoints
+    from tests.support.engines.engine_answers import save_checkpoints
 
     return save_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
@@ -76,19 +80,19 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     scripts: dict[str, Callable[[], object]] = {}
     if "oracle" in asked:
-        from tests.rollout.engine_answers import oracle_files
+        from tests.support.engines.engine_answers import oracle_files
 
         files = oracle_files(request.getfixturevalue("checkpoints"), tmp_path_factory.mktemp("oracle"))
-        scripts["oracle"] = partial(run_script, "tests.rollout.oracle", files)
+        scripts["oracle"] = partial(run_script, "tests.support.engines.oracle", files)
     if "answers" in asked:
-        from tests.rollout.peaked_model import save_peaked
+        from tests.support.engines.peaked_model import save_peaked
 
         peaked = save_peaked(tmp_path_factory.mktemp("lossless"))
-        scripts["lossless"] = partial(run_script, "tests.rollout.drafting_jobs", peaked)
+        scripts["lossless"] = partial(run_script, "tests.support.engines.drafting_jobs", peaked)
     if "parallel_formats" in asked:
         target = tmp_path_factory.mktemp("parallel") / "answers.json"
         arguments = str(request.getfixturevalue("checkpoints").root), str(target)
-        scripts["parallel_formats"] = partial(run_script, "tests.rollout.parallel_formats", arguments)
+        scripts["parallel_formats"] = partial(run_script, "tests.support.engines.parallel_formats", arguments)
     runs: dict[str, Callable[[], object]] = {}
     if asked & {"example", *RUNS, *DRAFTING_RUNS}:
         example = tmp_path_factory.mktemp("example")
@@ -115,15 +119,15 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
 
 @pytest.fixture(scope="session")
 def oracle(background):
-    """What vLLM computes by its own loader, and after pushes: `tests.rollout.oracle`."""
-    from tests.rollout.engine_answers import read_oracle
+    """What vLLM computes by its own loader, and after pushes: `tests.support.engines.oracle`."""
+    from tests.support.engines.engine_answers import read_oracle
 
     return read_oracle(background.wait("oracle")[1])
 
 
 @pytest.fixture(scope="session")
 def parallel_formats(background) -> dict:
-    """What `tests.rollout.parallel_formats` has written."""
+    """What `tests.support.engines.parallel_formats` has written."""
     return json.loads(Path(background.wait("parallel_formats")[1]).read_text())
 
 
@@ -142,3 +146,8 @@ def _waits_for(name: str) -> Callable[..., object]:
 
 
 globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs are asked for last: they go on beside all other tests until then."""
+    items.sort(key=lambda item: "end_to_end" in item.path.parts)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deadline import DEADLINE_S
+from tests.support.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("history", "rollout", "megatron_rl", "launcher")
@@ -102,9 +102,10 @@ def test_make_bench_runs_every_command_that_writes_a_record_and_nothing_else() -
     """Those that their first line says so of; other modules may have a `main` of their own."""
     shown = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = set(shown.partition("for name in ")[2].partition(";")[0].split())
-    commands = {
-        path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if f"python -m benchmarks.{path.stem} --json OUT" in path.read_text(encoding="utf-8")
-    }
+    commands = set()
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        parts = path.relative_to(ROOT / "benchmarks").with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__main__")
+        if f"python -m benchmarks.{name} --json OUT" in path.read_text(encoding="utf-8"):
+            commands.add(name)
     assert found == commands and "publish" in found

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.conclusion import termination_raises
+from launcher.checks.preflight import machine_checks
+from launcher.endings.conclusion import termination_raises
 from launcher.errors import Terminated
-from launcher.preflight import machine_checks
 
 EXAMPLE = Path("examples/arithmetic")
 HELD_OUT = "held_out"

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model import PolicyModel, layer_names
-from megatron_rl.parallel import Position, rank_at
-from megatron_rl.weights import te_primary
-from megatron_rl.weights.names import Placement, hf_shapes, is_first_replica, rank_placements
+from megatron_rl.model.build import PolicyModel, layer_names
+from megatron_rl.model.parallel import Position, rank_at
+from megatron_rl.quantization import fp8_parameters
+from megatron_rl.weights.shards import Placement, hf_shapes, is_first_replica, rank_placements
 
 WRITER = 0
 
@@ -106,7 +106,10 @@ def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> I
         for owner, boxes in owners:
             if owner == rank:
                 flat = torch.cat(
-                    [te_primary.values(parameters[box.megatron_name], box.megatron_slices).reshape(-1) for box in boxes]
+                    [
+                        fp8_parameters.values(parameters[box.megatron_name], box.megatron_slices).reshape(-1)
+                        for box in boxes
+                    ]
                 )
             elif whole is not None:
                 flat = torch.empty(sum(math.prod(box.shape) for box in boxes), dtype=_dtype(model), device=device)

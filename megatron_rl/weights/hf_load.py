@@ -2,7 +2,7 @@
 
 Each rank reads only the boxes that its placements name, straight from the memory-mapped safetensors
 files into its parameters; no tensor is ever whole in memory (parameters that are FP8 take their weights all at once:
-`megatron_rl.weights.te_primary`). Before the first byte is read, the names
+`megatron_rl.quantization.fp8_parameters`). Before the first byte is read, the names
 and shapes of the directory are compared with what the model needs, so that a wrong directory fails with
 one message that says what is missing, unexpected or of another shape.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megatron_rl.model_config import ModelSpec
-from megatron_rl.weights import te_primary
-from megatron_rl.weights.names import Placement
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.quantization import fp8_parameters
+from megatron_rl.weights.shards import Placement
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes, weight_files
 
 
@@ -67,13 +67,13 @@ def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelS
     check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
-            fp8 = parameter if te_primary.is_primary(parameter) else None
+            fp8 = parameter if fp8_parameters.is_primary(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()
             for box in boxes[name]:
                 weight[box.megatron_slices].copy_(tensors.box(box))
             if fp8 is not None:
-                te_primary.fill(fp8, weight)
+                fp8_parameters.fill(fp8, weight)
 
 
 def _check_coverage(parameters: Mapping[str, torch.nn.Parameter], placements: tuple[Placement, ...]) -> None:

@@ -1,7 +1,7 @@
 """The table that pairs Hugging Face's tensor names with Megatron's, and says how each is cut.
 
 One `Rule` per tensor (per layer, where there are layers): both names, the split rule, the kind, the full
-shape and when it exists. `megatron_rl.weights.names` applies it. To support a tensor, add a row.
+shape and when it exists. `megatron_rl.weights.shards` applies it. To support a tensor, add a row.
 
 Split rules, for tensor-parallel rank r of n:
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.model_config import ModelSpec
+from megatron_rl.model.spec import ModelSpec
 
 
 class Kind(enum.Enum):

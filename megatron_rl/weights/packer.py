@@ -23,18 +23,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights import te_primary
-from megatron_rl.weights.fp8 import kept
-from megatron_rl.weights.names import Placement
-from megatron_rl.weights.primary_plan import blocks_agree
-from megatron_rl.weights.quantize import CODE_FORMATS
-from megatron_rl.weights.reshard import PieceSource, ReshardPlan, Role
-from megatron_rl.weights.telemetry import CodeWatch, sampled_rows
-from rollout.fingerprint import column_signs, fold, multiply, of_box, through_expert
+from megatron_rl.quantization import fp8_parameters
+from megatron_rl.quantization.formats import CODE_FORMATS
+from megatron_rl.quantization.fp8 import kept
+from megatron_rl.weights.fp8_passthrough import blocks_agree
+from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
+from megatron_rl.weights.reshard_plan import PieceSource, ReshardPlan, Role
+from megatron_rl.weights.shards import Placement
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weight_sums import Sums
-from rollout.wire import Box, Bucket
+from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, through_expert
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Box, Bucket
 
 STRIP, DEVICE_STRIP = 1 << 18, 1 << 23
 """Weights that are worked on at a time, at most about: what a core's cache holds; on a device, what keeps it busy."""
@@ -210,7 +210,7 @@ class WeightPacker:
         rows = sampled_rows(box)
         some = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
         values = self._decoded(some, placement, rows)
-        is_fp8 = te_primary.is_primary(self._parameters[placement.megatron_name])
+        is_fp8 = fp8_parameters.is_primary(self._parameters[placement.megatron_name])
         self.watch.see(
             placement.hf_name,
             box,
@@ -225,8 +225,8 @@ class WeightPacker:
         """One parameter of this rank as the engines hold it, in its own dtype. After `send`."""
         parameter = self._parameters[megatron_name]
         held = [placement for placement in self._held if placement.megatron_name == megatron_name]
-        if te_primary.is_primary(parameter):
-            published = te_primary.decoded(parameter)
+        if fp8_parameters.is_primary(parameter):
+            published = fp8_parameters.decoded(parameter)
         elif sum(math.prod(placement.shape) for placement in held) == parameter.numel():
             published = torch.empty_like(parameter)
         else:  # what is padding stays
@@ -238,7 +238,7 @@ class WeightPacker:
 
     @torch.no_grad()
     def sent_sums(self) -> Sums:
-        """Sums (`rollout.fingerprint`) of what this rank owns, as published. After `send`.
+        """Sums (`rollout.weights.fingerprint`) of what this rank owns, as published. After `send`.
 
         From boxes as the model holds them, not from pieces as they were sent.
         """
@@ -287,16 +287,16 @@ class WeightPacker:
         return self._format.codes(self._values(placement, box), factors, box.start, out)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:
-        return te_primary.values(self._parameters[placement.megatron_name], _local(placement, box))
+        return fp8_parameters.values(self._parameters[placement.megatron_name], _local(placement, box))
 
     def _agrees(self, placement: Placement) -> bool:
         parameter = self._parameters[placement.megatron_name]
-        return te_primary.is_primary(parameter) and blocks_agree(placement, tuple(parameter.shape))
+        return fp8_parameters.is_primary(parameter) and blocks_agree(placement, tuple(parameter.shape))
 
-    def _blocks(self, placement: Placement) -> te_primary.Blocks:
+    def _blocks(self, placement: Placement) -> fp8_parameters.Blocks:
         parameter = self._parameters[placement.megatron_name]
-        assert te_primary.is_primary(parameter), "only FP8 parameters have blocks"
-        return te_primary.Blocks.of(parameter)
+        assert fp8_parameters.is_primary(parameter), "only FP8 parameters have blocks"
+        return fp8_parameters.Blocks.of(parameter)
 
 
 def strips(box: Box, *, most: int, multiple: int) -> Iterator[Box]:

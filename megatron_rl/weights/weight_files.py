@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.model_config import ModelSpec
-from megatron_rl.weights.names import hf_shapes
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.weights.shards import hf_shapes
 
 INDEX = "model.safetensors.index.json"
 

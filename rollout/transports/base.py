@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.types import WeightVersion
-from rollout.wire import Bucket
+from rollout.weights.manifest import Bucket
 
 if TYPE_CHECKING:  # controllers hold channels, and have no torch
     import torch
@@ -43,7 +43,7 @@ class GroupChannel:
     backend: Backend = "gloo"
     host: str
     port: int
-    """Where the first source rank's store listens (see `rollout.transports.groups.open_store`)."""
+    """Where the first source rank's store listens (see `rollout.transports.rendezvous.open_store`)."""
     source_ranks: tuple[int, ...]
     """Ranks that send, of the trainer or of `source_engine`, in the order of their ranks in the group."""
     source_engine: int | None = None

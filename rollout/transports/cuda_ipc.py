@@ -18,7 +18,7 @@ _DEVICE_ARGUMENT = 6
 
 
 class CudaSegment:
-    """A segment on the current device; satisfies `rollout.transports.hand_over.Segment`."""
+    """A segment on the current device; satisfies `rollout.transports.colocated.Segment`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())

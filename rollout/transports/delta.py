@@ -24,7 +24,7 @@ import torch
 
 HEADER = struct.Struct("<BBxxxxxxqqqq")
 """Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes, and
-where the new bucket lies in memory that the sender has shown (`rollout.transports.node_memory`); -1 for nowhere."""
+where the new bucket lies in memory that the sender has shown (`rollout.transports.delta_baselines`); -1 for nowhere."""
 
 _ESCAPE = 255
 _WORTHWHILE = 0.875

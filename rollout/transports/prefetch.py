@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from rollout.transports.base import Inbox
-from rollout.wire import Bucket
+from rollout.weights.manifest import Bucket
 
 _POLL_S = 0.2
 

@@ -1,6 +1,6 @@
 """Staged transport on one node: each trainer rank writes one file in `/dev/shm`, engines map it.
 
-What the file is: `rollout.transports.segments`.
+What the file is: `rollout.transports.shm_files`.
 """
 
 import mmap
@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rollout.transports.segments import SegmentFile, bucket_offsets, drop_pages, map_segment
-from rollout.transports.trailer import seal, verify
+from rollout.transports.checksum import seal, verify
+from rollout.transports.shm_files import SegmentFile, bucket_offsets, drop_pages, map_segment
 from rollout.types import WeightVersion
-from rollout.wire import Bucket, WeightManifest
+from rollout.weights.manifest import Bucket, WeightManifest
 
 
 class ShmSender:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from examples.arithmetic import make_data, make_model, quickstart
-from launcher.config import RunConfig, SftConfig
-from launcher.loading import load
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig, SftConfig
 
 Row = dict[str, object]
 
@@ -190,7 +190,7 @@ def test_a_phase_that_refuses_speaks_for_itself(example: Path, capfd: pytest.Cap
 def test_an_unfit_machine_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("launcher.preflight.MIN_MEMORY_BYTES", 1 << 50)
+    monkeypatch.setattr("launcher.checks.preflight.MIN_MEMORY_BYTES", 1 << 50)
     assert quickstart.main(["--work", str(tmp_path / "work")]) == 2
     assert "quickstart: memory: " in capsys.readouterr().err
     assert not (tmp_path / "work").exists()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.environment import NodeResources
-from megatron_rl.model_config import read_model_spec
-from megatron_rl.weights.names import hf_shapes
+from launcher.cluster.node import NodeResources
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.weights.shards import hf_shapes
 
 MODEL = {
     "model_type": "qwen3",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from tests.deadline import DEADLINE_S
+from tests.support.deadline import DEADLINE_S
 
 Write = Callable[[str], Path]
 HEAVY = ("torch", "ray", "vllm", "megatron", "wandb", "matplotlib", "transformers")

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.megatron_rl.pool import RankPool
+from tests.support.trainers.pool import RankPool
 
 
 @pytest.fixture(scope="package")
@@ -16,8 +16,8 @@ def single_rank(tmp_path):
     """A world of this process alone, for what needs a CUDA device."""
     import torch
 
-    from megatron_rl import parallel
     from megatron_rl.config import ParallelConfig
+    from megatron_rl.model import parallel
 
     position = parallel.initialize(
         ParallelConfig(),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.process_env import ProcessEnv
-from tests.rollout.engine_answers import Checkpoints
+from rollout.processes import ProcessEnv
+from tests.support.engines.engine_answers import Checkpoints
 
 
 @pytest.fixture(scope="package")
@@ -44,10 +44,10 @@ def endless(checkpoints: Checkpoints, folder: Path) -> Path:
 def live(checkpoints, loop, tmp_path_factory):
     """A BF16 engine of one rank, serving weights A as version 0."""
     from rollout.config import EngineConfig
-    from rollout.engine import Engine
-    from rollout.engine_config import EngineSpec
-    from tests.rollout.live import Live
-    from tests.rollout.packing import RUN_ID
+    from rollout.engine.engine import Engine
+    from rollout.engine.vllm_args import EngineSpec
+    from tests.support.engines.live import Live
+    from tests.support.engines.packing import RUN_ID
 
     passed_on = {"max_logprobs": 256, "max_num_batched_tokens": 64}
     config = EngineConfig(kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm=passed_on)

@@ -1,0 +1,1 @@
+"""Drafting on recorded responses: acceptance, cost and bounds, against other drafters."""

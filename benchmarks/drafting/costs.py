@@ -1,0 +1,204 @@
+"""What drafting costs, and what it would gain on an engine whose forward has a known price.
+
+Times are of the calling thread (CPU time); the methods that are compared take turns, forward by forward, in the
+middle of their responses; a figure is a median over forwards. Python around a method's own code is part of it
+where an engine would run it too.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.drafting.baselines.product import Product
+from benchmarks.drafting.baselines.replay import Forward, Method, Replay
+from benchmarks.drafting.quality import Contestant, K, by_prompt, ours, remember, replay_of
+from benchmarks.harness.record import Row
+from history.drafting.forward_cost import PriceSurface
+from history.index.segment import attach_segment, build_segment, write_segment
+from history.store.traces import Trace
+from history.types import PastResponse
+
+CONTEXT_TOKENS = 6000
+"""Of each row in the modelled engine."""
+SURFACE = (
+    "forward ms = 10 + 0.04 tokens + 2.7e-5 context tokens (6,000 a row); drafts of peers cost no time, ours their own"
+)
+
+
+def forward_s(num_rows: int, num_tokens: int) -> float:
+    """SURFACE: a 32B model in FP8 on one H200, inferred."""
+    return (10.0 + 0.04 * num_tokens + 2.7e-5 * CONTEXT_TOKENS * num_rows) / 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A method that remembers, and what that took."""
+
+    contestant: Contestant
+    method: Method
+    row: Row
+
+
+def load(case: str, contestant: Contestant, old: Sequence[Trace]) -> Loaded:
+    """Insert all responses of a visit; nanoseconds and bytes per token."""
+    method = contestant.make()
+    num_tokens = sum(len(trace.response_ids) for trace in old)
+    # compiles what is not compiled yet
+    remember(method, [trace for _, responses in itertools.islice(by_prompt(old), 1) for trace in responses])
+    method = contestant.make()
+    began = time.thread_time()
+    remember(method, old)
+    seconds = time.thread_time() - began
+    row: dict[str, str | int | float | bool] = {
+        "what": "insert",
+        "case": case,
+        "method": contestant.name,
+        "tokens": num_tokens,
+        "ns_per_token": round(1e9 * seconds / num_tokens, 1),
+        "bytes_per_token": round(method.num_bytes() / num_tokens, 2),
+    }
+    if isinstance(method, Product):
+        row["ns_per_token"] = round(1e9 * method.build_s / num_tokens, 1)
+        row["ns_per_token_written"] = round(1e9 * method.write_s / num_tokens, 1)
+    return Loaded(contestant=contestant, method=method, row=row)
+
+
+def propose_rows(
+    case: str, loaded: Sequence[Loaded], new: Sequence[Trace], batch: int, *, rounds: int
+) -> Iterator[Row]:
+    """Microseconds per request and step, methods taking turns."""
+    replays = [
+        Replay(
+            one.method,
+            new[:batch],
+            batch=batch,
+            max_draft_tokens=one.contestant.max_draft_tokens,
+            max_response_tokens=max(len(trace.response_ids) for trace in new) * 3 // 2,
+            begin_at=0.5,
+        )
+        for one in loaded
+    ]
+    # the first forward reads the half that is already there, the second has new code paths to compile
+    for replay in replays:
+        for _ in range(3):
+            replay.forward()
+    times: list[list[float]] = [[] for _ in replays]
+    for _ in range(rounds):
+        for replay, seconds in zip(replays, times, strict=True):
+            forward = replay.forward()
+            if forward.num_rows == batch:
+                seconds.append(forward.propose_s)
+    for one, replay, seconds in zip(loaded, replays, times, strict=True):
+        replay.close()
+        median = statistics.median(seconds)
+        yield {
+            "what": "propose",
+            "case": case,
+            "method": one.contestant.name,
+            "batch": batch,
+            "forwards": len(seconds),
+            "us_per_request": round(1e6 * median / batch, 3),
+            "ms_per_batch": round(1e3 * median, 4),
+            "ms_per_batch_p99": round(1e3 * float(np.quantile(seconds, 0.99)), 4),
+        }
+
+
+def alone_rows(
+    case: str, work: Path, old: Sequence[Trace], new: Sequence[Trace], *, rounds: int, threads: Sequence[int]
+) -> Iterator[Row]:
+    """Wall clock of our drafts for a batch of all of `new`, with nobody in turn, by the number of threads."""
+    for num_threads in threads:
+        method = ours(work, num_threads=num_threads)
+        remember(method, old)
+        replay = Replay(
+            method,
+            new,
+            batch=len(new),
+            max_draft_tokens=K,
+            max_response_tokens=max(len(trace.response_ids) for trace in new) * 3 // 2,
+            begin_at=0.5,
+        )
+        forwards = [replay.forward() for _ in range(rounds + 3)][3:]
+        replay.close()
+        seconds = [forward.wall_s for forward in forwards if forward.num_rows == len(new)]
+        yield {
+            "what": "alone",
+            "case": case,
+            "method": "ours",
+            "threads": num_threads,
+            "batch": len(new),
+            "forwards": len(seconds),
+            "ms_per_batch": round(1e3 * statistics.median(seconds), 4),
+        }
+
+
+def attach_row(folder: Path, num_bytes: int, *, repeats: int = 51) -> Row:
+    """Attach of one large segment, wall clock."""
+    draws = np.random.default_rng(0)
+    count = num_bytes // 8 // 16384
+    responses = [
+        PastResponse(token_ids=draws.integers(1, 32000, 16383, dtype=np.int32), step=0, sample=i) for i in range(count)
+    ]
+    path = write_segment(folder, build_segment(1, 1, responses))
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        segment = attach_segment(folder, 1)
+        seconds.append(time.perf_counter() - began)
+        assert segment is not None
+    size = path.stat().st_size
+    path.unlink()
+    return {"what": "attach", "case": "attach", "method": "ours", "bytes": size, "ms": 1e3 * statistics.median(seconds)}
+
+
+def modelled_row(
+    case: str,
+    name: str,
+    method: Method,
+    new: Sequence[Trace],
+    batch: int,
+    *,
+    max_draft_tokens: int,
+    prices: PriceSurface | None = None,
+) -> Row:
+    """Decode speed on SURFACE while the batch is full: over that of an engine without drafts, and in tokens/s.
+
+    `prices` is told what each forward took.
+    """
+    replay = replay_of(method, new, max_draft_tokens=max_draft_tokens, batch=batch)
+    forwards: list[Forward] = []
+    emitted, seconds, drafting = 0, 0.0, 0.0
+    while True:
+        forward = replay.forward()
+        if forward.num_rows < batch:
+            break
+        forwards.append(forward)
+        num_tokens = forward.num_rows + forward.num_drafted
+        took = forward_s(batch, num_tokens)
+        if prices is not None:
+            context = CONTEXT_TOKENS * batch
+            prices.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
+        emitted += forward.num_emitted
+        seconds += took
+        drafting += forward.propose_s if isinstance(method, Product) else 0.0
+        if replay.finished:
+            break
+    replay.close()
+    stock = batch / forward_s(batch, batch)
+    return {
+        "what": "modelled",
+        "case": case,
+        "method": name,
+        "batch": batch,
+        "forwards": len(forwards),
+        "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
+        "tokens_per_forward": round(emitted / len(forwards) / batch, 4),
+        "drafting_share_of_time": round(drafting / (seconds + drafting), 5),
+        "tokens_per_s": round(emitted / (seconds + drafting), 2),
+        "over_no_drafts": round(emitted / (seconds + drafting) / stock, 4),
+    }

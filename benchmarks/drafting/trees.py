@@ -1,0 +1,110 @@
+"""What verifying chains costs against verifying trees: `python -m benchmarks.drafting.trees --json OUT [--quick]`.
+
+vLLM verifies one chain a request. The tree is that of all candidates which the drafter follows (history,
+living text, cursor, moved cursor), of which verification would take the longest that is right; its chain is
+the one that the drafter chooses. Same index, same traces (`benchmarks.drafting.traces`), one forward after another.
+
+Rows: tokens per forward, and tokens verified beside each row's own.
+"""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.drafting.traces import generate
+from benchmarks.harness.record import Row, arguments, write
+from history.drafting.drafter import Drafter
+from history.index.segment import build_segment, write_segment
+from history.store.traces import Trace
+from history.types import PastResponse, prompt_key
+
+K = 16
+REUSE = (0.93, 0.87, 0.76)
+CHAINS = ((16, 0.1), (16, 0.02), (32, 0.1), (32, 0.03))
+"""Longest chain and least survival."""
+
+Chains = list[list[int]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure trees and chains."""
+    options = arguments("What verifying chains costs against verifying trees.").parse_args(argv)
+    num_prompts, num_tokens = (2, 500) if options.quick else (16, 2000)
+    rows: list[Row] = []
+    for reuse in REUSE:
+        traces = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=num_prompts).traces
+        for k, threshold, tree in ((K, 0.1, True), *((k, threshold, False) for k, threshold in CHAINS)):
+            per_forward, verified = decode(traces, k=k, threshold=threshold, tree=tree)
+            rows.append({
+                "reuse": reuse, "shape": "tree" if tree else "chain", "max_draft_tokens": k, "threshold": threshold,
+                "tokens_per_forward": per_forward, "verified_per_row": verified,
+            })  # fmt: skip
+            print(rows[-1])
+    write(options.json, rows=rows, not_measured=["an engine that verifies trees: vLLM does not"])
+    return 0
+
+
+def decode(traces: Sequence[Trace], *, k: int, threshold: float, tree: bool) -> tuple[float, float]:
+    """Decode the second epoch with the first as history: tokens, and verified draft tokens, per row and forward."""
+    with tempfile.TemporaryDirectory() as folder:
+        for prompt_id in dict.fromkeys(trace.prompt_id for trace in traces):
+            past = [trace for trace in traces if trace.prompt_id == prompt_id and trace.step == 0]
+            responses = [PastResponse(token_ids=t.response_ids, step=0, sample=t.sample) for t in past]
+            write_segment(Path(folder), build_segment(prompt_key(prompt_id), 1, responses))
+        drafter = Drafter(max_draft_tokens=k, segments_dir=folder, threshold=threshold)
+        return _decode([trace for trace in traces if trace.step == 1], drafter, k=k, tree=tree)
+
+
+def _decode(traces: Sequence[Trace], drafter: Drafter, *, k: int, tree: bool) -> tuple[float, float]:
+    texts = [[*trace.prompt_ids.tolist(), *trace.response_ids.tolist()] for trace in traces]
+    known = np.array([len(trace.prompt_ids) + 1 for trace in traces], dtype=np.int32)
+    token_ids = np.zeros((len(traces), max(map(len, texts))), dtype=np.int32)
+    slots = np.array([
+        drafter.open(
+            prompt_key=prompt_key(trace.prompt_id), prompt_length=len(trace.prompt_ids), max_length=len(text)
+        )
+        for trace, text in zip(traces, texts, strict=True)
+    ])  # fmt: skip
+    for row, text in enumerate(texts):
+        token_ids[row, : known[row]] = text[: known[row]]
+    forwards, emitted, verified = 0, 0, 0
+    while (slots >= 0).any():
+        drafts = drafter.propose(slots, token_ids, known, np.full(len(slots), k, dtype=np.int32))
+        for row in np.flatnonzero(slots >= 0).tolist():
+            chains = candidates(drafter, int(slots[row])) if tree else [drafts[row]]
+            start, end = int(known[row]), len(texts[row])
+            stop = min(start + 1 + max(lead(chain, texts[row][start:]) for chain in chains), end)
+            forwards, emitted, verified = forwards + 1, emitted + stop - start, verified + num_nodes(chains)
+            token_ids[row, start:stop] = texts[row][start:stop]
+            known[row] = stop
+            if stop == end:
+                drafter.close(int(slots[row]))
+                slots[row] = -1
+    return emitted / forwards, verified / forwards
+
+
+def candidates(drafter: Drafter, slot: int) -> Chains:
+    """All chains that the drafter followed for a slot."""
+    state = drafter._state
+    pairs = zip(state.chains[slot].tolist(), state.lengths[slot].tolist(), strict=True)
+    return [chain[:length] for chain, length in pairs]
+
+
+def lead(chain: Sequence[int], answer: Sequence[int]) -> int:
+    """How many tokens of a chain are right."""
+    count = 0
+    while count < min(len(chain), len(answer)) and chain[count] == answer[count]:
+        count += 1
+    return count
+
+
+def num_nodes(chains: Chains) -> int:
+    """Nodes of the tree of some chains, without its root."""
+    return len({tuple(chain[: i + 1]) for chain in chains for i in range(len(chain))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Runs the example's RL with keys of one's own, from a quickstart's data and warm start."""
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.process_tree import watch
+
+K3 = "rollout_corr/k3_kl"
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+"""Of runs with a correction; without one there are no weights."""
+
+
+def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
+    """Metrics of all steps, and the seconds that the run took; its output lies beside `run_dir`.
+
+    Args:
+        warm: work directory of a quickstart.
+        run_dir: of the run; what lies there is removed.
+        keys: `key=value`; they come last, so they win.
+
+    Raises:
+        SystemExit: the run failed; with the end of its output.
+    """
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
+        *(f"run_dir={run_dir}", f"data.train.0.path={warm / 'data' / 'train.jsonl'}", *keys),
+    ]
+    log = run_dir.with_suffix(".log")
+    code, seconds, _ = watch(command, log=log)
+    if code:
+        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    return read_metrics(run_dir), seconds
+
+
+def few_prompts(warm: Path, path: Path, count: int) -> Path:
+    """The first prompts of a quickstart's training data, written to `path`, which is returned."""
+    prompts = (warm / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(prompts[:count]), encoding="utf-8")
+    return path
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Of all steps of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def trained(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """The steps that had something to learn from; those whose groups were all dropped know no mismatch."""
+    return [row for row in metrics if K3 in row]
+
+
+def mismatch_figures(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """K3 and effective sample size over the steps that trained; nothing where none did."""
+    steps = trained(metrics)
+    if not steps:
+        return {}
+    k3 = [row[K3] for row in steps]
+    return {
+        "k3_median": statistics.median(k3),
+        "k3_min": min(k3),
+        "k3_max": max(k3),
+        "ess_min": min(row.get(ESS, 1.0) for row in steps),
+    }

@@ -1,0 +1,1 @@
+"""Learning curves of the example: quickstart, mismatch, ablation and soak."""

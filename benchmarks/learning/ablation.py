@@ -1,0 +1,182 @@
+"""What each part brings on the example, alone and together: 8-bit weights, drafts, the planner; in both modes.
+
+`python -m benchmarks.learning.ablation --json OUT [--warm DIR] [--seeds 3] [--arms NAME ..] [--resume] [--quick]`: the
+example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first) on few prompts, so
+that they come back, with two engines on a core each; once for each seed and arm. A run takes about three minutes. The
+order of the arms is turned round with every seed: what drifts on the machine meets them alike. Beside OUT,
+`OUT.reward.svg` and `OUT.seconds.svg` show rewards and seconds of a step, means over the seeds.
+
+Rows: one per run. Differences from BF16, synchronous and colocated, are taken seed by seed and come with 95 %
+intervals. Speed of this small model on a CPU shows the mechanics, not the gain.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.harness.example_run import few_prompts, mismatch_figures, read_metrics, run_example
+from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.harness.record_inputs import quickstart_inputs
+from benchmarks.learning.example_epochs import QUICK_KEYS, QUICK_PROMPTS, warm_start
+from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
+from launcher.report.plots import Series, lines
+
+PROMPTS_PER_STEP = 64
+STEPS_PER_EPOCH, NUM_STEPS = 4, 12
+QUICK_STEPS = 3
+
+COMMON = ("engine.num_engines=2", "engine.cpu_cores=1", "wandb.mode=disabled")
+BASE = "bf16, synchronous"
+INT8 = {"engine.format": "int8"}
+DRAFTS = {"history.drafts": "true"}
+PLANNER = {"planner.policy": "adaptive", "planner.overlap": "1", "planner.max_staleness": "1"}
+APART = {"placement.mode": "disaggregated"}
+ARMS: Mapping[str, Mapping[str, str]] = {
+    BASE: {},
+    "int8": INT8,
+    "drafts": DRAFTS,
+    "planner": PLANNER,
+    "all": {**INT8, **DRAFTS, **PLANNER},
+    "bf16, synchronous, disaggregated": APART,
+    "all, disaggregated": {**INT8, **DRAFTS, **PLANNER, **APART},
+}
+_OFF = {
+    "engine.format": "bf16",
+    "history.drafts": "false",
+    "planner.policy": "static",
+    "planner.overlap": "0",
+    "planner.max_staleness": "0",
+    "placement.mode": "colocated",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it; raises SystemExit if a command fails."""
+    parser = arguments("Seconds per step, drafts, mismatch and learning by what is switched on.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/ablation"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
+    options = parser.parse_args(argv)
+    check_seeds(parser, options.seeds)
+    if BASE not in options.arms:
+        parser.error(f"--arms without `{BASE}`, with which the others are compared")
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    inputs = quickstart_inputs(options.warm)
+    before = rows_before(options.json, resume=options.resume)
+    rows = [row for row in before if row["what"] == "run"]
+    have = {(row["seed"], row["arm"]) for row in rows}
+    for seed in range(1, 1 + (1 if options.quick else options.seeds)):
+        for arm in options.arms if seed % 2 else options.arms[::-1]:
+            if (seed, arm) not in have:
+                rows.append(run(warm, options.work, seed, arm, quick=options.quick))
+                write(options.json, rows=rows, not_measured=["any GPU"], inputs=inputs)
+                print(f"seed {seed}, {arm}: {rows[-1]['step_s']} s a step", flush=True)
+    if not options.quick:
+        found = [*rows, *differences(rows)]
+        write(options.json, rows=found, goals=list(goals(found)), not_measured=["any GPU"], inputs=inputs)
+    for name, column in (("reward", "reward/mean"), ("seconds", "timing_s/step")):
+        picture = _picture(options.work, rows, column, unit=name)
+        options.json.with_suffix(f".{name}.svg").write_text(picture, encoding="utf-8")
+    return 0
+
+
+def keys(arm: str) -> list[str]:
+    """What an arm switches on; everything else off."""
+    return [*COMMON, *(f"{key}={value}" for key, value in {**_OFF, **ARMS[arm]}.items())]
+
+
+def run(warm: Path, work: Path, seed: int, arm: str, *, quick: bool = False) -> Row:
+    """The row of one run."""
+    prompts = few_prompts(warm, work / "few.jsonl", QUICK_PROMPTS if quick else STEPS_PER_EPOCH * PROMPTS_PER_STEP)
+    run_dir = _run_dir(work, seed, arm)
+    metrics, seconds = run_example(
+        warm,
+        run_dir,
+        [
+            *(*keys(arm), f"data.train.0.path={prompts}", f"seed={seed}"),
+            *(f"num_steps={QUICK_STEPS if quick else NUM_STEPS}", *(QUICK_KEYS if quick else ())),
+            f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}",
+        ],
+    )
+    before, after = held_out_accuracy(run_dir)
+    of_epoch = 1 if quick else STEPS_PER_EPOCH
+
+    def mean(name: str, default: float, rows: Sequence[Mapping[str, float]] = metrics) -> float:
+        return round(statistics.fmean(row.get(name, default) for row in rows), 4)
+
+    return {
+        "what": "run",
+        "seed": seed,
+        "arm": arm,
+        # not the median: steps that are sampled ahead make the first one longer and the last one shorter
+        "step_s": mean("timing_s/step", 0.0),
+        "rollout_s": mean("timing_s/rollout", 0.0),
+        "train_s": mean("timing_s/train", 0.0),
+        "tokens_per_forward": mean("history/tokens_per_forward", 1.0),
+        "tokens_per_forward_later": mean("history/tokens_per_forward", 1.0, metrics[of_epoch:]),
+        "bubble": mean("timeline/bubble", 0.0),
+        "mean_staleness": mean("batch/mean_staleness", 0.0),
+        "max_staleness": max(row["batch/max_staleness"] for row in metrics),
+        **mismatch_figures(metrics),
+        "reward_last": metrics[-1]["reward/mean"],
+        "held_out_before": before,
+        "held_out_after": after,
+        "seconds": round(seconds, 1),
+    }
+
+
+COMPARED: Mapping[str, Callable[[Row, Row], float]] = {
+    "speed": lambda row, base: float(base["step_s"]) / float(row["step_s"]),
+    "held_out_points": lambda row, base: 100 * (float(row["held_out_after"]) - float(base["held_out_after"])),
+    "k3": lambda row, base: float(row.get("k3_median", 0.0)) - float(base.get("k3_median", 0.0)),
+}
+"""What an arm has over the base of the same seed."""
+
+
+def differences(rows: Sequence[Row]) -> Iterator[Row]:
+    """Of each arm from the base, means over the seeds that both have, with 95 % intervals."""
+    by_run = {(row["seed"], row["arm"]): row for row in rows if row["what"] == "run"}
+    seeds = sorted(seed for seed, arm in by_run if arm == BASE)
+    for arm in ARMS:
+        pairs = [(by_run[seed, arm], by_run[seed, BASE]) for seed in seeds if (seed, arm) in by_run]
+        if arm == BASE or len(pairs) < 2:
+            continue
+        row: dict[str, str | int | float | bool] = {"what": "difference", "arm": arm, "seeds": len(pairs)}
+        for name, compare in COMPARED.items():
+            found = Difference.of([compare(*pair) for pair in pairs])
+            low, high = found.interval
+            row |= {name: found.mean, f"{name}_low": low, f"{name}_high": high}
+        yield row
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """What is switched on may cost no learning, and all together must be worth it."""
+    for row in rows:
+        if row["what"] != "difference":
+            continue
+        arm, lost, speed = row["arm"], -float(row["held_out_points"]), float(row["speed"])
+        yield Goal(name=f"{arm}: held-out lost", value=lost, bound=3.0, direction="at most", unit="points")
+        if str(arm).startswith("all"):
+            yield Goal(name=f"{arm}: speed", value=speed, bound=1.0, direction="at least", unit="x")
+
+
+def _picture(work: Path, rows: Sequence[Row], column: str, *, unit: str) -> str:
+    """A figure of the steps by arm, means over the seeds, as SVG."""
+    series = []
+    for arm in dict.fromkeys(str(row["arm"]) for row in rows):
+        runs = [read_metrics(_run_dir(work, int(row["seed"]), arm)) for row in rows if row["arm"] == arm]
+        means = [statistics.fmean(step[column] for step in steps) for steps in zip(*runs, strict=True)]
+        series.append(Series(label=arm, steps=range(1, len(means) + 1), values=means))
+    return lines(f"ablation-{unit}", series, unit=unit)
+
+
+def _run_dir(work: Path, seed: int, arm: str) -> Path:
+    return work / f"seed-{seed}-{arm.replace(', ', '-')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

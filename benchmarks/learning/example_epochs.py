@@ -1,0 +1,150 @@
+"""The example over several epochs, with drafts from history and without: fewer forwards, the same learning.
+
+`python -m benchmarks.learning.example_epochs --json OUT [--seeds 3] [--warm DIR] [--quick]`: the prompts of the example
+are cut down to four steps' worth, so that they come back twice, and every seed is run twice from one warm start. DIR
+is the work directory of a quickstart (`data/`, `warm/`); without it one is made first, which takes six minutes. Each
+run takes about three and a half. Over the seeds the order is on, off, off, on, ...: what drifts on the machine meets
+both alike.
+
+Rows: one per run and epoch. Speed on a CPU with this small model shows the mechanics, not the gain (that is
+`benchmarks.rollout`).
+"""
+
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.harness.example_run import K3, few_prompts, read_metrics, trained
+from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.process_tree import watch
+from benchmarks.harness.record import Goal, Row, arguments, write
+from benchmarks.harness.record_inputs import quickstart_inputs
+from examples.arithmetic.quickstart import HELD_OUT, commands, held_out_accuracy
+
+STEPS_PER_EPOCH = 4
+NUM_STEPS = 12
+PROMPTS_PER_STEP = 64
+QUICK_STEPS_PER_EPOCH, QUICK_STEPS, QUICK_PROMPTS = 1, 2, 8
+QUICK_KEYS = (f"algorithm.prompts_per_step={QUICK_PROMPTS}", f"evaluation.sets.{HELD_OUT}.limit=32")
+QUICK_WARM_STEPS = 40
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it; raises SystemExit if a command fails."""
+    parser = arguments("The example with and without drafts from history, over seeds.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/history_example"))
+    options = parser.parse_args(argv)
+    check_seeds(parser, options.seeds)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    inputs = quickstart_inputs(options.warm)
+    rows: list[Row] = []
+    for seed in range(1, 1 + (1 if options.quick else options.seeds)):
+        for drafts in (True, False) if seed % 2 else (False, True):
+            rows += run(warm, options.work, seed=seed, drafts=drafts, quick=options.quick)
+            write(options.json, rows=rows, not_measured=["any GPU"], inputs=inputs)
+    if not options.quick:
+        write(options.json, rows=rows, goals=goals(rows), not_measured=["any GPU"], inputs=inputs)
+    return 0
+
+
+def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False) -> Iterator[Row]:
+    """Rows of one run, an epoch each."""
+    num_steps, of_epoch = (QUICK_STEPS, QUICK_STEPS_PER_EPOCH) if quick else (NUM_STEPS, STEPS_PER_EPOCH)
+    run_dir = work / f"seed-{seed}-{'history' if drafts else 'stock'}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    few = few_prompts(warm, work / "few.jsonl", of_epoch * (QUICK_PROMPTS if quick else PROMPTS_PER_STEP))
+    command = [
+        *(sys.executable, "-m", "launcher", "run", "examples/arithmetic/rl.yaml", f"model={warm / 'warm'}"),
+        *(f"run_dir={run_dir}", f"data.train.0.path={few}", f"seed={seed}", f"history.drafts={str(drafts).lower()}"),
+        *(f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", f"num_steps={num_steps}"),
+        *(QUICK_KEYS if quick else ()),
+    ]
+    log = run_dir.with_suffix(".log")
+    code, _, _ = watch(command, log=log)
+    if code:
+        raise SystemExit(f"exit code {code}; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    before, after = held_out_accuracy(run_dir)
+    metrics = read_metrics(run_dir)
+    for first in range(0, num_steps, of_epoch):
+        epoch = metrics[first : first + of_epoch]
+        row: dict[str, str | int | float | bool] = {
+            "seed": seed,
+            "drafts": drafts,
+            "epoch": first // of_epoch,
+            "reward": statistics.fmean(row["reward/mean"] for row in epoch),
+            "response_tokens": statistics.fmean(row["response_length/mean"] for row in epoch),
+            "rollout_s": statistics.fmean(row["timing_s/rollout"] for row in epoch),
+            **({"k3": statistics.fmean(row[K3] for row in trained(epoch))} if trained(epoch) else {}),
+            "held_out_before": before,
+            "held_out_after": after,
+        }
+        for name in _DRAFTING if drafts else ():
+            row[name] = statistics.fmean(row[f"history/{name}"] for row in epoch if f"history/{name}" in row)
+        yield row
+
+
+_DRAFTING = (
+    "tokens_per_forward",
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "calibration_error",
+    "hit_rate",
+)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Fewer forwards a token in every later epoch than a stock engine's one; curves that differ by chance only."""
+    later = [float(row["tokens_per_forward"]) for row in rows if row["drafts"] and int(row["epoch"]) > 0]
+    found = [
+        Goal(name="tokens per forward after epoch 0", value=min(later), bound=1.02, direction="at least", unit="x")
+    ]
+    for name, column, last_only in (("reward", "reward", False), ("held-out accuracy", "held_out_after", True)):
+        gaps = _gaps(rows, column, last_only=last_only)
+        difference = Difference.of(gaps)
+        found.append(
+            Goal(
+                name=f"{name}, mean difference in standard errors",
+                value=abs(difference.mean) / max(difference.standard_error, 1e-9),
+                bound=difference.student_95,
+                direction="at most",
+                unit="standard errors",
+            )
+        )
+    return found
+
+
+def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
+    """Of every seed: mean over epochs with drafts minus that without."""
+    found = []
+    last = max(int(row["epoch"]) for row in rows)
+    for seed in sorted({int(row["seed"]) for row in rows}):
+        means = [
+            statistics.fmean(
+                float(row[column])
+                for row in rows
+                if row["seed"] == seed and row["drafts"] == drafts and (not last_only or row["epoch"] == last)
+            )
+            for drafts in (True, False)
+        ]
+        found.append(means[0] - means[1])
+    return found
+
+
+def warm_start(work: Path, *, quick: bool) -> Path:
+    """Data and warm start of the example in a folder of their own, which is returned."""
+    shutil.rmtree(work, ignore_errors=True)
+    for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():
+        if name in ("data", "model", "warm start"):
+            subprocess.run([sys.executable, *command], check=True)
+    return work
+
+
+if __name__ == "__main__":
+    sys.exit(main())

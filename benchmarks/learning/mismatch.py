@@ -1,0 +1,149 @@
+"""What each weight format costs in learning, with truncated importance sampling and without, over seeds.
+
+`python -m benchmarks.learning.mismatch --json OUT [--warm DIR] [--seeds 3] [--formats bf16 int8 ..] [--resume]
+[--quick]`: the example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first),
+once for each seed, format and correction, and once on INT8 codes of 3 bits (`benchmarks.learning.coarse_codes`), the
+positive control: it must be seen to hurt without correction. A run takes about five minutes; OUT is written after each,
+and `--resume` goes on. Beside OUT, `OUT.k3.svg` and `OUT.ess.svg` show both over steps with correction,
+`OUT.reward.svg` the rewards of BF16 and of the control with correction and without; all are means over seeds.
+
+Rows: one per run: k3 and effective sample size between sampler and trainer (1 where nothing is weighted), held-out
+accuracy in BF16 before and after; `*_by_step` are numbers with blanks between them, of steps that trained.
+"""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.harness.example_run import ESS, K3, mismatch_figures, run_example, trained
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.harness.record_inputs import quickstart_inputs
+from benchmarks.learning.example_epochs import warm_start
+from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
+from launcher.report.plots import Series, lines
+
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("engine.format=bf16",),
+    "int8": ("engine.format=int8",),
+    "fp8_channel": ("engine.format=fp8_channel",),
+    "fp8_block": ("engine.format=fp8_block",),
+    "3 bits": ("engine.format=int8", "algorithm.loss=benchmarks.learning.coarse_codes.clipped_surrogate"),
+}
+CORRECTIONS = ("tis_token", "none")
+QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_OUT}.limit=32")
+CONTROL = "3 bits"
+BY_STEP = {"k3": K3, "ess": ESS, "reward": "reward/mean"}
+"""Metrics that are shown over steps."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it; raises SystemExit if a command fails."""
+    parser = arguments("k3, effective sample size and held-out accuracy by weight format and correction.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/mismatch"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
+    options = parser.parse_args(argv)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    inputs = quickstart_inputs(options.warm)
+    rows = rows_before(options.json, resume=options.resume)
+    have = {(row["seed"], row["format"], row["correction"]) for row in rows}
+    for seed in range(1, 1 + (1 if options.quick else options.seeds)):
+        for name in options.formats[:1] if options.quick else options.formats:
+            for correction in CORRECTIONS:
+                if (seed, name, correction) not in have:
+                    rows.append(run(warm, options.work, seed, name, correction, quick=options.quick))
+                    write(options.json, rows=rows, not_measured=["any GPU", "runs that have no row yet"], inputs=inputs)
+    reached = [] if options.quick else goals(rows)
+    write(options.json, rows=rows, goals=reached, not_measured=["any GPU"], inputs=inputs)
+    for name in BY_STEP:
+        options.json.with_suffix(f".{name}.svg").write_text(picture(rows, name), encoding="utf-8")
+    return 0
+
+
+def run(warm: Path, work: Path, seed: int, name: str, correction: str, *, quick: bool = False) -> Row:
+    """The row of one run."""
+    run_dir = _run_dir(work, seed, name, correction)
+    keys = [
+        *(f"seed={seed}", f"evaluation.sets.{HELD_OUT}.path={warm / 'data' / 'held_out.jsonl'}", "wandb.mode=disabled"),
+        *(*FORMATS[name], f"algorithm.correction.mode={correction}", *(QUICK if quick else ())),
+    ]
+    metrics, seconds = run_example(warm, run_dir, keys)
+    before, after = held_out_accuracy(run_dir)
+    return {
+        "seed": seed,
+        "format": name,
+        "correction": correction,
+        **mismatch_figures(metrics),
+        **{f"{name}_by_step": _by_step(metrics, metric) for name, metric in BY_STEP.items()},
+        "sqnr_db_min": min((row.get("publish/sqnr_db_min", 300.0) for row in metrics), default=300.0),
+        "reward_last": metrics[-1]["reward/mean"],
+        "held_out_before": before,
+        "held_out_after": after,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _by_step(metrics: Sequence[dict[str, float]], name: str) -> str:
+    steps = trained(metrics)
+    return " ".join(f"{row.get(ESS, 1.0) if name == ESS else row[name]:.4g}" for row in steps)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """8 bits learn what BF16 learns; the control is hurt without correction and helped by it."""
+    after = {
+        (name, correction): statistics.fmean(
+            100 * float(row["held_out_after"])
+            for row in rows
+            if (row["format"], row["correction"]) == (name, correction)
+        )
+        for name, correction in {(str(row["format"]), str(row["correction"])) for row in rows}
+    }
+    found = [
+        Goal(
+            name=f"{name} with TIS below bf16, held-out",
+            value=after["bf16", "tis_token"] - after[name, "tis_token"],
+            bound=3.0,
+            direction="at most",
+            unit="points",
+        )
+        for name in ("int8", "fp8_channel", "fp8_block")
+        if (name, "tis_token") in after and ("bf16", "tis_token") in after
+    ]
+    if (CONTROL, "none") in after and ("bf16", "tis_token") in after:
+        hurt = after["bf16", "tis_token"] - after[CONTROL, "none"]
+        helped = after[CONTROL, "tis_token"] - after[CONTROL, "none"]
+        for name, value in (("hurts without TIS", hurt), ("is helped by TIS", helped)):
+            goal = Goal(name=f"{CONTROL} {name}, held-out", value=value, bound=3.0, direction="at least", unit="points")
+            found.append(goal)
+    return found
+
+
+def picture(rows: Sequence[Row], name: str) -> str:
+    """One of `BY_STEP` over the steps that trained in every seed, means over seeds, as SVG."""
+    runs: dict[str, list[list[float]]] = {}
+    for row in rows:
+        with_correction = row["correction"] != "none"
+        if name == "reward" and row["format"] in ("bf16", CONTROL):
+            label = f"{row['format']}, {'with' if with_correction else 'without'} TIS"
+        elif name != "reward" and with_correction:
+            label = str(row["format"])
+        else:
+            continue
+        runs.setdefault(label, []).append([float(value) for value in str(row[f"{name}_by_step"]).split()])
+    series = [
+        Series(label=label, steps=range(1, 1 + len(means)), values=[max(mean, 1e-8) for mean in means])
+        for label, found in runs.items()
+        if (means := [statistics.fmean(of_step) for of_step in zip(*found, strict=False)])
+    ]
+    return lines(f"mismatch-{name}", series, unit=name, log=name == "k3")
+
+
+def _run_dir(work: Path, seed: int, name: str, correction: str) -> Path:
+    return work / f"seed-{seed}-{name.replace(' ', '-')}-{correction}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

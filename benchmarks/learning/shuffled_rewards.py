@@ -1,0 +1,15 @@
+"""A control: GRPO whose rewards are shuffled within every group, so that nothing can be learned from them."""
+
+import numpy as np
+
+from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, grpo
+
+
+def shuffled_grpo(outcome: GroupOutcome) -> Rewards:
+    """GRPO advantages of the group's own rewards, dealt out to its responses at random; [N].
+
+    The shuffle is a function of the group's lengths and rewards, so that all calls on a group agree.
+    """
+    key = [*outcome.lengths.tolist(), *(outcome.rewards * 1000).astype(np.int64).clip(0).tolist()]
+    order = np.random.Generator(np.random.PCG64(key)).permutation(len(outcome.rewards))
+    return grpo(outcome)[order]

@@ -1,0 +1,1 @@
+"""Packing of samples into micro batches, against verl's balancing."""

@@ -1,0 +1,1 @@
+"""Placement of groups on engines, simulated and real."""

@@ -1,0 +1,386 @@
+"""Whether the simulator is to be believed: the same schedules on real engines and in simulation.
+
+`python -m benchmarks.planner.real_engines --json OUT --run RUN [--quick] [--repeats 3]`: two vLLM engines on a core
+each, under the product's own pool, policies and admission. Every response is a group of its own and as long as it is
+told to be (weights are random and nothing ends a response but its limit); the trainer is a sleep.
+
+    recorded    lengths are those of the traces of RUN, a run's directory, forecasts those that a run makes of them,
+                and a step's training lasts as long as it did in RUN
+    drawn       lengths have a long tail, forecasts a given correlation with them, and training takes half as long as
+                saturated engines do: less of the time is the trainer's, so the schedules differ more
+
+What a forward costs, from its start to the next one's, is fitted to a run of other lengths of the same kind. Then each
+scheme runs on the engines and in simulation, with the same lengths: makespan, and the share of time in which an engine
+ran nothing.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from benchmarks.harness.example_run import read_metrics
+from benchmarks.harness.record import Goal, Row, arguments, write
+from benchmarks.harness.record_inputs import run_inputs
+from benchmarks.planner.simulator.bounds import saturated_s
+from benchmarks.planner.simulator.engines import Speed
+from benchmarks.planner.simulator.run import Cluster, Scheme, admission_of, simulate
+from benchmarks.planner.simulator.speeds import of_surface
+from benchmarks.planner.simulator.workload import Workload, replayed, single_responses
+from history.drafting.forward_cost import Observation, PriceSurface
+from history.store.traces import read_traces
+from launcher.cluster.processes import START_TIMEOUT_S, processes
+from launcher.config.schema import ClusterConfig
+from rollout.config import EngineConfig
+from rollout.engine.spec import EngineSpec
+from rollout.planning.admission import FixedBatches, FlexibleBatches
+from rollout.planning.policies import plan
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
+from rollout.tracing.forwards import Forwards
+from rollout.types import EngineSlot, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, Score, ScoreStatus
+
+NUM_ENGINES, NUM_SLOTS, WAVES = 2, 16, 2
+PROMPT_TOKENS = 8
+MEAN_TOKENS, MAX_TOKENS, SIGMA = 120.0, 640, 0.9
+CORRELATION = 0.9
+TRAIN_SHARE = 0.5
+"""Of the time of saturated engines."""
+STEPS = {"recorded": 6, "drawn": 8}
+LONGEST_GAP_S = 0.1
+"""Between the starts of two forwards of an engine that has work."""
+VOCABULARY, HIDDEN, LAYERS = 2048, 256, 6
+SCHEMES = {
+    "static": Scheme(policy="static"),
+    "lpt": Scheme(policy="lpt"),
+    "adaptive, overlap 1": Scheme(policy="adaptive", overlap=1, max_staleness=1),
+    "flexible": Scheme(policy="flexible", overlap=2, max_staleness=3),
+}
+
+
+@ray.remote(num_cpus=0)
+class Scorer:
+    """Finds everything equally good."""
+
+    def score(self, group: PromptGroup, columns: object) -> tuple[Score, ...]:
+        """One reward for each response."""
+        del columns
+        return tuple(Score(reward=0.0, status=ScoreStatus.OK) for _ in group.seeds)
+
+
+@dataclass(slots=True, kw_only=True)
+class Versioned:
+    """An admission as a pool sees it: it knows which version is published. Satisfies
+    `rollout.pool.engine_pool.Batches`.
+    """
+
+    admission: FixedBatches | FlexibleBatches
+    version: int = 0
+
+    def started(self, group_id: GroupId) -> None:
+        """Under the version of now."""
+        self.admission.started(group_id, self.version)
+
+    def completed(self, group_id: GroupId) -> None:
+        """As it is."""
+        self.admission.completed(group_id)
+
+    def batch(self, step: int) -> list[GroupId] | None:
+        """As it is."""
+        return self.admission.batch(step)
+
+    def progress(self, step: int) -> tuple[int, int]:
+        """As it is."""
+        return self.admission.progress(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run of the engines took."""
+
+    makespan_s: float
+    idle: float
+    forwards: tuple[Forwards, ...]
+    """By engine."""
+
+
+def write_model(directory: Path) -> None:
+    """A small model with random weights and without a token that ends a response."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HIDDEN // 4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+def workload(seed: int, *, num_steps: int) -> Workload:
+    """Groups of one; forecasts are right to `CORRELATION`."""
+    rng = np.random.default_rng(seed)
+    per_step = NUM_ENGINES * NUM_SLOTS * WAVES
+    own, noise = rng.standard_normal((2, num_steps * per_step))
+    known = CORRELATION * own + np.sqrt(1 - CORRELATION**2) * noise
+    median = MEAN_TOKENS / np.exp(SIGMA**2 / 2)
+    return Workload(
+        lengths=np.clip(np.round(median * np.exp(SIGMA * own)), 2, MAX_TOKENS)[:, None],
+        forecasts=median * np.exp(SIGMA * CORRELATION * known),
+        groups_per_step=per_step,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What engines and simulator are both given to do."""
+
+    work: Workload
+    train_s: tuple[float, ...]
+    """Of each step."""
+
+
+def drawn(seed: int, *, num_steps: int, speed: Speed | None = None) -> Task:
+    """Lengths of a seed; the trainer takes a share of the time of saturated engines of that speed, or none."""
+    work = workload(seed, num_steps=num_steps)
+    train_s = TRAIN_SHARE * _saturated_s(work, speed) / num_steps if speed else 0.0
+    return Task(work=work, train_s=(train_s,) * num_steps)
+
+
+def recorded(run_dir: Path) -> Task:
+    """All steps of a run.
+
+    Raises:
+        ValueError: a step has no traces, no time or another number of responses, or one is longer than `MAX_TOKENS`.
+    """
+    # of repeated steps the last counts
+    train_s = {int(row["step"]): row["timing_s/train"] for row in read_metrics(run_dir)}
+    paths = {step: run_dir / "traces" / f"step-{step}.jsonl" for step in sorted(train_s)}
+    lacking = [step for step, path in paths.items() if not path.is_file()]
+    if lacking:
+        raise ValueError(f"{run_dir}: no traces of steps {lacking}, of which there are metrics")
+    work = single_responses(replayed(trace for path in paths.values() for trace in read_traces(path)))
+    if work.num_steps != len(train_s):
+        raise ValueError(f"{run_dir}: {work.num_steps} of {len(train_s)} steps have as many responses as the first")
+    longest = int(work.lengths.max())
+    if longest > MAX_TOKENS:
+        raise ValueError(f"{run_dir}: a response of {longest} tokens; engines are set up for {MAX_TOKENS}")
+    return Task(work=work, train_s=tuple(train_s.values()))
+
+
+def window(task: Task, number: int, *, num_steps: int) -> Task:
+    """`num_steps` steps, after `number` times as many.
+
+    Raises:
+        ValueError: `task` is not that long.
+    """
+    first, end = number * num_steps, (number + 1) * num_steps
+    if end > task.work.num_steps:
+        raise ValueError(
+            f"a run of {task.work.num_steps} steps; {end} are needed: pass a longer one, or fewer --repeats"
+        )
+    groups = slice(first * task.work.groups_per_step, end * task.work.groups_per_step)
+    work = replace(task.work, lengths=task.work.lengths[groups], forecasts=task.work.forecasts[groups])
+    return Task(work=work, train_s=task.train_s[first:end])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real:
+    """Engines with the pool that they keep, and what it asks for its batches."""
+
+    engines: EngineGroup
+    batches: Versioned
+    pool: EnginePool
+
+    @classmethod
+    def of(cls, engines: EngineGroup) -> "Real":
+        """Around engines that have sampled nothing."""
+        scorer: ray.actor.ActorClass = Scorer
+        batches = Versioned(admission=admission_of(workload(0, num_steps=1), SCHEMES["static"]))
+        pool = EnginePool(engines, [scorer.remote()], slots_per_engine=NUM_SLOTS, batches=batches)
+        return cls(engines=engines, batches=batches, pool=pool)
+
+
+def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
+    """One run under a scheme."""
+    engines, batches, pool = real.engines, real.batches, real.pool
+    work = task.work
+    batches.admission = admission_of(work, scheme)
+    engines.call("drain_trace", timeout_s=60)
+    began = time.time()
+    for step in range(work.num_steps):
+        batches.version = step
+        forecasts = batches.admission.due(step)
+        groups = [_group(forecast.group_id, int(work.lengths[forecast.group_id, 0])) for forecast in forecasts]
+        pool.admit(groups, plan(scheme.policy, forecasts, pool.loads()))
+        pool.take_batch(step)
+        with pool.aside():
+            time.sleep(task.train_s[step])
+    makespan_s = time.time() - began
+    forwards = tuple(ray.get(engines.begin("drain_trace")))
+    busy_s = sum(float(_durations(of_engine).sum()) for of_engine in forwards)
+    return Measured(makespan_s=makespan_s, idle=1 - busy_s / (NUM_ENGINES * makespan_s), forwards=forwards)
+
+
+def _durations(forwards: Forwards) -> np.ndarray:
+    """Seconds from the start of each forward to the next one's, [N]; its own where the engine had nothing to do."""
+    starts = forwards["started_at_s"]
+    gaps = np.append(np.diff(starts), np.inf)
+    return np.where(gaps < LONGEST_GAP_S, gaps, forwards["seconds"])
+
+
+def _group(group_id: GroupId, num_tokens: int) -> PromptGroup:
+    token_ids = np.random.default_rng(group_id).integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
+    return PromptGroup(
+        group_id=group_id,
+        step=0,
+        prompt=Prompt(
+            prompt_id=PromptId(f"made-up/{group_id}"),
+            data_source="made-up",
+            token_ids=token_ids,
+            ground_truth="",
+            extra_info_json="null",
+        ),
+        sampling=SamplingSpec(temperature=1.0, max_response_tokens=num_tokens),
+        seeds=(group_id,),
+    )
+
+
+def fitted(measured: Measured) -> Speed:
+    """What a forward costs, from those of a run in which every request decoded.
+
+    The shape is fitted without regard to single slow forwards; then all of it is scaled to the time that they took
+    together, prompts included.
+    """
+    seen, running, context, seconds = [], list[int](), list[int](), list[float]()
+    for forwards in measured.forwards:
+        for row, duration in zip(forwards, _durations(forwards).tolist(), strict=True):
+            running.append(min(int(row["num_running"]), NUM_SLOTS))
+            context.append(int(row["num_context_tokens"]))
+            seconds.append(duration)
+            if row["num_running"] == row["num_scheduled_tokens"]:
+                seen.append(Observation(running[-1], running[-1], context[-1], duration))
+    shape = of_surface(PriceSurface.fitted(seen), NUM_SLOTS, context_tokens=int(MEAN_TOKENS))
+    expected = shape.fixed_s[np.array(running)] + shape.context_s * np.array(context)
+    factor = sum(seconds) / float(expected.sum())
+    return replace(shape, fixed_s=factor * shape.fixed_s, context_s=factor * shape.context_s)
+
+
+def _saturated_s(work: Workload, speed: Speed) -> float:
+    return saturated_s(
+        work.lengths, fixed_s=speed.fixed_s, context_s=speed.context_s, gains=speed.gains, num_engines=NUM_ENGINES
+    )
+
+
+def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) -> Iterator[Row]:
+    """Every scheme on the engines and in simulation, on the same lengths."""
+    work = task.work
+    cluster = Cluster(num_engines=NUM_ENGINES, num_slots=NUM_SLOTS, speed=speed, train_s=task.train_s, publish_s=0.0)
+    for name, scheme in SCHEMES.items():
+        measured = on_engines(real, task, scheme)
+        simulated = simulate(work, cluster, scheme)
+        simulated_s = simulated.step_s * work.num_steps
+        yield {
+            "lengths": lengths,
+            "scheme": name,
+            "repeat": repeat,
+            "steps": work.num_steps,
+            "responses": work.lengths.size,
+            "mean_tokens": round(float(work.lengths.mean()), 1),
+            "longest_tokens": int(work.lengths.max()),
+            "saturated_s": round(_saturated_s(work, speed), 2),
+            "trainer_s": round(sum(task.train_s), 2),
+            "makespan_s": round(measured.makespan_s, 2),
+            "simulated_s": round(simulated_s, 2),
+            "simulated_over_real": round(simulated_s / measured.makespan_s, 4),
+            "idle": round(measured.idle, 4),
+            "simulated_idle": round(simulated.idle, 4),
+        }
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """Medians over schemes and repeats."""
+    for lengths in STEPS:
+        of_these = [row for row in rows if row["lengths"] == lengths]
+        gaps = [abs(float(row["simulated_over_real"]) - 1) for row in of_these]
+        idle = [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in of_these]
+        for what, gap, bound in (("makespan", gaps, 0.15), ("idle share", idle, 0.05)):
+            yield Goal(
+                name=f"{what}, {lengths} lengths: simulated against real",
+                value=statistics.median(gap),
+                bound=bound,
+                direction="at most",
+                unit="share",
+            )
+
+
+def main() -> int:
+    """Start engines, fit, compare, record."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--run", type=Path, required=True, help="directory of a run that recorded its traces")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/planner_engines"))
+    options = parser.parse_args()
+    steps, repeats = (dict.fromkeys(STEPS, 2), 1) if options.quick else (STEPS, options.repeats)
+    try:
+        of_run = recorded(options.run)
+        windows = [window(of_run, number, num_steps=steps["recorded"]) for number in range(1 + repeats)]
+    except (ValueError, OSError) as error:
+        parser.error(f"--run: {error}")
+    model = options.work / "model"
+    write_model(model)
+    config = EngineConfig(num_engines=NUM_ENGINES, max_num_seqs=NUM_SLOTS, kv_cache_bytes=256 << 20)
+    specs = [
+        EngineSpec(
+            engine_id=number,
+            run_id="benchmark",
+            config=config,
+            directory=str(model),
+            max_model_len=PROMPT_TOKENS + MAX_TOKENS,
+            load_from_directory=True,
+        )
+        for number in range(NUM_ENGINES)
+    ]
+    slots = [EngineSlot(engine_id=number, num_ranks=1, cpu_cores=1, num_gpus=0) for number in range(NUM_ENGINES)]
+    rows: list[Row] = []
+    with processes(ClusterConfig(), num_actors=NUM_ENGINES + 1, log_dir=None) as running:
+        engines, starting = running.begin_engines(specs, slots)
+        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        real = Real.of(engines)
+        for lengths in steps:
+            is_recorded, num_steps = lengths == "recorded", steps[lengths]
+            other = windows[0] if is_recorded else drawn(1000, num_steps=num_steps)
+            for _ in range(2):  # the first one warms up
+                measured = on_engines(real, replace(other, train_s=(0.0,) * num_steps), SCHEMES["adaptive, overlap 1"])
+            speed = fitted(measured)
+            for repeat in range(1, repeats + 1):
+                task = windows[repeat] if is_recorded else drawn(repeat, num_steps=num_steps, speed=speed)
+                for row in compare(real, speed, task, lengths=lengths, repeat=repeat):
+                    print(*row.values(), flush=True)
+                    rows.append(row)
+    write(
+        options.json,
+        rows=rows,
+        goals=list(goals(rows)),
+        not_measured=["any GPU"],
+        inputs=run_inputs(options.run),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

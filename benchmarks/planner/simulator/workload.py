@@ -1,0 +1,103 @@
+"""Responses with long-tailed lengths, and forecasts of them that are as good as one says."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from history.lengths.book import LengthBook
+from history.store.traces import Trace
+from history.types import prompt_key
+
+SIGMA, MEAN_TOKENS, MAX_TOKENS = 0.9, 6000.0, 32768.0
+"""Of the lognormal that lengths come from; longer ones are cut."""
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Groups of several steps; group p is of step p // groups_per_step."""
+
+    lengths: _Floats
+    """[P, G] tokens."""
+    forecasts: _Floats
+    """[P], expected tokens of a response."""
+    groups_per_step: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps for which there are groups."""
+        return len(self.lengths) // self.groups_per_step
+
+
+def draw(
+    seed: int,
+    *,
+    num_steps: int,
+    groups_per_step: int,
+    group_size: int,
+    prompt_share: float,
+    prompt_correlation: float,
+    sigma: float = SIGMA,
+) -> Workload:
+    """Log-lengths with variance sigma^2, of which `prompt_share` is the prompt's own; the forecast knows the prompt's
+    part with that correlation.
+
+    With groups of one and a share of 1 the correlation is that of each request.
+    """
+    rng = np.random.default_rng(seed)
+    num_groups = num_steps * groups_per_step
+    of_prompt = rng.standard_normal(num_groups)
+    own = rng.standard_normal((num_groups, group_size))
+    noise = rng.standard_normal(num_groups)
+    known = prompt_correlation * of_prompt + np.sqrt(1 - prompt_correlation**2) * noise
+    deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * own
+    median = MEAN_TOKENS / np.exp(sigma**2 / 2)
+    return Workload(
+        lengths=np.clip(np.round(median * np.exp(sigma * deviations)), 1.0, MAX_TOKENS),
+        # the best guess: what of the prompt's part is not known is as uncertain as what is each response's own
+        forecasts=np.minimum(median * np.exp(sigma * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
+        groups_per_step=groups_per_step,
+    )
+
+
+def single_responses(workload: Workload) -> Workload:
+    """The same responses, each a group of its own."""
+    group_size = workload.lengths.shape[1]
+    return Workload(
+        lengths=workload.lengths.reshape(-1, 1),
+        forecasts=np.repeat(workload.forecasts, group_size),
+        groups_per_step=workload.groups_per_step * group_size,
+    )
+
+
+def replayed(traces: Iterable[Trace]) -> Workload:
+    """Recorded responses by the steps that they were sampled for, with the forecasts that a run would have made.
+
+    Steps that have other numbers of groups, or groups of another size, than the first are left out.
+
+    Raises:
+        ValueError: there are no traces.
+    """
+    steps: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        steps[trace.step][trace.prompt_id].append(max(len(trace.response_ids), 1))
+    if not steps:
+        raise ValueError("there are no traces to replay")
+    first = steps[min(steps)]
+    shape = (len(first), len(next(iter(first.values()))))
+    book, lengths, forecasts = LengthBook(), list[list[int]](), list[float]()
+    for step in sorted(steps):
+        groups = steps[step]
+        if len(groups) != shape[0] or any(len(group) != shape[1] for group in groups.values()):
+            continue
+        forecasts += [book.expected(prompt_key(prompt_id)) for prompt_id in groups]
+        lengths += groups.values()
+        for prompt_id, group in groups.items():
+            book.observe(prompt_key(prompt_id), step, group)
+    return Workload(
+        lengths=np.array(lengths, dtype=np.float64), forecasts=np.array(forecasts), groups_per_step=shape[0]
+    )

@@ -1,0 +1,1 @@
+"""Publishing weights from trainers to engines."""

@@ -1,0 +1,335 @@
+"""A publish of half a billion parameters: bytes, seconds by stage and memory, against a plain copy and against BF16.
+
+`python -m benchmarks.publish --json OUT --device cuda [--shapes 7B ..]`: `benchmarks.publish.on_device`.
+`python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--resume]
+[--quick]`: a model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096,
+vocabulary 32k), a trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory
+and sockets. A case takes four to six minutes; `--resume` keeps those that OUT has.
+
+Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
+bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;
+`peak_extra_bytes` is what a process of a role has resident at most beyond what it began with, in processes that give
+back what they free (started again for that), `peak_bound_bytes` two buckets and the largest layer's shard, in shared
+memory also what is staged. `delta`, over sockets, of a trainer that is TP2: in every matrix every 20th weight has
+changed since the last publish (`benchmarks.publish.changing_weights`), and what has changed travels. `peer`: BF16 is
+gathered whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do it;
+its seconds are the sum of parts that are measured right after each of our publishes, whose processes are stopped
+meanwhile: gathering (`gather_s`), the transfer of all of BF16 to every engine rank (`send_s`), quantising by all engine
+ranks at once (`quantise_s`); and what an engine takes to load that format once it is there (`apply_s`, median of ours
+through shared memory). `ours_over_peer` is the median of the ratios. Both do everything twice, and the second time
+counts.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.publish import on_device
+from benchmarks.publish.cases import BUCKET_BYTES, ENGINES, TRAINERS, TRANSPORTS, Case, row_key
+from benchmarks.publish.parts import asleep, exact_memory, peak_extra, transfer_s, write_model
+from benchmarks.publish.peer import PARTS, Peer, peer_row
+from launcher.cluster.processes import START_TIMEOUT_S, Processes, processes
+from launcher.config.schema import ClusterConfig
+from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
+from megatron_rl.controller.delivery import GroupLink, Link, ShmLink
+from megatron_rl.controller.publisher import Publisher
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.ranks import trainer_slots
+from megatron_rl.trainer.group import TrainerGroup
+from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
+from megatron_rl.weights.shards import rank_placements
+from rollout.config import EngineConfig, Format
+from rollout.engine.spec import EngineSpec
+from rollout.pool.engine_group import EngineGroup
+from rollout.types import EngineSlot
+from rollout.weights.manifest import DTYPE_BYTES, Wanted
+
+RUN_ID = "benchmark"
+TIMEOUT_S = 600.0
+NUM_ROUNDS = 3
+"""Of two publishes each, the second of which counts (`publish_peer.Peer`)."""
+NUM_TRANSFERS = 3
+"""Measurements of each transfer."""
+
+TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
+DELTA_TRAINER = "TP2"
+"""Whose deltas are measured; everything is started anew for them, which takes over a minute."""
+CHANGING = "benchmarks.publish.changing_weights.clipped_surrogate"
+"""Only trainer ranks import it."""
+PEAKS = tuple(f"peak_extra_bytes/{role}" for role in TITLES)
+NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every case, and the peer's way beside it."""
+    parser = arguments("What a publish costs.")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/publish"))
+    parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
+    parser.add_argument("--trainers", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT already has")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shapes", nargs="+", choices=list(on_device.SHAPES), default=["7B", "32B"])
+    options = parser.parse_args(argv)
+    if options.device == "cuda":
+        found = list(on_device.measure(options.shapes, options.formats, "cuda", options.work))
+        more = ["NCCL between devices", "more than one engine rank"]
+        write(options.json, rows=found, goals=on_device.goals(found), not_measured=more)
+        return 0
+    cases = [
+        Case(trainer=trainer, engines=engines, format=format)
+        for trainer in options.trainers
+        for engines in options.engines
+        for format in options.formats
+    ]
+    if options.quick:
+        cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
+    model = write_model(options.work / "model", quick=options.quick)
+    rows = rows_before(options.json, resume=options.resume)
+    have = {row_key(row)[:3] for row in rows}
+    for case in cases:
+        if case.key not in have:
+            rows += measure(case, model, options.work, quick=options.quick)
+            write(options.json, rows=rows, not_measured=NOT_MEASURED)
+    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)
+    return 0
+
+
+def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row]:
+    """Rows of one trainer and its engines."""
+    num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
+    num_engines, num_ranks = ENGINES[case.engines]
+    named = {"trainer": case.trainer, "engines": case.engines, "format": case.format}
+    measured, plan, wanted = publishes(case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case))
+    apply_s = statistics.median(one["timing_s/publish_apply"] for one in measured["shm"])
+    with exact_memory():
+        peaks, _, _ = publishes(case, model, work, rounds=1)
+    for transport, found in measured.items():
+        times = {
+            name: statistics.median(
+                transfer_s(plan, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=plain)
+                for _ in range(num_transfers)
+            )
+            for name, plain in (("transfer_s", False), ("plain_s", True))
+        }
+        row: Row = {
+            **{"kind": "publish", **named, "transport": transport},
+            **times,
+            **_bytes(plan, wanted),
+            **_peak_bounds(case, model, plan, wanted, transport),
+            **_medians(found),
+            **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
+        }
+        yield row
+        yield peer_row(row, found, apply_s=apply_s)
+    if case.trainer != DELTA_TRAINER:
+        return
+    changed, _, _ = publishes(case, model, work, rounds=num_rounds, delta=True)
+    row = _medians(changed["gloo"])
+    whole = statistics.median(one["publish/wire_bytes"] for one in measured["gloo"])
+    yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
+
+
+def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = found[0].keys() - {*PEAKS, *PARTS}
+    return {name: statistics.median(one[name] for one in found) for name in sorted(names)}
+
+
+def publishes(
+    case: Case,
+    model: Path,
+    work: Path,
+    *,
+    rounds: int,
+    delta: bool = False,
+    beside: Callable[[str], dict[str, float]] = lambda _: {},
+) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
+    """Metrics and peaks of the second publish of each round, by transport; their plan, and what the engines take.
+
+    With `delta` weights change ahead of each, and what has changed travels, over sockets. What `beside` measures of a
+    transport ends a round and is among its metrics; nothing else runs then.
+    """
+    logs = (work / "logs").resolve()
+    logs.mkdir(exist_ok=True)
+    measured = {}
+    with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
+        trainer, engines = _start(case, model, running, delta=delta)
+        wanted = engines.wanted(timeout_s=TIMEOUT_S)
+        trainer.plan_publishes(wanted)
+        plan = _plan(case, model, wanted, te_names=trainer.te_names())
+        version = 0
+        for transport in ("gloo",) if delta else TRANSPORTS:
+            publisher = _publisher(trainer, engines, plan, model, transport)
+            found = []
+            for _ in range(rounds):
+                for _ in range(2):
+                    with peak_extra(TITLES) as peaks:
+                        report = publisher.publish(version)
+                    version += 1
+                with asleep(TITLES):
+                    found.append(report.metrics() | peaks | beside(transport))
+            measured[transport] = found
+    return measured, plan, wanted
+
+
+def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple[TrainerGroup, EngineGroup]:
+    num_engines, num_ranks = ENGINES[case.engines]
+    config = EngineConfig(
+        num_engines=num_engines,
+        tensor_parallel=num_ranks,
+        format=case.format,
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        max_num_seqs=8,
+        kv_cache_bytes=64 << 20,
+        update_timeout_s=TIMEOUT_S,
+    )
+    specs = [
+        EngineSpec(engine_id=number, run_id=RUN_ID, config=config, directory=str(model), max_model_len=256)
+        for number in range(num_engines)
+    ]
+    slots = [
+        EngineSlot(engine_id=number, num_ranks=num_ranks, cpu_cores=1, num_gpus=0) for number in range(num_engines)
+    ]
+    engines, starting = running.begin_engines(specs, slots)
+    parallel = TRAINERS[case.trainer]
+    spec = TrainerSpec(
+        model=str(model),
+        run_id=RUN_ID,
+        config=TrainerConfig(dtype="bf16", parallel=parallel),
+        algorithm=AlgorithmConfig(loss=CHANGING) if delta else AlgorithmConfig(),
+        publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, delta=delta, delta_full_every=0),
+        format=case.weight_format,
+        temperature=1.0,
+        total_updates=1,
+        seed=0,
+    )
+    trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
+    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+    return trainer, engines
+
+
+def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, te_names: bool) -> ReshardPlan:
+    return plan_reshard(
+        read_model_spec(model),
+        TRAINERS[case.trainer],
+        format=case.weight_format,
+        bucket_bytes=BUCKET_BYTES,
+        te_names=te_names,
+        wanted=wanted,
+    )
+
+
+def _publisher(
+    trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan, model: Path, transport: str
+) -> Publisher:
+    link: Link = ShmLink(trainer, engines, timeout_s=TIMEOUT_S)
+    if transport == "gloo":
+        link = GroupLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+    link.connect()
+    return Publisher(
+        trainer,
+        engines,
+        link,
+        plan=plan,
+        run_id=RUN_ID,
+        vocab_size=read_model_spec(model).vocab_size,
+        probe_length=32,
+        max_probe_gap=1.0,
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def _bytes(plan: ReshardPlan, wanted: Sequence[Wanted]) -> dict[str, float]:
+    """What travels and what is needed, of the rank that is worst off; and 8 bits against 16 of what they replace."""
+    width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
+    shares = []
+    for rank, boxes in enumerate(wanted):
+        sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.wanted_by(rank))
+        own = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
+        shares.append((sent / own, sent, own))
+    share, sent, own = max(shares)
+    layout = plan.format.layout
+    codes = [tensor for tensor in plan.tensors if layout is not None and tensor.dtype == layout.dtype]
+    names = {tensor.name for tensor in codes} | {tensor.name + layout.scale_suffix for tensor in codes if layout}
+    in_8_bits = sum(tensor.num_bytes for tensor in plan.tensors if tensor.name in names)
+    in_bf16 = sum(2 * tensor.num_bytes for tensor in codes)
+    return {
+        "rank_bytes": sent,
+        "own_shard_bytes": own,
+        "rank_bytes_over_own_shard": share,
+        "bytes_over_bf16": in_8_bits / in_bf16 if in_bf16 else 1.0,
+    }
+
+
+def _peak_bounds(
+    case: Case, model: Path, plan: ReshardPlan, wanted: Sequence[Wanted], transport: str
+) -> dict[str, float]:
+    """What the processes of each role may hold for a publish; a layer's shard is BF16 in a trainer."""
+    width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
+    on_engines = [[(name, box.size * width[name]) for name, parts in one.items() for box in parts] for one in wanted]
+    parallel, spec = TRAINERS[case.trainer], read_model_spec(model)
+    on_trainers = [
+        [
+            (one.hf_name, 2 * math.prod(one.shape))
+            for one in rank_placements(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
+        ]
+        for slot in trainer_slots(parallel, cpu_threads=1)
+    ]
+    buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
+    staged = {"trainer": 0, "engine": 0}
+    if transport == "shm":
+        own = [sum(b.num_bytes for b in plan.buckets if b.source_rank == rank) for rank in plan.source_ranks]
+        staged = {"trainer": max(own), "engine": sum(own)}
+    layers = {"trainer": _largest_layer(on_trainers), "engine": _largest_layer(on_engines)}
+    return {f"peak_bound_bytes/{role}": buckets + layers[role] + staged[role] for role in layers}
+
+
+def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
+    """Bytes of the largest layer on any rank, from names and bytes; embedding and output layer are layers, too."""
+    largest = 0
+    for held in ranks:
+        layers: dict[str, int] = {}
+        for name, num_bytes in held:
+            layer = name.partition(".layers.")[2].partition(".")[0] or name
+            layers[layer] = layers.get(layer, 0) + num_bytes
+        largest = max(largest, *layers.values())
+    return largest
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Those of every 8-bit row, by the row that is worst."""
+    ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
+    deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
+    if not ours:
+        return []
+    peers = [row for row in rows if row["kind"] == "peer" and row["format"] != "bf16"]
+    rate = min(float(row["plain_s"]) / float(row["transfer_s"]) for row in ours)
+    return [
+        _worst(ours, "rank_bytes_over_own_shard", "bytes to a rank over its own 8-bit shard", 1.02),
+        _worst(ours, "bytes_over_bf16", "wire bytes over BF16 of what is quantised", 0.52),
+        _worst(peers, "ours_over_peer", "seconds over the peer's", 0.6),
+        Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
+        *(_worst_peak(ours, role) for role in TITLES),
+        *([_worst(deltas, "bytes_over_whole", "bytes of a delta over those of all", 0.25)] if deltas else []),
+    ]
+
+
+def _worst(rows: Sequence[Row], column: str, name: str, bound: float) -> Goal:
+    value = max(float(row[column]) for row in rows)
+    return Goal(name=name, value=value, bound=bound, direction="at most", unit="x")
+
+
+def _worst_peak(rows: Sequence[Row], role: str) -> Goal:
+    value = max(float(row[f"peak_extra_bytes/{role}"]) / float(row[f"peak_bound_bytes/{role}"]) for row in rows)
+    return Goal(name=f"{role}: peak extra over its bound", value=value, bound=1.0, direction="at most", unit="x")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""A publish on one device: weights that lie there in BF16 become an engine's, handed over where they are.
+
+The product's packer, hand-over and engine; in place of a trainer a process that holds random parameters and nothing
+else, so that a model of 32 billion fits beside its engine. `device` cpu goes the same way through shared memory, and
+shows the mechanics.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks.harness.record import Goal, Row
+from benchmarks.rollout.step_time import CUDA_SHAPES, TINY
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.weights.fp8_passthrough import parameter_shapes
+from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
+from megatron_rl.weights.shards import Placement, rank_placements
+from rollout.config import EngineConfig, Format
+from rollout.engine.spec import EngineSpec
+from rollout.processes import ProcessEnv
+from rollout.transports.base import HandOverChannel, Memory
+from rollout.types import WeightVersion
+from rollout.weights.fingerprint_sums import Sums, difference
+from rollout.weights.format import WeightFormat
+from rollout.weights.manifest import Wanted
+
+RUN_ID = "ondevice"
+BUCKET_BYTES = 256 << 20
+NUM_PUBLISHES = 6
+"""The first touches memory that nobody has touched and is left out."""
+TIMEOUT_S = 600.0
+
+Device = Literal["cpu", "cuda"]
+
+
+SHAPES = {**CUDA_SHAPES, "tiny": TINY}
+GOALS_S = {"7B": 1.0, "32B": 5.0}
+"""Most seconds of a publish on an H200."""
+
+
+def measure(names: Sequence[str], formats: Sequence[Format], device: Device, work: Path) -> Iterator[Row]:
+    """A row for each shape and format: medians over publishes."""
+    for name in names:
+        model = work / name
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(SHAPES[name].config()), encoding="utf-8")
+        for format in formats:
+            found = asyncio.run(_publishes(model, format, device))
+            yield {
+                "kind": "on one device",
+                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+                "model": name,
+                "format": format,
+                **{key: statistics.median(one[key] for one in found[1:]) for key in found[0]},
+            }
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Seconds of the slowest 8-bit format, by shape."""
+    found = []
+    for name, bound in GOALS_S.items():
+        seconds = [float(row["total_s"]) for row in rows if row["model"] == name and row["format"] != "bf16"]
+        if seconds:
+            goal = f"colocated publish of the shape of {name}"
+            found.append(Goal(name=goal, value=max(seconds), bound=bound, direction="at most", unit="s"))
+    return found
+
+
+async def _publishes(model: Path, format: Format, device: Device) -> list[dict[str, float]]:
+    os.environ.update(ProcessEnv(single_node=True).engine(threads=os.cpu_count() or 1 if device == "cuda" else 1))
+    from rollout.engine.engine import Engine
+
+    config = EngineConfig(
+        format=format,
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        max_num_seqs=8,
+        kv_cache_bytes=64 << 20 if device == "cpu" else 1 << 30,
+        update_timeout_s=TIMEOUT_S,
+    )
+    engine = Engine(EngineSpec(engine_id=0, run_id=RUN_ID, config=config, directory=str(model), max_model_len=256))
+    await engine.start()
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    holder = context.Process(target=_hold, args=(end, str(model), format, device, engine.weights.wanted))
+    holder.start()
+    try:
+        memory: Memory = "cuda" if device == "cuda" else "shm"
+        await engine.weights.init_transport(HandOverChannel(memory=memory, shared_with=((0,),)))
+        plan = _plan(model, format, engine.weights.wanted)
+        return [await _publish(engine, plan, pipe, WeightVersion(number)) for number in range(NUM_PUBLISHES)]
+    finally:
+        pipe.send(None)
+        holder.join(TIMEOUT_S)
+        engine.shutdown()
+
+
+async def _publish(engine: object, plan: ReshardPlan, pipe: Connection, version: WeightVersion) -> dict[str, float]:
+    from rollout.engine.engine import Engine
+
+    assert isinstance(engine, Engine)
+    began = time.perf_counter()
+    pipe.send(version)
+    address, scales_s, pack_s, send_s = await asyncio.to_thread(pipe.recv)
+    staged = time.perf_counter()
+    times = await engine.weights.update(plan.manifest(RUN_ID, version), {0: address})
+    applied = time.perf_counter()
+    found = await engine.weights.loaded_sums()
+    pipe.send("sums")
+    expected: Sums = await asyncio.to_thread(pipe.recv)
+    gap, where = difference(found, expected)
+    assert gap < 0.02, f"{where} differs by {gap}"
+    proven = time.perf_counter()
+    await engine.weights.resume()
+    pipe.send("abandon")
+    peak_bytes = await asyncio.to_thread(pipe.recv)
+    return {
+        "total_s": applied - began,
+        "scales_s": scales_s,
+        "pack_s": pack_s,
+        "send_s": send_s,
+        "stage_s": staged - began,
+        "verify_s": times.arrive_s,
+        "pause_s": times.pause_s,
+        "apply_s": times.apply_s,
+        "sums_s": proven - applied,
+        "weight_gap": gap,
+        "wire_bytes": float(sum(bucket.num_bytes for bucket in plan.buckets)),
+        "peak_extra_bytes": float(peak_bytes),
+    }
+
+
+def _plan(model: Path, format: Format, wanted: Sequence[Wanted]) -> ReshardPlan:
+    return plan_reshard(
+        read_model_spec(model),
+        ParallelConfig(),
+        format=WeightFormat(name=format),
+        bucket_bytes=BUCKET_BYTES,
+        te_names=False,
+        wanted=wanted,
+    )
+
+
+# -- the process that holds the weights ----------------------------------------------------------------
+
+
+def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: Sequence[Wanted]) -> None:
+    from rollout.transports.colocated import HandOverSender, Segment, ShmSegment
+
+    segment: Segment = ShmSegment(run_id=RUN_ID, rank=0)
+    if device == "cuda":
+        from rollout.transports.cuda_ipc import CudaSegment
+
+        segment = CudaSegment()
+    spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, wanted)
+    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
+    packer = WeightPacker(
+        plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
+    )
+    sender = HandOverSender(
+        segment, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
+    )
+    while (order := pipe.recv()) is not None:
+        if order == "sums":
+            pipe.send(packer.sent_sums())
+        elif order == "abandon":
+            sender.abandon()
+            pipe.send(_peak_extra(device))
+        else:
+            _reset_peak(device)
+            began = time.perf_counter()
+            packer.refresh_scales()
+            _synchronize(device)
+            scales_s = time.perf_counter() - began
+            address = packer.send(sender, order)
+            pipe.send((address, scales_s, packer.pack_s, packer.send_s))
+
+
+def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
+        for name, shape in parameter_shapes(held).items()
+    }
+
+
+def _synchronize(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+_before = [0]
+
+
+def _reset_peak(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        _before[0] = torch.cuda.memory_allocated()
+
+
+def _peak_extra(device: Device) -> int:
+    """Bytes of the device beyond what was there before the publish; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() - _before[0] if device == "cuda" else 0

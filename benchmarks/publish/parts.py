@@ -1,0 +1,339 @@
+"""Parts of a publish measured by themselves: a model for it, peaks of memory, bytes over a transport, BF16's way."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.quantization.formats import CODE_FORMATS
+from megatron_rl.weights.packer import STRIP, strips
+from megatron_rl.weights.reshard_plan import ReshardPlan, wire_tensors
+from rollout.transports import rendezvous, shm
+from rollout.transports import shm_files as segments
+from rollout.transports import streaming as process_group
+from rollout.transports.base import GroupChannel, Inbox, Sender, chain
+from rollout.types import WeightVersion
+from rollout.weights.format import FP8_BLOCK, WeightFormat
+from rollout.weights.manifest import Box, WeightManifest
+
+RUN_ID = "publishbenchmark"
+TIMEOUT_S = 300.0
+NUM_LAYERS, QUICK_LAYERS = 32, 2
+VERSION = WeightVersion(0)
+
+
+def write_model(directory: Path, *, quick: bool) -> Path:
+    """A Hugging Face directory of half a billion random BF16 weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": QUICK_LAYERS if quick else NUM_LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "vocab_size": 32768,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        tensor.name: (torch.randn(tensor.shape, generator=random) * 0.02).to(torch.bfloat16)
+        for tensor in wire_tensors(read_model_spec(directory), WeightFormat(name="bf16"))
+    }
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@contextmanager
+def peak_extra(titles: Mapping[str, str]) -> Iterator[dict[str, float]]:
+    """Fills in, by role, the most bytes that one process of it had resident beyond what it began with.
+
+    `titles` maps a role to how the titles of its processes begin. Shared memory counts where it is mapped.
+    """
+    watched = [(role, process.pid, process.memory_info().rss) for role, process in _processes(titles)]
+    for _, pid, _ in watched:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the kernel's mark of the peak begins anew
+    found: dict[str, float] = {}
+    yield found
+    for role, pid, before in watched:
+        peak = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]
+        key = f"peak_extra_bytes/{role}"
+        found[key] = max(found.get(key, 0.0), float(int(peak) * 1024 - before))
+
+
+@contextmanager
+def asleep(titles: Mapping[str, str]) -> Iterator[None]:
+    """While it is entered, processes of these titles (as for `peak_extra`) take no part of the machine's time."""
+    stopped = [process for _, process in _processes(titles)]
+    for process in stopped:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in stopped:
+            process.resume()
+
+
+def _processes(titles: Mapping[str, str]) -> list[tuple[str, psutil.Process]]:
+    """Descendants of this process, and the role of each."""
+    return [
+        (role, process)
+        for process in psutil.Process().children(recursive=True)
+        for role, title in titles.items()
+        if (process.cmdline() or [""])[0].startswith(title)
+    ]
+
+
+@contextmanager
+def exact_memory() -> Iterator[None]:
+    """Processes that are started within give every larger block back to the system as soon as it is freed.
+
+    Otherwise glibc keeps it, and what a process has resident says little about what it needs. It costs time.
+    """
+    settings = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 20))
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def _ready_processes() -> ForkServerContext:
+    """Where processes are forked from one that has imported everything: importing takes longer than what is measured.
+
+    Buffers are allocated in the forked ones, as in spawned ones.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+# -- bytes over a transport ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Who sends a plan's buckets to whom, and how."""
+
+    manifest: WeightManifest
+    source_ranks: tuple[int, ...]
+    num_engines: int
+    num_ranks: int
+    """Of an engine."""
+    transport: str
+    """`shm` or `gloo`."""
+    plain: bool
+    """Without checksums."""
+    folder: str
+    """In shared memory: where senders leave the paths of their segments."""
+    ports: tuple[int, ...]
+    """Of a store for each engine."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes: senders, then engine ranks."""
+        return len(self.source_ranks) + self.num_engines * self.num_ranks
+
+    def channel(self, engine: int) -> GroupChannel:
+        """Of one engine, in a chain of all."""
+        return chain(
+            [("127.0.0.1", port) for port in self.ports],
+            order=range(self.num_engines),
+            source_ranks=self.source_ranks,
+            num_engine_ranks=self.num_ranks,
+            timeout_s=TIMEOUT_S,
+        )[engine]
+
+
+def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport: str, plain: bool) -> float:
+    """Seconds to bring all buckets of a plan from its source ranks to every engine rank that wants them.
+
+    By the product's own transport, from the sender's memory to the last checksum (`plain`: without any, a copy of the
+    bytes), into memory that nobody has touched. Nothing is quantised and nothing loaded. Every rank is a process.
+    """
+    stores = [rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
+    with TemporaryDirectory(dir=segments.SHM) as folder:
+        route = Route(
+            manifest=plan.manifest(RUN_ID, VERSION),
+            source_ranks=plan.source_ranks,
+            num_engines=num_engines,
+            num_ranks=num_ranks,
+            transport=transport,
+            plain=plain,
+            folder=folder,
+            ports=tuple(store.port for store in stores),
+        )
+        context = _ready_processes()
+        meet = context.Barrier(route.world_size + 1, timeout=TIMEOUT_S)
+        jobs = [context.Process(target=_rank, args=(route, rank, meet)) for rank in range(route.world_size)]
+        for job in jobs:
+            job.start()
+        meet.wait()  # all are there
+        began = time.perf_counter()
+        meet.wait()  # what is staged is laid down
+        meet.wait()  # all has arrived
+        seconds = time.perf_counter() - began
+        for job in jobs:
+            job.join()
+    return seconds
+
+
+def _rank(route: Route, number: int, meet: Barrier) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if route.plain:
+        for module in (process_group, shm):
+            module.seal = module.verify = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    if number < len(route.source_ranks):
+        _send(route, route.source_ranks[number], meet)
+    else:
+        _take(route, *divmod(number - len(route.source_ranks), route.num_ranks), meet)
+
+
+def _send(route: Route, rank: int, meet: Barrier) -> None:
+    own = [bucket for bucket in route.manifest.buckets if bucket.source_rank == rank]
+    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in own),), dtype=torch.uint8)
+    sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
+    if route.transport == "gloo":
+        sender = streaming = process_group.GroupSender(rank=rank, timeout_s=TIMEOUT_S)
+        streaming.attach(0, route.channel(0))
+    meet.wait()
+    if route.transport == "gloo":
+        meet.wait()
+    sender.open(VERSION, own)
+    for bucket in own:
+        sender.buffer(bucket.index).copy_(payload[: bucket.num_bytes])
+        sender.commit(bucket.index)
+    path = sender.finish()
+    if route.transport == "shm":
+        Path(route.folder, str(rank)).write_text(path, encoding="utf-8")
+        meet.wait()
+    meet.wait()
+    sender.abandon()
+
+
+def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
+    own = [bucket for bucket in route.manifest.buckets if bucket.wanted_by(rank)]
+    streaming = process_group.GroupInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
+    meet.wait()
+    meet.wait()
+    if streaming is not None:
+        streaming.expect(VERSION, timeout_s=TIMEOUT_S)
+        inbox: Inbox = streaming
+    else:
+        paths = {source: Path(route.folder, str(source)) for source in route.source_ranks}
+        segments = {source: path.read_text(encoding="utf-8") for source, path in paths.items()}
+        inbox = shm.ShmInbox(route.manifest, segments, engine_rank=rank)
+    for bucket in own:
+        inbox.take(bucket).clone()  # a copy, as the loader makes one
+    meet.wait()
+
+
+# -- the peer's way ------------------------------------------------------------------------------------
+
+
+def gather_s(model: Path, *, by_stage: bool) -> float:
+    """Seconds in which the first of two ranks gets in BF16 what the other has, tensor after tensor.
+
+    Half of every matrix, or `by_stage` the second half of all weights, which peers with pipeline stages also bring to
+    one place before they send (verl, `megatron_utils.broadcast_from_megatron_pp`: even to all stages).
+    """
+    store = rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    context = _ready_processes()
+    found = context.Queue()
+    jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, found)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    seconds = float(found.get(timeout=TIMEOUT_S))
+    for job in jobs:
+        job.join()
+    del store
+    return seconds
+
+
+def _gather(model: str, port: int, rank: int, by_stage: bool, found: "multiprocessing.Queue[float]") -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, None, is_master=False), rank=rank, world_size=2)
+    weights = [one for one in load_file(Path(model) / "model.safetensors").values() if one.dim() == 2]
+    # where every matrix is cut the other half is gathered of each, between stages half of the matrices
+    own = weights[len(weights) // 2 :] if by_stage else [one.chunk(2)[rank].contiguous() for one in weights]
+    dist.barrier()
+    began = time.perf_counter()
+    for part in own:
+        if by_stage and rank == 0:
+            dist.recv(torch.empty_like(part), src=1)
+        elif by_stage:
+            dist.send(part, dst=0)
+        else:
+            dist.gather(part, [torch.empty_like(part) for _ in range(2)] if rank == 0 else None)
+    dist.barrier()
+    if rank == 0:
+        found.put(time.perf_counter() - began)
+    dist.destroy_process_group()
+
+
+def quantise_s(model: Path, format: str, *, num_engines: int, num_ranks: int) -> float:
+    """Seconds in which all engine ranks of a peer, a process each, quantise their shards of the layers at once."""
+    if format not in CODE_FORMATS:
+        return 0.0
+    context = _ready_processes()
+    meet, found = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
+    jobs = [
+        context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, found))
+        for _ in range(num_engines)
+        for rank in range(num_ranks)
+    ]
+    for job in jobs:
+        job.start()
+    seconds = max(float(found.get(timeout=TIMEOUT_S)) for _ in jobs)
+    for job in jobs:
+        job.join()
+    return seconds
+
+
+def _quantise(
+    model: str, format: str, rank: int, num_ranks: int, meet: Barrier, found: "multiprocessing.Queue[float]"
+) -> None:
+    torch.set_num_threads(1)
+    rule = CODE_FORMATS[format]
+    shards = [
+        weight.chunk(num_ranks)[rank].clone()
+        for name, weight in load_file(Path(model) / "model.safetensors").items()
+        if ".layers." in name and weight.dim() == 2
+    ]
+    some = shards[0][:FP8_BLOCK]  # what is compiled is loaded once
+    rule.codes(some, rule.factors(rule.amax(some, (0, 0))), (0, 0))
+    meet.wait()
+    began = time.perf_counter()
+    for shard in shards:
+        # as our trainers do it: strip by strip it is faster than whole
+        for strip in strips(Box(start=(0, 0), shape=tuple(shard.shape)), most=STRIP, multiple=FP8_BLOCK):
+            part = shard[strip.slices((0, 0))]
+            factors = rule.factors(rule.amax(part, strip.start))
+            rule.scales(factors)
+            rule.codes(part, factors, strip.start)
+    found.put(time.perf_counter() - began)

@@ -1,0 +1,1 @@
+"""Real vLLM engines: drafting, sampling and the time of a forward."""

@@ -1,0 +1,302 @@
+"""Tokens per CPU second of real vLLM engines that decode the same recorded responses with different drafts.
+
+`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3] [--resume]`: one engine process per method, all with one
+thread and a model of 184 M random weights that emits generated traces (`benchmarks.rollout.forced_sampler`): forwards
+are real, texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one
+visit (small batches several times), and all methods decode them by turns, some tokens at a time, so that a busy machine
+spoils all sides alike. Every round starts its engines anew, so that what one process happens to do faster than another
+averages out, and warms them up by turns that count nowhere. A round takes most of an hour; OUT is written after every
+row, and `--resume` goes on. `--methods stock ours` and `--histories` choose what is measured of the rounds that OUT
+lacks. `--quick`: a small model, short responses, one round of three methods; it shows that everything runs. `--trained
+DIR`, the work directory of a quickstart: what each method does with a model that samples for itself
+(`benchmarks.rollout.trained`).
+"""
+
+import shutil
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.drafting.baselines import arctic
+from benchmarks.drafting.traces import SIBLINGS, VOCABULARY, generate
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.harness.record_inputs import arctic_inputs, quickstart_inputs
+from benchmarks.rollout.client import EngineProcess, engines
+from benchmarks.rollout.server import METHODS
+from benchmarks.rollout.traced_engine import write_model
+from benchmarks.rollout.trained import checkpoints, trained_goals, trained_rows
+from history.store.traces import write_traces
+
+BATCHES = (1, 8, 32, 64)
+REUSE = {"87 % reuse": 0.87, "random history": 0.0}
+LOWEST_RATIO = 0.95
+QUICK_METHODS = ("ngram",)
+"""Starting an engine takes most of a minute's share."""
+RESAMPLES = 2000
+REPEATS = {1: 5, 8: 4, 32: 2}
+"""Times that a batch is decoded in a round, with other prompts: a small one takes seconds."""
+WARM_UP = 3
+"""Responses that warm engines up are so many times shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the benchmark is."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    num_tokens: int
+    """Mean length of a response that counts."""
+    batches: Sequence[int] = BATCHES
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompts are 64 tokens; lengths are lognormal, spread by a quarter over prompts and a tenth within a group."""
+        return 64 + 3 * self.num_tokens
+
+
+FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=384)
+QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, batches=(1, 8))
+
+
+def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: int) -> tuple[Path, Path]:
+    """Fresh prompts with a visit before: the files of that visit and of the `batch` responses to decode."""
+    prompts = -(-batch // SIBLINGS)
+    generated = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=prompts, seed=seed)
+    history, traces = work / f"{seed}-before.jsonl", work / f"{seed}.jsonl"
+    write_traces(history, [trace for trace in generated.traces if trace.step == 0])
+    write_traces(traces, [trace for trace in generated.traces if trace.step == 1][:batch])
+    return history, traces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Some responses that all methods decode, one after the other."""
+
+    round: int
+    repeat: int
+    history: str
+    batch: int
+    seed: int
+    """Of its prompts; no two turns have the same."""
+
+    def methods(self, methods: Sequence[str]) -> list[str]:
+        """In the order of this turn. Without a useful history peers have nothing to show."""
+        some = [name for name in methods if REUSE[self.history] or name in ("stock", "ours")]
+        first = (self.round + self.repeat) % len(some)
+        return some[first:] + some[:first]
+
+    def has(self, row: Row) -> bool:
+        """Whether a row is one of this turn's."""
+        mine = {"round": self.round, "repeat": self.repeat, "history": self.history, "batch": self.batch}
+        return mine.items() <= row.items()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What engines decode between their start and their end."""
+
+    number: int
+    warm_ups: Sequence[Turn]
+    """The useless history first: those that count begin with engines that a history has been of use to."""
+    turns: Sequence[Turn]
+
+
+def rounds(batches: Sequence[int], num_rounds: int) -> Iterator[Round]:
+    """All of them."""
+    seeds = count(1)
+    for number in range(1, num_rounds + 1):
+
+        def turn(history: str, batch: int, repeat: int = 0, number: int = number) -> Turn:
+            return Turn(round=number, repeat=repeat, history=history, batch=batch, seed=next(seeds))
+
+        yield Round(
+            number=number,
+            warm_ups=[turn(history, batch) for history in reversed(REUSE) for batch in batches],
+            turns=[
+                turn(history, batch, repeat)
+                for history in REUSE
+                for batch in batches
+                for repeat in range(REPEATS.get(batch, 1))
+            ],
+        )
+
+
+def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
+    """The turn's rows, if every method has decoded it: otherwise none, and it is decoded again by all."""
+    found = [row for row in rows if turn.has(row)]
+    return found if {row["method"] for row in found} >= set(turn.methods(methods)) else []
+
+
+def split(all_rounds: Iterable[Round], before: Sequence[Row], methods: Sequence[str]) -> tuple[list[Row], list[Round]]:
+    """What was measured before of these rounds, and the rounds with the turns that were not."""
+    kept: list[Row] = []
+    wanted = []
+    for one in all_rounds:
+        missing = []
+        for turn in one.turns:
+            found = whole_turn(turn, before, methods)
+            kept += found
+            missing += [turn] if not found else []
+        wanted.append(replace(one, turns=missing))
+    return kept, wanted
+
+
+def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_tokens: int) -> Iterator[Row]:
+    """A turn's rows: all methods decode it, in slices."""
+    history, traces = write_cell(
+        work, reuse=REUSE[turn.history], batch=turn.batch, num_tokens=num_tokens, seed=turn.seed
+    )
+    methods = turn.methods(list(running))
+    for method in methods:
+        running[method].begin(history, traces)
+    found: dict[str, dict[str, float]] = {}
+    while len(found) < len(methods):
+        for method in [method for method in methods if method not in found]:
+            if (took := running[method].go_on()) is not None:
+                found[method] = took
+    for method in methods:
+        yield {
+            "round": turn.round,
+            "repeat": turn.repeat,
+            "history": turn.history,
+            "batch": turn.batch,
+            "method": method,
+            **found[method],
+        }
+
+
+def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
+    """Tokens per CPU second of `method` over `other`'s, of each turn of a round."""
+    cell = {
+        (row["round"], row.get("repeat", 0), row["method"]): float(row["tokens_per_cpu_s"])
+        for row in rows
+        if (row["history"], row["batch"]) == (kind, batch)
+    }
+    decoded = sorted({key[:2] for key in cell})
+    return [
+        cell[*turn, method] / cell[*turn, other] for turn in decoded if {(*turn, method), (*turn, other)} <= cell.keys()
+    ]
+
+
+def lower_bound(values: Sequence[float]) -> float:
+    """Lower 95 % bootstrap bound of the median."""
+    draws = np.random.default_rng(0).choice(np.array(values), size=(RESAMPLES, len(values)))
+    return float(np.quantile(np.median(draws, axis=1), 0.05))
+
+
+def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -> list[Goal]:
+    """The bounds of the engine; medians of ratios within rounds."""
+    kind, random = REUSE
+    found = [
+        Goal(
+            name=f"ours over {other}, batch {batch}, {kind}",
+            value=statistics.median(ratios(rows, kind, batch, "ours", other)),
+            bound={("stock", 1): 2.5, ("stock", 8): 1.5}.get((other, batch), 1.0),
+            direction="at least",
+            unit="x",
+        )
+        for batch in batches
+        for other in methods
+        if other != "ours"
+    ]
+    return found + [
+        Goal(
+            name=f"ours over stock, batch {batch}, {history}, lower 95 % bound",
+            value=lower_bound(ratios(rows, history, batch, "ours", "stock")),
+            bound=LOWEST_RATIO,
+            direction="at least",
+            unit="x",
+        )
+        for history in (kind, random)
+        for batch in batches
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all of it."""
+    parser = arguments("Decoding speed of real engines with drafts of several methods.")
+    parser.add_argument("--rounds", type=int, default=3, help="0: only what --trained asks for")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="stock and ours always run")
+    parser.add_argument(
+        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="of which turns are decoded"
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
+    parser.add_argument("--resume", action="store_true", help="keep the turns that OUT already has")
+    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, for its model's own samples")
+    options = parser.parse_args(argv)
+    if options.trained is not None:
+        checkpoints(options.trained)
+    size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
+    before = rows_before(options.json, resume=options.resume)
+    own = [row for row in before if "temperature" in row and options.trained is None]
+    missing = ["any GPU"]
+    if options.trained is None and not own:
+        missing.append("acceptance and losslessness on a trained model: none was given with --trained")
+    methods = [
+        name
+        for name in METHODS
+        if name in {"stock", "ours", *(options.methods or (QUICK_METHODS if options.quick else METHODS))}
+    ]
+    if "suffix" in methods and arctic.load(arctic.DIRECTORY) is None:
+        methods.remove("suffix")
+        missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.drafting.baselines.arctic`")
+    inputs = [*quickstart_inputs(options.trained), *(arctic_inputs(arctic.DIRECTORY) if "suffix" in methods else ())]
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    write_model(
+        options.work / "model",
+        vocabulary=VOCABULARY,
+        hidden=size.hidden,
+        layers=size.layers,
+        intermediate=size.intermediate,
+        heads=size.heads,
+    )
+    all_rounds = rounds(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
+    rows, wanted = split(all_rounds, before, methods)
+    wanted = [
+        replace(one, turns=[turn for turn in one.turns if turn.history in options.histories])
+        for one in wanted
+        if one.number <= num_rounds
+    ]
+    rows += own
+
+    def keep(row: Row) -> None:
+        rows.append({**row, "load_average": psutil.getloadavg()[0]})
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
+        write(options.json, rows=rows, not_measured=missing, inputs=inputs)
+
+    longest, most = size.max_model_len, max(size.batches)
+    for one in (one for one in wanted if one.turns):
+        with engines(
+            methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
+        ) as running:
+            for turn in one.warm_ups:
+                for _ in measure(running, options.work, turn, size.num_tokens // WARM_UP):
+                    pass
+            for turn in one.turns:
+                for row in measure(running, options.work, turn, size.num_tokens):
+                    keep(row)
+    if options.trained is not None:
+        for row in trained_rows(options.trained, methods, options.work, quick=options.quick):
+            keep(row)
+            own.append(row)
+    reached: list[Goal] = []
+    if num_rounds and not options.quick:
+        decoded = {row["method"] for row in rows if "temperature" not in row}
+        reached = goals(rows, [name for name in METHODS if name in decoded], size.batches)
+    reached += trained_goals(own)
+    write(options.json, rows=rows, goals=reached, not_measured=missing, inputs=inputs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Processes of engines that benchmarks talk to: one per method, jobs and answers as JSON lines."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from rollout.processes import ProcessEnv
+
+
+class EngineProcess:
+    """One method's engine (`benchmarks.rollout.server`), with one thread; `decode` and `sample` wait for its answer."""
+
+    def __init__(
+        self, method: str, model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
+    ) -> None:
+        """`model` has made-up weights unless it is `trained`; `work` is for its log and the history's segments."""
+        self.method = method
+        self._work = work
+        self._log = work / f"{method}.log"
+        segments = work / "segments"
+        segments.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "benchmarks.rollout.server", method, f"--model={model}"]
+        command += [f"--segments={segments}", f"--max-model-len={max_model_len}", f"--max-num-seqs={max_num_seqs}"]
+        environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *(["--trained"] if trained else [])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self._answer()
+
+    def decode(self, history: Path, traces: Path) -> dict[str, float]:
+        """What the engine measured while it emitted these responses."""
+        return _with_rates(self._ask({"history": str(history), "traces": str(traces)}))
+
+    def begin(self, history: Path, traces: Path) -> None:
+        """Get ready to `go_on` with these responses: history and prompts are there."""
+        self._ask({"history": str(history), "traces": str(traces), "pauses": True})
+
+    def go_on(self) -> dict[str, float] | None:
+        """Decode a slice (`benchmarks.rollout.traced_engine.SLICE`) of what was begun; what was measured, once it
+        ends.
+        """
+        took = self._ask({})
+        return None if "paused" in took else _with_rates(took)
+
+    def sample(
+        self, history: Path, prompts: Path, *, temperature: float, seed: int, max_tokens: int
+    ) -> tuple[dict[str, float], list[list[int]]]:
+        """What it measured while the model answered these prompts itself, and the response ids."""
+        responses = self._work / f"{self.method}-responses.json"
+        job = {"history": str(history), "traces": str(prompts), "responses": str(responses)}
+        took = _with_rates(self._ask({**job, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}))
+        return took, json.loads(responses.read_text(encoding="utf-8"))
+
+    def close(self) -> None:
+        """End it."""
+        _open(self._process.stdin).close()
+        self._process.wait()
+
+    def _ask(self, job: Mapping[str, str | int | float]) -> dict[str, float]:
+        print(json.dumps(job), file=_open(self._process.stdin), flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        line = _open(self._process.stdout).readline()
+        if not line:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise SystemExit(f"the engine of {self.method!r} ended; the end of {self._log}:\n{tail}")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+
+def _with_rates(took: dict[str, float]) -> dict[str, float]:
+    num_tokens, num_drafted = took["num_tokens"], took["num_drafted"]
+    return took | {
+        "accepted_share": (num_tokens - took["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
+        "tokens_per_cpu_s": num_tokens / took["cpu_s"],
+        "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
+    }
+
+
+def _open(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+@contextmanager
+def engines(
+    methods: Sequence[str], model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
+) -> Iterator[Mapping[str, EngineProcess]]:
+    """All engines, one after the other started, ended together."""
+    with ExitStack() as stack:
+        running = {}
+        for method in methods:
+            running[method] = EngineProcess(
+                method, model, work, max_model_len=max_model_len, max_num_seqs=max_num_seqs, trained=trained
+            )
+            stack.callback(running[method].close)
+        yield running

@@ -1,0 +1,153 @@
+"""Acceptance and losslessness of every method on a trained model that samples for itself; for `benchmarks.rollout`.
+
+For each of two checkpoints of one run, its warm start and its final policy, several times with other prompts: the stock
+engine samples a visit, which is the history; then every method samples the next visit with other seeds, and greedily.
+Before, all engines sample prompts of their own: what a forward costs is learned from those. Greedy responses are
+compared with the stock engine's: in BF16 a batch of another shape rounds differently, and so may draw level at a
+near-tie, in at most one prompt of a hundred.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from benchmarks.harness.record import Goal, Row
+from benchmarks.rollout.client import EngineProcess, engines
+from history.store.traces import Trace, read_traces, write_traces
+
+NUM_GROUPS, GROUP_SIZE = 32, 8
+NUM_SAMPLES = 5
+"""One takes a second or two of CPU time, and says little alone."""
+BATCH = 64
+MAX_RESPONSE_TOKENS = 192
+WARM_UPS = 10
+"""Of some hundred forwards each, few of them without a prompt: a run has as many in two or three steps."""
+_VISIT = 1000
+"""Seeds of a visit: one for each response."""
+MOST_DIFFERING = 0.01
+
+
+def checkpoints(work: Path) -> dict[str, Path]:
+    """The two models in the work directory of a quickstart. ValueError if there is none."""
+    found = {"warm start": work / "warm", "final policy": work / "run" / "policy"}
+    for directory in (*found.values(), work / "run" / "traces"):
+        if not directory.exists():
+            raise ValueError(f"--trained {work}: no {directory}; name the work directory of a quickstart")
+    return found
+
+
+def trained_rows(run: Path, methods: Sequence[str], work: Path, *, quick: bool = False) -> Iterator[Row]:
+    """Rows of both checkpoints."""
+    num_groups, num_samples = (2, 1) if quick else (NUM_GROUPS, NUM_SAMPLES)
+    known = _prompts(run / "run" / "traces", (1 + num_samples) * num_groups)
+    warm_up, *groups = (
+        [
+            replace(trace, step=1, sample=number)
+            for trace in known[start : start + num_groups]
+            for number in range(GROUP_SIZE)
+        ]
+        for start in range(0, len(known), num_groups)
+    )
+    longest = max(len(trace.prompt_ids) for trace in known) + MAX_RESPONSE_TOKENS
+    for checkpoint, model in checkpoints(run).items():
+        with engines(methods, model, work, max_model_len=longest, max_num_seqs=BATCH, trained=True) as running:
+            visit = _Visit.of("warm-up", warm_up, running["stock"], work, seed=0)
+            for number in range(WARM_UPS):
+                for engine in running.values():
+                    visit.sample(engine, temperature=1.0, seed=_VISIT * (1 + number))
+            for number, group in enumerate(groups):
+                visit = _Visit.of("group", group, running["stock"], work, seed=_VISIT * (100 + 2 * number))
+                for row in _sample_rows(visit, running, number, seed=_VISIT * (101 + 2 * number)):
+                    yield {"history": checkpoint, "sample": number, **row}
+
+
+def _prompts(directory: Path, number: int) -> list[Trace]:
+    """One trace of each of the first prompts of a run. ValueError if it had fewer."""
+    known: dict[str, Trace] = {}
+    for path in sorted(directory.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-"))):
+        known |= {trace.prompt_id: trace for trace in read_traces(path) if trace.prompt_id not in known}
+        if len(known) >= number:
+            return list(known.values())[:number]
+    raise ValueError(f"--trained: {directory} has {len(known)} prompts, {number} are needed; run more steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Visit:
+    """Prompts, and files of them, of each once and of what they produced before."""
+
+    asked: Path
+    once: Path
+    before: Path
+
+    @classmethod
+    def of(cls, name: str, asked: Sequence[Trace], stock: EngineProcess, work: Path, *, seed: int) -> Self:
+        """The stock engine samples the visit before."""
+        found = cls(**{part: work / f"trained-{name}-{part}.jsonl" for part in ("asked", "once", "before")})
+        for path in (found.asked, found.once, found.before):
+            path.unlink(missing_ok=True)
+        write_traces(found.asked, asked)
+        write_traces(found.once, [trace for trace in asked if trace.sample == 0])
+        write_traces(found.before, [])
+        _, responses = found.sample(stock, temperature=1.0, seed=seed)
+        answered = zip(asked, responses, strict=True)
+        past = [replace(trace, step=0, response_ids=np.array(ids, dtype=np.int32)) for trace, ids in answered]
+        write_traces(found.before, past)
+        return found
+
+    def sample(
+        self, engine: EngineProcess, *, temperature: float, seed: int
+    ) -> tuple[dict[str, float], list[list[int]]]:
+        """What the engine measured, and its responses; greedily it is asked once for each prompt."""
+        prompts = self.asked if temperature else self.once
+        return engine.sample(self.before, prompts, temperature=temperature, seed=seed, max_tokens=MAX_RESPONSE_TOKENS)
+
+
+def _sample_rows(visit: _Visit, running: Mapping[str, EngineProcess], number: int, *, seed: int) -> Iterator[Row]:
+    """All methods, in the order of this sample; greedily the stock engine is first, against which they are held."""
+    methods = list(running)
+    first = number % len(methods)
+    for method in methods[first:] + methods[:first]:
+        took, _ = visit.sample(running[method], temperature=1.0, seed=seed)
+        yield {"temperature": 1.0, "batch": BATCH, "method": method, **took}
+    stock: list[list[int]] = []
+    for method in sorted(methods, key=lambda name: name != "stock"):
+        took, responses = visit.sample(running[method], temperature=0.0, seed=seed)
+        stock = stock or responses
+        yield {
+            "temperature": 0.0,
+            "batch": BATCH,
+            "method": method,
+            **took,
+            "num_responses": len(responses),
+            "num_differing": sum(a != b for a, b in zip(stock, responses, strict=True)),
+        }
+
+
+def trained_goals(rows: Sequence[Row]) -> list[Goal]:
+    """Drafts of ours make sampling faster than others do, and change no greedy response but at near-ties."""
+    found = []
+    for checkpoint in dict.fromkeys(str(row["history"]) for row in rows if "temperature" in row):
+        mine = [row for row in rows if row["history"] == checkpoint and "temperature" in row]
+        over = statistics.median(_over_the_best(mine))
+        name = f"{checkpoint}: tokens per CPU second over the best other's, stock included, temperature 1"
+        found.append(Goal(name=name, value=over, bound=1.0, direction="at least", unit="x"))
+        greedy = [row for row in mine if row["method"] == "ours" and "num_differing" in row]
+        differing, responses = (sum(int(row[name]) for row in greedy) for name in ("num_differing", "num_responses"))
+        name = f"{checkpoint}: greedy responses that drafts changed"
+        found.append(
+            Goal(name=name, value=differing / responses, bound=MOST_DIFFERING, direction="at most", unit="share")
+        )
+    return found
+
+
+def _over_the_best(rows: Sequence[Row]) -> list[float]:
+    """Of each sample at temperature 1."""
+    samples: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row["temperature"] == 1.0:
+            samples.setdefault(int(row["sample"]), {})[str(row["method"])] = float(row["tokens_per_cpu_s"])
+    return [rates["ours"] / max(rate for name, rate in rates.items() if name != "ours") for rates in samples.values()]

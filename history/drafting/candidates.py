@@ -1,0 +1,357 @@
+"""Says what comes next for every row of a batch, and how likely it is to survive. Compiled, no Python per row.
+
+Rows are worked on in passes, each asking for the memory that the next one reads: with many requests the index is far
+larger than the caches, and waiting for it would be most of the time.
+"""
+
+import numpy as np
+
+from history.drafting.acceptance import (
+    ELSEWHERE,
+    LIVING,
+    NUM_CANDIDATES,
+    agreement_bin,
+    cell,
+    corrected,
+    depth_bin,
+    level,
+    match_bin,
+    origin_at,
+    relation_bin,
+    scaled,
+)
+from history.drafting.live_text import (
+    BUCKET,
+    BY_FIVE_TOO,
+    BY_ONE_TOO,
+    BY_THREE,
+    FIVE,
+    bucket_of,
+    bucket_of_five,
+    newest_places,
+)
+from history.drafting.realign import realign
+from history.drafting.recent_ring import NUM_PLACES
+from history.drafting.state import (
+    BUCKETS,
+    CHOSEN,
+    CURSOR,
+    CURSOR_TEXT,
+    DRAFTED,
+    FENCES,
+    GROUP,
+    HISTORY,
+    IN_HISTORY,
+    LIVE,
+    LIVE_SIZE,
+    LIVE_TEXT,
+    LOST,
+    MAX_PLACES,
+    MOVED,
+    NOWHERE,
+    NUM_BUCKETS,
+    NUM_FENCES,
+    NUM_RESPONSES,
+    NUM_TOKENS,
+    ORDER,
+    OTHERWISE,
+    PROMPT_LENGTH,
+    RESPONSES,
+    SHARED,
+    STICKY,
+    STRENGTH,
+    TOKENS,
+    DraftState,
+    Floats,
+    Longs,
+    borrowed_state,
+)
+from history.drafting.update import cursor_tokens
+from history.index.search import WINDOW, best_places, context_fence, follow, narrowed, window
+from history.index.suffix_array import descend, node_at, top_shift
+from history.jit import CACHE_LINE, borrowed, int32s_at, int64s_at, kernel, prefetch
+from history.types import TokenIds
+
+_HOPELESS = 0.02
+"""Survival below which a candidate is not followed any further."""
+
+
+@kernel
+def propose(
+    state: DraftState,
+    slots: Longs,
+    token_ids: TokenIds,
+    num_tokens: TokenIds,
+    rooms: TokenIds,
+    drafts: TokenIds,
+    survivals: Floats,
+    available: TokenIds,
+) -> None:
+    """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
+    and how many there are, at most rooms[i], into `available` [R].
+    """
+    state, token_ids = borrowed_state(state), borrowed(token_ids)
+    num_rows = len(slots)
+    begins = np.empty(num_rows, dtype=np.int64)
+    ends = np.empty(num_rows, dtype=np.int64)
+    buckets = np.empty(num_rows, dtype=np.int64)
+    shared = np.full(num_rows, -1, dtype=np.int64)
+    keys, firsts = _search(state, slots, token_ids, num_tokens, rooms)
+    for row in range(num_rows):
+        available[row] = 0
+        begins[row] = ends[row] = 0
+        if slots[row] >= 0:
+            state.slots[slots[row], CHOSEN] = -1
+            state.slots[slots[row], DRAFTED] = 0
+        if slots[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row], buckets[row] = _locate(
+                state, slots[row], token_ids[row], num_tokens[row], keys[row], firsts[row]
+            )
+            shared[row] = _locate_shared(state, slots[row], token_ids[row], num_tokens[row])
+    for row in range(num_rows):
+        if slots[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row] = _approach(
+                state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
+            )
+            if shared[row] >= 0:
+                for i in range(NUM_PLACES):
+                    position = max(state.ring_buckets[shared[row], i], 0)
+                    prefetch(state.ring.ctypes.data + 4 * position)
+    for row in range(num_rows):
+        slot = slots[row]
+        if slot < 0 or rooms[row] <= 0:
+            continue
+        _find_candidates(state, slot, token_ids[row], num_tokens[row], begins[row], ends[row])
+        chosen, otherwise = _judge(state, slot, rooms[row])
+        if chosen < 0:
+            continue
+        state.slots[slot, CHOSEN], state.slots[slot, OTHERWISE] = chosen, otherwise
+        available[row] = min(state.lengths[slot, chosen], rooms[row])
+        for k in range(state.lengths[slot, chosen]):
+            product = state.candidate_products[chosen, k]
+            state.products[slot, k] = product
+            survivals[row, k] = corrected(state.corrections, chosen, depth_bin(k), product)
+            drafts[row, k] = state.chains[slot, chosen, k]
+        level(survivals[row], state.lengths[slot, chosen])
+        for k in range(state.lengths[slot, chosen]):
+            state.survivals[slot, k] = survivals[row, k]
+
+
+@kernel
+def _search(
+    state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds
+) -> tuple[Longs, Longs]:
+    """Search every row's segment for what its text ends with: the fence of that context, and how many are smaller.
+
+    All rows go down one level before any goes down the next, so that what a row reads next has long been asked for.
+    """
+    num_rows = len(slots)
+    keys, firsts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    levels, shifts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    num_searching = 0
+    for row in range(num_rows):
+        if slots[row] >= 0 and rooms[row] > 0:
+            columns, length = state.slots[slots[row]], num_tokens[row]
+            size = state.groups[columns[GROUP], NUM_TOKENS]
+            if size > 0:
+                keys[row] = context_fence(token_ids[row], length - 1, length - columns[PROMPT_LENGTH])
+                shifts[row] = top_shift(size)
+                prefetch(state.groups[columns[GROUP], FENCES])
+                num_searching += 1
+    while num_searching > 0:
+        num_searching = 0
+        for row in range(num_rows):
+            if shifts[row] > 0:
+                group = state.groups[state.slots[slots[row], GROUP]]
+                fences = int64s_at(group[FENCES], group[NUM_FENCES])
+                levels[row], firsts[row], shifts[row] = descend(
+                    fences, group[NUM_TOKENS], keys[row], levels[row], firsts[row], shifts[row]
+                )
+                prefetch(group[FENCES] + 8 * node_at(levels[row], firsts[row]))
+                num_searching += shifts[row] > 0
+    return keys, firsts
+
+
+@kernel
+def _locate(state: DraftState, slot: int, text: TokenIds, length: int, key: int, first: int) -> tuple[int, int, int]:
+    """Where to look: a range of the segment's order and a bucket of the living text (-1: none). Asks for both."""
+    group = state.slots[slot, GROUP]
+    limit = length - state.slots[slot, PROMPT_LENGTH]
+    begin, end, bucket = 0, 0, -1
+    size = state.groups[group, NUM_TOKENS]
+    if size > 0:
+        fences = int64s_at(state.groups[group, FENCES], state.groups[group, NUM_FENCES])
+        begin, end = window(fences, size, key, first)
+        prefetch(state.groups[group, RESPONSES])
+        address = state.groups[group, ORDER]
+        for line in range(address + 4 * begin, address + 4 * min(end, begin + WINDOW), CACHE_LINE):
+            prefetch(line)
+    if limit > 0:
+        bucket = bucket_of(state.groups[group, NUM_BUCKETS], text, length - 1, limit)
+        prefetch(state.groups[group, BUCKETS] + 4 * BUCKET * bucket)
+    return begin, end, bucket
+
+
+@kernel
+def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) -> int:
+    """The bucket of the ring to look into first (-1: none). Asks for it."""
+    limit = length - state.slots[slot, PROMPT_LENGTH]
+    if limit <= 0 or state.shares[0] == 0:
+        return -1
+    if limit >= FIVE:
+        bucket = bucket_of_five(len(state.ring_buckets), text, length - 1)
+    else:
+        bucket = bucket_of(len(state.ring_buckets), text, length - 1, limit)
+    for line in range(0, 4 * NUM_PLACES, CACHE_LINE):
+        prefetch(state.ring_buckets.ctypes.data + 4 * NUM_PLACES * bucket + line)
+    return bucket
+
+
+@kernel
+def _approach(
+    state: DraftState, slot: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
+) -> tuple[int, int]:
+    """Cut a long range down, and ask for the texts that will be compared."""
+    group = state.slots[slot, GROUP]
+    if end > begin:
+        address, size = state.groups[group, TOKENS], state.groups[group, NUM_TOKENS]
+        order = int32s_at(state.groups[group, ORDER], size)
+        if end - begin > WINDOW:
+            limit = length - state.slots[slot, PROMPT_LENGTH]
+            begin, end = narrowed(int32s_at(address, size), order, begin, end, text, length - 1, limit)
+        for i in range(begin, end):
+            prefetch(address + 4 * order[i])
+    if bucket >= 0:
+        positions = int32s_at(state.groups[group, BUCKETS] + 4 * BUCKET * bucket, BUCKET)
+        for i in range(BUCKET):
+            prefetch(state.groups[group, LIVE_TEXT] + 4 * max(positions[i], 0))
+    if state.slots[slot, CURSOR_TEXT] != NOWHERE:
+        column = TOKENS if state.slots[slot, CURSOR_TEXT] == IN_HISTORY else LIVE_TEXT
+        prefetch(state.groups[group, column] + 4 * state.slots[slot, CURSOR])
+    return begin, end
+
+
+@kernel
+def _find_candidates(
+    state: DraftState,
+    slot: int,
+    text: TokenIds,
+    length: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes and kinds."""
+    places, kinds = state.places, state.kinds
+    columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
+    last, limit = length - 1, length - columns[PROMPT_LENGTH]
+    live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
+    cursor, cursor_text, lost = columns[CURSOR], columns[CURSOR_TEXT], columns[LOST]
+    for candidate in range(NUM_CANDIDATES):
+        tokens, count, strength = live, 0, 0
+        if candidate == HISTORY:
+            if end > begin:
+                tokens = int32s_at(group[TOKENS], group[NUM_TOKENS])
+                order = int32s_at(group[ORDER], group[NUM_TOKENS])
+                few = places[:MAX_PLACES]
+                count, strength = best_places(tokens, order, begin, end, text, last, limit, few)
+        elif candidate == LIVE:
+            if limit > 0:
+                buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
+                contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
+                count, strength = newest_places(live, buckets, text, last, limit, contexts, places)
+        elif candidate == SHARED:
+            if limit > 0 and state.shares[0]:
+                tokens, buckets = state.ring, state.ring_buckets
+                count, strength = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
+        elif cursor_text != NOWHERE:
+            tokens = cursor_tokens(state, slot)
+            strength, places[0] = columns[STRENGTH], cursor
+            if candidate == STICKY:
+                count = 0 if lost == 0 and _is_followed(state, slot, cursor_text, cursor) else 1
+                kinds[STICKY] = lost if lost <= 2 else (3 if lost <= 4 else 4)
+            elif lost > 0:
+                shift, equal = realign(tokens, cursor, text, last, limit)
+                count, places[0] = (1 if equal > 0 else 0), cursor + shift
+                kinds[MOVED] = min(equal, 4) - 1 + (4 if shift < 0 else 0)
+        state.strengths[slot, candidate] = strength
+        state.lengths[slot, candidate] = 0
+        if count > 0:
+            state.lengths[slot, candidate], state.anchors[slot, candidate] = follow(
+                tokens, places, count, state.chains[slot, candidate], state.votes[candidate]
+            )
+
+
+@kernel
+def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
+    """Whether another candidate already continues at the cursor."""
+    candidate = HISTORY if text == IN_HISTORY else LIVE
+    return bool(state.lengths[slot, candidate] > 0 and state.anchors[slot, candidate] == cursor)
+
+
+@kernel
+def _judge(state: DraftState, slot: int, room: int) -> tuple[int, int]:
+    """Products of rates along every candidate; the one with most expected tokens, also without the ring (-1: none)."""
+    votes, common, others = state.votes, state.common, state.leads
+    best, chosen, best_otherwise, otherwise = 0.0, -1, 0.0, -1
+    for candidate in range(NUM_CANDIDATES):
+        for other in range(candidate):
+            common[candidate, other] = common[other, candidate] = _common(state, slot, candidate, other)
+    for candidate in range(NUM_CANDIDATES):
+        length = state.lengths[slot, candidate]
+        if length == 0:
+            continue
+        num_others = 0
+        for other in range(NUM_CANDIDATES):
+            if common[candidate, other] >= 0:
+                others[num_others] = common[candidate, other]
+                num_others += 1
+        match = match_bin(state.strengths[slot, candidate])
+        origin = _origin(state, slot, candidate)
+        state.origins[slot, candidate] = origin
+        expected, product, scale = 0.0, 1.0, state.origin_scales[origin]
+        for k in range(length):
+            num_same = 0
+            for other in range(num_others):
+                num_same += others[other] > k
+            agreement = state.kinds[candidate]
+            if candidate < STICKY:
+                agreement = agreement_bin(votes[candidate, k, 0], votes[candidate, k, 1])
+            where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_others - num_same))
+            state.cells[slot, candidate, k] = where
+            product *= scaled(state.rates[where], scale)
+            state.candidate_products[candidate, k] = product
+            if k < room:
+                expected += product
+            if product < _HOPELESS:
+                state.lengths[slot, candidate] = k + 1
+                break
+        if expected > best:
+            best, chosen = expected, candidate
+        if expected > best_otherwise and candidate != SHARED:
+            best_otherwise, otherwise = expected, candidate
+    return chosen, otherwise
+
+
+@kernel
+def _origin(state: DraftState, slot: int, candidate: int) -> int:
+    """Where a candidate's chain comes from."""
+    text = state.slots[slot, CURSOR_TEXT]
+    if candidate == SHARED:
+        return ELSEWHERE
+    if candidate == LIVE or (candidate >= STICKY and text != IN_HISTORY):
+        return LIVING
+    group = state.slots[slot, GROUP]
+    responses = int32s_at(state.groups[group, RESPONSES], 2 * state.groups[group, NUM_RESPONSES])
+    return origin_at(responses, state.anchors[slot, candidate])
+
+
+@kernel
+def _common(state: DraftState, slot: int, candidate: int, other: int) -> int:
+    """How many tokens two candidates say alike from the first on; -1 if there is nothing to compare."""
+    most = min(state.lengths[slot, candidate], state.lengths[slot, other])
+    if most == 0:
+        return -1
+    k = 0
+    while k < most and state.chains[slot, candidate, k] == state.chains[slot, other, k]:
+        k += 1
+    return k

@@ -1,0 +1,123 @@
+"""How many tokens of each row to draft: as many as raise the expected tokens per second of the whole batch.
+
+A batch of R rows emits sum_i w_i (1 + sum_{k <= l_i} s_ik) weighted tokens in T(R, N) seconds, where s_ik
+is the probability that token k of row i's draft survives, l_i the length drafted, N = R + sum l_i, and
+w_i the row's makespan weight. Survival falls along a draft, so for a given N the best choice is the N - R
+largest w_i s_ik, whatever the surface looks like; all N are tried. It is "a token iff s_ik >= G (dT/dN) / w_i",
+G being tokens per second, without assuming that T is smooth.
+
+Invariants: the choice is never worse, under the model, than drafting nothing; if drafts cannot pay it is all zeros;
+tokens whose values differ by less than a 128th are taken for equal, and nothing else is approximated.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from history.jit import kernel
+
+_WORTH = 1.01
+"""Tokens per second with drafts over those without, below which nothing is drafted: a model errs that much."""
+_OCTAVES, _BINS_PER_OCTAVE = 16, 128
+_LEAST = 2.0**-10
+"""Values are binned from here over `_OCTAVES` powers of two; a token of less is never worth its forward."""
+_NUM_BINS = _OCTAVES * _BINS_PER_OCTAVE
+
+
+@kernel
+def choose_draft_lengths(
+    survivals: npt.NDArray[np.float32],
+    available: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float64],
+    seconds: npt.NDArray[np.float64],
+) -> npt.NDArray[np.int32]:
+    """Return how many tokens to draft for each of R rows, int32 [R].
+
+    Args:
+        survivals: [R, K], probability that a token and all before it are accepted; what rises along K is cut.
+        available: [R], tokens that there are to draft, at most K.
+        weights: [R], positive; see `makespan_weights`.
+        seconds: [E + 1], duration of a forward with so many drafted tokens in all; at most E are drafted.
+    """
+    num_rows = len(available)
+    values = np.zeros(survivals.shape, dtype=np.float32)
+    counts = np.zeros(_NUM_BINS, dtype=np.int64)
+    sums = np.zeros(_NUM_BINS)
+    for row in range(num_rows):
+        survival = np.float32(1.0)
+        for k in range(available[row]):
+            survival = min(survival, survivals[row, k])
+            value = np.float32(min(survival * weights[row], 63.9))
+            if value < _LEAST:
+                break
+            values[row, k] = value
+    bins = (values.view(np.int32) - _FIRST_BITS) >> _BIN_SHIFT
+    for row in range(num_rows):
+        for k in range(available[row]):
+            if bins[row, k] < 0:
+                break
+            counts[bins[row, k]] += 1
+            sums[bins[row, k]] += values[row, k]
+    num_drafted, last_bin, num_of_last = _best_prefix(counts, sums, weights.sum(), seconds)
+    lengths = np.zeros(num_rows, dtype=np.int32)
+    if num_drafted == 0:
+        return lengths
+    for row in range(num_rows):
+        k = 0
+        while k < available[row] and bins[row, k] > last_bin:
+            k += 1
+        while k < available[row] and bins[row, k] == last_bin and num_of_last > 0:
+            k += 1
+            num_of_last -= 1
+        lengths[row] = k
+    return lengths
+
+
+_FIRST_BITS = int(np.float32(_LEAST).view(np.int32))
+_BIN_SHIFT = 23 - 7
+"""Positive floats are ordered like their bits; seven bits of the mantissa are kept: 128 bins an octave."""
+
+
+@kernel
+def _best_prefix(
+    counts: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], undrafted: float, seconds: npt.NDArray[np.float64]
+) -> tuple[int, int, int]:
+    """Tokens of the best choice, the lowest bin that it takes from, and how many from that bin."""
+    best_rate = _WORTH * undrafted / seconds[0]
+    best, best_bin, best_of_bin = 0, 0, 0
+    gain, num = undrafted, 0
+    for place in range(len(counts)):
+        bin_ = len(counts) - 1 - place
+        for j in range(counts[bin_]):
+            num += 1
+            if num >= len(seconds):
+                return best, best_bin, best_of_bin
+            gain += sums[bin_] / counts[bin_]
+            if gain > best_rate * seconds[num]:
+                best_rate = gain / seconds[num]
+                best, best_bin, best_of_bin = num, bin_, j + 1
+    return best, best_bin, best_of_bin
+
+
+@kernel
+def break_even(seconds: npt.NDArray[np.float64], num_rows: int) -> float:
+    """Least mean survival of drafted tokens at which any number of them pays; from 1 on, no draft ever can.
+
+    `seconds` as in `choose_draft_lengths`.
+    """
+    least = np.inf
+    for extra in range(1, len(seconds)):
+        least = min(least, (seconds[extra] - seconds[0]) / extra)
+    return float(least * num_rows / seconds[0])
+
+
+@kernel
+def makespan_weights(remaining: npt.NDArray[np.float64], floor: float, cap: float) -> npt.NDArray[np.float64]:
+    """Return what a token of each of R rows counts, [R]: its expected remaining tokens over their mean, clipped.
+
+    A step ends with its longest response: a second saved on a row that has long to go is worth more.
+    """
+    weights = np.ones(len(remaining))
+    mean = remaining.mean()
+    if mean > 0:
+        weights = np.minimum(np.maximum(remaining / mean, floor), cap)
+    return weights

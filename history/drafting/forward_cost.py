@@ -1,0 +1,335 @@
+"""What a forward costs, learned while the engine runs: seconds by rows, verified tokens and context.
+
+What is drafted at these prices is `history.drafting.draft_length`'s to choose.
+
+    T(B, N, C) = t_0 + rows(B) + tokens(N) + jump [N > B] + c C
+
+`rows` and `tokens` are piecewise linear and rising; B requests, N tokens computed (one of each row, and its
+draft), C tokens of keys and values read. One sum for all batches means that the plain forwards of a full batch
+already tell what a small batch with many drafts will cost. Coefficients are those of a prior (a table of
+`benchmarks.rollout.step_time`, or `DEFAULT`) times factors that are fitted to the forwards seen, each relative
+to its own duration; neighbouring factors are tied weakly, so what was never seen follows what was.
+
+Invariants: T never falls in N, B or C; one forward, however slow (a first compilation, a process that was swapped
+out), moves the fit by a bounded amount; old forwards are forgotten; where little is known, drafts are
+priced below the estimate until they were tried a few times, but never further up than the next segment of N, so
+exploration is bounded and never ends for good. Sizes that an engine pads to are prices of their own: up to the
+next size more tokens cost nothing.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from history.jit import kernel
+
+Floats = npt.NDArray[np.float64]
+Longs = npt.NDArray[np.int64]
+
+ROW_EDGES = (0, 8, 32, 128, 512, 1 << 30)
+TOKEN_EDGES = (0, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)
+_NUM_ROW_SLOPES = len(ROW_EDGES) - 1
+_NUM_TOKEN_SLOPES = len(TOKEN_EDGES) - 1
+_BASE, _ROWS, _TOKENS = 0, 1, 1 + _NUM_ROW_SLOPES
+_JUMP = _TOKENS + _NUM_TOKEN_SLOPES
+_CONTEXT = _JUMP + 1
+_NUM_COEFFICIENTS = _CONTEXT + 1
+
+_FORGET = 1 - 1 / 512
+"""What an observation counts one forward later."""
+_NUM_FIRST = 8
+"""Forwards that only set the scale of the prior, by their median."""
+_FIT_EVERY = 16
+_NUM_ROUNDS = 8
+_TIE = 0.001
+"""Weight of the tie between neighbouring factors, in observations."""
+_BOUND = 0.3
+"""Relative error from which an observation counts by its sign and no longer by its size."""
+_LARGEST_SURPRISE = 3.0
+_LEAST_FACTOR = 1e-3
+"""Of the scale: no forward is free, and later ones are measured relative to the estimate."""
+_TRIED = 3.0
+"""Observations of drafts in a segment after which their price is the estimate."""
+_DISCOUNT = 0.5
+_EVIDENT = 0.5
+"""Observations in a segment from which the next one may be tried."""
+_PLAIN = 4.0
+"""Forwards without drafts, of about as many rows, that must be remembered before drafts are priced: what a draft
+costs is a difference."""
+
+
+class Observation(NamedTuple):
+    """One forward in which every row decodes."""
+
+    num_rows: int
+    num_tokens: int
+    """Computed: one of each row, and the drafts."""
+    num_context_tokens: int
+    """Tokens of all rows whose keys and values were there before."""
+    seconds: float
+
+
+def _default() -> Floats:
+    found = np.zeros(_NUM_COEFFICIENTS)
+    found[_BASE] = 10e-3
+    found[_ROWS:_TOKENS] = 0.04e-3
+    found[_TOKENS:_JUMP] = 0.3e-3
+    found[_JUMP] = 0.1e-3
+    found[_CONTEXT] = 2.7e-8
+    return found
+
+
+DEFAULT = _default()
+"""Seconds; a cautious machine, whose forward doubles at 32 tokens. Only ratios matter: the scale is fitted first."""
+
+
+class PriceSurface:
+    """T of one engine. `observe` mutates; not for several threads."""
+
+    def __init__(self, *, prior: Floats | None = None, verify_sizes: Sequence[int] = (), known_tokens: int = 0) -> None:
+        """Start from a prior.
+
+        Args:
+            prior: coefficients; None is `DEFAULT`.
+            verify_sizes: numbers of tokens that the engine pads a forward to (CUDA graphs); beyond the last, none.
+            known_tokens: up to this N the prior was measured, and is not explored.
+        """
+        self.num_observed = 0
+        self.num_explored = 0
+        """Forwards whose drafts went where fewer than `_TRIED` had been."""
+        self._prior = DEFAULT if prior is None else prior
+        self._sizes = np.array(sorted(verify_sizes), dtype=np.int64)
+        self._known_tokens = known_tokens
+        self._first: list[Observation] = []
+        self._scale = 1.0
+        self._products = np.zeros((_NUM_COEFFICIENTS, _NUM_COEFFICIENTS))
+        self._targets = np.zeros(_NUM_COEFFICIENTS)
+        self._seen = np.zeros(_NUM_TOKEN_SLOPES)
+        self._drafted = np.zeros(_NUM_TOKEN_SLOPES)
+        self._plain = np.zeros(_NUM_TOKEN_SLOPES)
+        self._theta = self._prior.copy()
+
+    def observe(self, *, num_rows: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """Learn from a forward in which every row decoded; one with prompt chunks is not to be reported."""
+        seen = Observation(num_rows, num_tokens, num_context_tokens, seconds)
+        if not (0 < num_rows <= num_tokens and num_context_tokens >= 0 and 0 < seconds < np.inf):
+            raise ValueError(f"no decoding forward looks like {seen}: 0 < num_rows <= num_tokens, 0 < seconds < inf")
+        self.num_observed += 1
+        segment = _segment_of(num_tokens)
+        if num_tokens > num_rows:
+            self.num_explored += int(num_tokens > self._known_tokens and self._drafted[segment] < _TRIED)
+            self._drafted *= _FORGET
+            self._drafted[segment] += 1
+        else:
+            self._plain[segment] += 1
+        self._plain *= _FORGET
+        self._seen *= _FORGET
+        self._seen[segment] += 1
+        if self.num_observed <= _NUM_FIRST:
+            self._set_scale(seen)
+        else:
+            self._add(seen, memory=_FORGET)
+            if self.num_observed % _FIT_EVERY == 0:
+                self._fit()
+
+    def _set_scale(self, seen: Observation) -> None:
+        self._first.append(seen)
+        ratios = [first.seconds / self._of_prior(first) for first in self._first]
+        self._scale = float(np.median(ratios))
+        self._theta = self._prior * self._scale
+        if len(self._first) == _NUM_FIRST:
+            self._fit_to(self._first)
+
+    def _of_prior(self, seen: Observation) -> float:
+        return float(_features(*seen[:3], self._sizes) @ self._prior)
+
+    def _fit_to(self, forwards: Sequence[Observation]) -> None:
+        """Begin again with these forwards, all counting alike; rounds, because weights depend on the fit."""
+        for _ in range(_NUM_ROUNDS):
+            self._products[:] = 0
+            self._targets[:] = 0
+            for seen in forwards:
+                self._add(seen, memory=1.0)
+            self._fit()
+
+    def _add(self, seen: Observation, *, memory: float) -> None:
+        """Add a forward to the normal equations, in factors of the prior and relative to its estimate."""
+        features = _features(*seen[:3], self._sizes)
+        estimate = float(features @ self._theta)
+        target = min(seen.seconds / estimate, _LARGEST_SURPRISE)
+        weight = min(1.0, _BOUND / max(abs(target - 1), 1e-9))
+        _accumulate(self._products, self._targets, features * self._prior / estimate, target, weight, memory)
+
+    def _fit(self) -> None:
+        """Least squares with factors >= 0: those that come out negative are zero, and the rest is solved again."""
+        left = self._products + _TIE * _TIES
+        right = self._targets + _TIE * _ANCHOR * self._scale
+        factors = np.linalg.solve(left, right)
+        free = factors >= 0
+        while (factors < 0).any():
+            factors = np.zeros(_NUM_COEFFICIENTS)
+            factors[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
+            free &= factors >= 0
+        self._theta = np.maximum(factors, _LEAST_FACTOR * self._scale) * self._prior
+
+    def seconds(self, num_rows: int, num_tokens: int, num_context_tokens: int = 0) -> float:
+        """Estimated duration of a forward."""
+        return float(_features(num_rows, num_tokens, num_context_tokens, self._sizes) @ self._theta)
+
+    def seconds_by_tokens(self, num_rows: int, max_tokens: int, num_context_tokens: int = 0) -> Floats:
+        """Return the price of drafting 0, 1, .. tokens in all, [max_tokens - num_rows + 1], seconds; never falls.
+
+        Where drafts were hardly tried this is below `seconds`, and infinite further out than the segment after
+        the largest forward seen. All drafts cost infinity where a plain forward is to be seen first, and this call
+        counts as one.
+        """
+        plain = self.seconds(num_rows, num_rows, num_context_tokens)
+        if self._plain[_segment_of(num_rows)] < _PLAIN:
+            # whether or not it will be observed: a prompt may come in
+            self._plain[_segment_of(num_rows)] += 1
+            return np.array([plain] + [np.inf] * (max_tokens - num_rows))
+        doubts = np.clip(1 - self._drafted / _TRIED, 0, 1) * _DISCOUNT
+        doubts[: _segment_of(self._known_tokens) + 1 if self._known_tokens else 0] = 0
+        return _by_tokens(num_rows, max_tokens, self._limit(num_rows), plain, self._theta, doubts, self._sizes)
+
+    def _limit(self, num_rows: int) -> int:
+        """Most tokens of a forward that may be explored."""
+        seen = np.flatnonzero(self._seen > _EVIDENT)
+        highest = max(_segment_of(max(self._known_tokens, num_rows)), int(seen.max(initial=0)))
+        return TOKEN_EDGES[min(highest + 2, _NUM_TOKEN_SLOPES)]
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls, path: Path, *, only: Mapping[str, str] | None = None, verify_sizes: Sequence[int] = ()
+    ) -> "PriceSurface":
+        """A surface whose prior is fitted to the rows of a record of `benchmarks.rollout.step_time`, or of `save`.
+
+        Args:
+            path: the file.
+            only: fields that a row must have, such as `{"model": "7B", "format": "int8"}`.
+            verify_sizes: as for the constructor.
+
+        Raises:
+            ValueError: the file is no such record, or has no such rows.
+        """
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            wanted = [row for row in rows if all(row.get(key) == value for key, value in (only or {}).items())]
+            seen = [Observation(*(row[field] for field in Observation._fields)) for row in wanted if "seconds" in row]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no record of `python -m benchmarks.rollout.step_time`: {error!r}") from error
+        if not seen:
+            raise ValueError(f"{path} has no row with {dict(only or {})}; it has {len(rows)} others")
+        return cls.fitted(seen, verify_sizes=verify_sizes)
+
+    @classmethod
+    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "PriceSurface":
+        """A surface whose prior is fitted to forwards, all of them counting alike."""
+        table = list(seen)
+        teacher = cls(verify_sizes=verify_sizes)
+        teacher._scale = float(np.median([forward.seconds / teacher._of_prior(forward) for forward in table]))
+        teacher._theta = DEFAULT * teacher._scale
+        teacher._fit_to(table)
+        known_tokens = max(forward.num_tokens for forward in table)
+        return cls(prior=teacher._theta, verify_sizes=verify_sizes, known_tokens=known_tokens)
+
+    def save(self, path: Path) -> None:
+        """Write the surface as rows of the same schema, as far as forwards were seen."""
+        largest = max([1, *(TOKEN_EDGES[k + 1] for k in np.flatnonzero(self._seen > 0) if k + 1 < _NUM_TOKEN_SLOPES)])
+        sizes = [size for size in TOKEN_EDGES[1:-1] if size <= max(largest, self._known_tokens)] or [1]
+        rows = [
+            Observation(num_rows, num_tokens, context, self.seconds(num_rows, num_tokens, context))._asdict()
+            for num_rows in (1, *sizes)
+            for num_tokens in (1, *sizes)
+            for context in (0, num_rows * 4096)
+            if num_rows <= num_tokens
+        ]
+        path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _tie_matrix() -> Floats:
+    """Quadratic form of the differences between neighbouring factors; each chain begins at the base's factor."""
+    rows, tokens = range(_ROWS, _TOKENS), range(_TOKENS, _JUMP)
+    pairs = [(_BASE, _ROWS), (_BASE, _TOKENS), (_BASE, _JUMP), (_BASE, _CONTEXT)]
+    pairs += [*pairwise(rows), *pairwise(tokens)]
+    found = np.diag(_ANCHOR)
+    for a, b in pairs:
+        found[a, a] += 1
+        found[b, b] += 1
+        found[a, b] -= 1
+        found[b, a] -= 1
+    return found
+
+
+_ANCHOR = np.full(_NUM_COEFFICIENTS, 0.01)
+"""How strongly every factor is tied to the scale of the first forwards, in ties."""
+_TIES = _tie_matrix()
+
+
+@kernel
+def _segment_of(num_tokens: int) -> int:
+    segment = 0
+    while num_tokens > TOKEN_EDGES[segment + 1]:
+        segment += 1
+    return segment
+
+
+@kernel
+def _padded(num_tokens: int, sizes: Longs) -> int:
+    for size in sizes:
+        if size >= num_tokens:
+            return int(size)
+    return num_tokens
+
+
+@kernel
+def _features(num_rows: int, num_tokens: int, num_context_tokens: int, sizes: Longs) -> Floats:
+    """What each coefficient is multiplied with."""
+    found = np.zeros(_NUM_COEFFICIENTS)
+    found[_BASE] = 1
+    for k in range(_NUM_ROW_SLOPES):
+        found[_ROWS + k] = max(min(num_rows, ROW_EDGES[k + 1]) - ROW_EDGES[k], 0)
+    padded = _padded(num_tokens, sizes)
+    for k in range(_NUM_TOKEN_SLOPES):
+        found[_TOKENS + k] = max(min(padded, TOKEN_EDGES[k + 1]) - TOKEN_EDGES[k], 0)
+    found[_JUMP] = 1 if num_tokens > num_rows else 0
+    found[_CONTEXT] = num_context_tokens
+    return found
+
+
+@kernel
+def _accumulate(products: Floats, targets: Floats, row: Floats, target: float, weight: float, memory: float) -> None:
+    for i in range(len(row)):
+        targets[i] = memory * targets[i] + weight * row[i] * target
+        for j in range(len(row)):
+            products[i, j] = memory * products[i, j] + weight * row[i] * row[j]
+
+
+@kernel
+def _by_tokens(
+    num_rows: int, max_tokens: int, limit: int, plain: float, theta: Floats, doubts: Floats, sizes: Longs
+) -> Floats:
+    found = np.full(max_tokens - num_rows + 1, np.inf)
+    found[0] = plain
+    priced = _padded(num_rows, sizes)
+    segment = _segment_of(priced)
+    price = plain + (1 - doubts[_segment_of(num_rows + 1)]) * theta[_JUMP]
+    size = 0
+    for num_tokens in range(num_rows + 1, min(max_tokens, limit) + 1):
+        while size < len(sizes) and sizes[size] < num_tokens:
+            size += 1
+        padded = sizes[size] if size < len(sizes) else num_tokens
+        while priced < padded:
+            priced += 1
+            while priced > TOKEN_EDGES[segment + 1]:
+                segment += 1
+            price += (1 - doubts[segment]) * theta[_TOKENS + segment]
+        found[num_tokens - num_rows] = price
+    return found

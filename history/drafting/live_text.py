@@ -1,0 +1,145 @@
+"""The living text of one prompt: what its requests have produced so far in this process, indexed as it grows.
+
+One int32 array holds regions, each behind a `SEPARATOR` and followed by one: first the prompt, then a region
+for every request of the group, as long as its longest response. `buckets` [a power of two, places] holds the
+newest positions of each context of three tokens, by its hash, and, where a prompt has no history, of each
+single token; what other prompts said (`history.drafting.recent_ring`) is indexed by five tokens, too. Different
+contexts may share a bucket; a reader compares.
+
+Invariants: a position is in a bucket only if something stands behind it; what is not written yet is separators.
+Mutating: `append`, `reindex`.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from history.index.search import num_equal
+from history.index.suffix_array import SEPARATOR
+from history.jit import kernel
+from history.types import TokenIds
+
+BUCKET = 4
+"""Positions kept of one context of a living text."""
+
+BY_THREE, BY_ONE_TOO, BY_FIVE_TOO = range(3)
+"""The contexts that a text is indexed by: three tokens; also single ones; and also five."""
+
+FIVE = 5
+_ALL = 1 << 30
+
+_ALONE = SEPARATOR - 1
+"""In the place of the tokens before one that stands for itself."""
+
+Numbers = npt.NDArray[np.int32]
+
+
+@kernel
+def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int, contexts: int) -> int:
+    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end."""
+    for i in range(start, stop):
+        live[end] = text[i]
+        if live[end - 1] >= 0:
+            _remember(live, buckets, end - 1, contexts)
+        end += 1
+    return end
+
+
+@kernel
+def reindex(live: TokenIds, buckets: Numbers, num_used: int, contexts: int) -> None:
+    """Index a whole text again, into other (empty) buckets."""
+    for position in range(1, num_used - 1):
+        if live[position] >= 0 and live[position + 1] >= 0:
+            _remember(live, buckets, position, contexts)
+
+
+@kernel
+def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
+    """The bucket of the context of `last` in `text`, of whose response `limit` tokens are there (at least one)."""
+    second = text[last - 1] if limit > 1 else SEPARATOR
+    third = text[last - 2] if limit > 2 else SEPARATOR
+    return _hash(text[last], second, third) & (num_buckets - 1)
+
+
+@kernel
+def bucket_of_five(num_buckets: int, text: TokenIds, last: int) -> int:
+    """The bucket of the five tokens up to `last`, which all belong to one response."""
+    nearest = _hash(text[last], text[last - 1], text[last - 2])
+    return _hash(nearest, text[last - 3], text[last - 4]) & (num_buckets - 1)
+
+
+@kernel
+def newest_places(
+    live: TokenIds, buckets: Numbers, text: TokenIds, last: int, limit: int, contexts: int, places: TokenIds
+) -> tuple[int, int]:
+    """The positions behind the longest match of the context of `last` that is known, newest first.
+
+    It is looked for by three tokens (two at the beginning of a response), then by the newest alone. Where a text is
+    indexed by five, by these first, and all that match so far count alike: many that vote are right more often than the
+    one that matches longest. Returns how many places and how many tokens match.
+    """
+    count, best, most = 0, 0, _ALL
+    if contexts == BY_FIVE_TOO:
+        most = FIVE
+        if limit >= FIVE:
+            bucket = bucket_of_five(len(buckets), text, last)
+            count, best = _matching(live, buckets, bucket, text, last, limit, FIVE, FIVE, places)
+    if count == 0:
+        bucket = bucket_of(len(buckets), text, last, limit)
+        count, best = _matching(live, buckets, bucket, text, last, limit, min(limit + 1, 3), most, places)
+    if count == 0 and contexts != BY_THREE:
+        bucket = _hash(text[last], _ALONE, _ALONE) & (len(buckets) - 1)
+        count, best = _matching(live, buckets, bucket, text, last, limit, 1, most, places)
+    return count, best
+
+
+@kernel
+def _matching(
+    live: TokenIds,
+    buckets: Numbers,
+    bucket: int,
+    text: TokenIds,
+    last: int,
+    limit: int,
+    least: int,
+    most: int,
+    places: TokenIds,
+) -> tuple[int, int]:
+    """Positions of a bucket that match longest, at least by `least` tokens; more than `most` are not asked for."""
+    count, best, limit = 0, least, min(limit, most)
+    for i in range(buckets.shape[1]):
+        position = buckets[bucket, i]
+        if position < 0:
+            break
+        equal = min(num_equal(live, position, text, last, limit), most)
+        if equal > best:
+            best, count = equal, 0
+        if equal == best:
+            places[count] = position + 1
+            count += 1
+    return count, best
+
+
+@kernel
+def _remember(live: TokenIds, buckets: Numbers, position: int, contexts: int) -> None:
+    second = live[position - 1]
+    third = live[position - 2] if second >= 0 else SEPARATOR
+    _push(buckets, _hash(live[position], second, third) & (len(buckets) - 1), position)
+    if contexts != BY_THREE:
+        _push(buckets, _hash(live[position], _ALONE, _ALONE) & (len(buckets) - 1), position)
+    if contexts == BY_FIVE_TOO and third >= 0 and live[position - 3] >= 0 and live[position - 4] >= 0:
+        _push(buckets, bucket_of_five(len(buckets), live, position), position)
+
+
+@kernel
+def _push(buckets: Numbers, bucket: int, position: int) -> None:
+    for i in range(buckets.shape[1] - 1, 0, -1):
+        buckets[bucket, i] = buckets[bucket, i - 1]
+    buckets[bucket, 0] = position
+
+
+@kernel
+def _hash(first: int, second: int, third: int) -> int:
+    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(32)) ^ np.uint64(second + 2)) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ (mixed >> np.uint64(29)) ^ np.uint64(third + 2)) * np.uint64(0x165667B19E3779F9)
+    return int(np.int64(mixed >> np.uint64(33)))

@@ -1,0 +1,234 @@
+"""What drafting keeps between forwards, as flat arrays that kernels read and write.
+
+A *slot* is one request, a *group* all requests of one prompt in this process. The columns of the two
+tables are named here; addresses are those of arrays that the group's owner keeps alive. A *candidate* is a
+way to find what comes next: places of the longest match in the history, the newest places of the living
+text, the newest places of what other prompts said, the cursor, and the cursor moved by an insertion or deletion.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from history.drafting.acceptance import (
+    NUM_BINS,
+    NUM_CANDIDATES,
+    NUM_CORRECTIONS,
+    NUM_ORIGINS,
+    fresh_corrections,
+    fresh_counts,
+)
+from history.drafting.recent_ring import NUM_BUCKETS as RING_BUCKETS
+from history.drafting.recent_ring import NUM_PLACES, RING_TOKENS
+from history.index.suffix_array import SEPARATOR
+from history.jit import borrowed, kernel
+from history.types import TokenIds
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+
+HISTORY, LIVE, SHARED, STICKY, MOVED = range(NUM_CANDIDATES)
+
+PROMPT_LENGTH, GROUP, SEEN, TALLIED, LIVE_END, LIVE_STOP = range(6)
+CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
+"""Columns of a slot. SEEN: tokens taken in. TALLIED: tokens counted, which goes on while the drafter rests. LIVE_END,
+LIVE_STOP: where its region of the living text grows and ends. CURSOR: the position expected next, in CURSOR_TEXT.
+STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: the candidate drafted last (-1: none),
+DRAFTED: how many of its tokens."""
+SHARED_END, SHARED_STOP = 12, 13
+"""Where its newest region of the ring grows and ends; both 0: it has none."""
+OTHERWISE = 14
+"""The candidate that would have been drafted if there were no ring (-1: none)."""
+NUM_SLOT_COLUMNS = 16
+"""Two cache lines; the last column is not used."""
+
+TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
+LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
+RESPONSES, NUM_RESPONSES = 11, 12
+"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; how many
+tokens of the prompt are still to be taken into it, and how many tokens it has. RESPONSES: where each response of
+the segment starts, then the origin of each."""
+NUM_GROUP_COLUMNS = 13
+
+MAX_PLACES = 8
+"""Places of a match in the history that are followed together; of one in the ring,
+`history.drafting.recent_ring.NUM_PLACES`."""
+
+REST_POINTS = 33
+"""Points of a group's table of expected remaining tokens."""
+
+NOWHERE, IN_HISTORY, IN_LIVE = range(3)
+"""Texts that a cursor can be in."""
+
+ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
+PROPOSED_BY, ACCEPTED_BY, GAINED = 5, 9, 13
+COUNTED, PREDICTED, SURVIVED = 14, 14 + NUM_BINS, 14 + 2 * NUM_BINS
+NUM_SUMS = 14 + 3 * NUM_BINS
+"""Counters since the last report; CROWDED: living texts that have outgrown their buckets; GAINED: tokens accepted from
+the ring that what was drafted otherwise had not had, less those that only that had had."""
+
+
+class DraftState(NamedTuple):
+    """S slots, G groups, C candidates, K tokens a draft."""
+
+    slots: Longs
+    """[S, NUM_SLOT_COLUMNS]"""
+    chains: TokenIds
+    """[S, C, K]: what each candidate said last."""
+    cells: TokenIds
+    """[S, C, K]: the cell of each of these tokens."""
+    lengths: TokenIds
+    """[S, C]"""
+    anchors: Longs
+    """[S, C]: position of each chain's first token in its text."""
+    strengths: TokenIds
+    """[S, C]: tokens of context that matched."""
+    origins: TokenIds
+    """[S, C]: where each chain comes from (`history.drafting.acceptance`)."""
+    products: Floats
+    """[S, K]: product of rates of the chosen chain."""
+    survivals: Floats
+    """[S, K]: the same, corrected."""
+    groups: Longs
+    """[G, NUM_GROUP_COLUMNS]"""
+    remaining: Doubles
+    """[G, REST_POINTS + 1]: tokens that a response is expected to emit still, after 0, 1, .. steps; the last is the
+    step in tokens."""
+    counts: Floats
+    """[cells, 2]"""
+    rates: Floats
+    """[cells]"""
+    correction_sums: Floats
+    """[NUM_CORRECTIONS, 2]"""
+    corrections: Floats
+    """[NUM_CORRECTIONS]"""
+    origin_sums: Floats
+    """[NUM_ORIGINS, 2]"""
+    origin_scales: Floats
+    """[NUM_ORIGINS]"""
+    ring: TokenIds
+    """[RING_TOKENS], see `history.drafting.recent_ring`."""
+    ring_buckets: TokenIds
+    """[RING_BUCKETS, NUM_PLACES]"""
+    ring_end: Longs
+    """[1]"""
+    shares: Longs
+    """[1]: whether the ring is looked into, this forward."""
+    sums: Doubles
+    """[NUM_SUMS]"""
+    places: TokenIds
+    """[NUM_PLACES], as all below room to work in."""
+    votes: TokenIds
+    """[C, K, 2]: how many places said a chain's token, of how many."""
+    kinds: Longs
+    """[C]: what the cursor went through, in the place of agreement."""
+    leads: Longs
+    """[C]: how many tokens of each chain, from the first on, were emitted."""
+    common: Longs
+    """[C, C]: how many tokens two chains begin with alike; -1: nothing to compare."""
+    candidate_products: Floats
+    """[C, K]"""
+
+
+@kernel
+def borrowed_state(state: DraftState) -> DraftState:
+    """The state for the length of one kernel: the same arrays, whose owner is its caller."""
+    return DraftState(
+        slots=borrowed(state.slots),
+        chains=borrowed(state.chains),
+        cells=borrowed(state.cells),
+        lengths=borrowed(state.lengths),
+        anchors=borrowed(state.anchors),
+        strengths=borrowed(state.strengths),
+        origins=borrowed(state.origins),
+        products=borrowed(state.products),
+        survivals=borrowed(state.survivals),
+        groups=borrowed(state.groups),
+        remaining=borrowed(state.remaining),
+        counts=borrowed(state.counts),
+        rates=borrowed(state.rates),
+        correction_sums=borrowed(state.correction_sums),
+        corrections=borrowed(state.corrections),
+        origin_sums=borrowed(state.origin_sums),
+        origin_scales=borrowed(state.origin_scales),
+        ring=borrowed(state.ring),
+        ring_buckets=borrowed(state.ring_buckets),
+        ring_end=borrowed(state.ring_end),
+        shares=borrowed(state.shares),
+        sums=borrowed(state.sums),
+        places=borrowed(state.places),
+        votes=borrowed(state.votes),
+        kinds=borrowed(state.kinds),
+        leads=borrowed(state.leads),
+        common=borrowed(state.common),
+        candidate_products=borrowed(state.candidate_products),
+    )
+
+
+def fresh_state(max_draft_tokens: int) -> DraftState:
+    """State without slots or groups."""
+    counts = fresh_counts()
+    return DraftState(
+        slots=np.zeros((0, NUM_SLOT_COLUMNS), dtype=np.int64),
+        chains=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
+        cells=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
+        lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        anchors=np.zeros((0, NUM_CANDIDATES), dtype=np.int64),
+        strengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        origins=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        products=np.zeros((0, max_draft_tokens), dtype=np.float32),
+        survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
+        groups=np.zeros((0, NUM_GROUP_COLUMNS), dtype=np.int64),
+        remaining=np.zeros((0, REST_POINTS + 1)),
+        counts=counts,
+        rates=counts[:, 0] / counts[:, 1],
+        correction_sums=fresh_corrections(),
+        corrections=np.zeros(NUM_CORRECTIONS, dtype=np.float32),
+        origin_sums=np.zeros((NUM_ORIGINS, 2), dtype=np.float32),
+        origin_scales=np.ones(NUM_ORIGINS, dtype=np.float32),
+        ring=np.full(RING_TOKENS, SEPARATOR, dtype=np.int32),
+        ring_buckets=np.full((RING_BUCKETS, NUM_PLACES), -1, dtype=np.int32),
+        ring_end=np.zeros(1, dtype=np.int64),
+        shares=np.ones(1, dtype=np.int64),
+        sums=np.zeros(NUM_SUMS),
+        **room_to_work(max_draft_tokens),
+    )
+
+
+def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
+    """The fields of the state that hold nothing from one row to the next."""
+    return {
+        "places": np.zeros(NUM_PLACES, dtype=np.int32),
+        "votes": np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
+        "kinds": np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        "leads": np.zeros(NUM_CANDIDATES, dtype=np.int64),
+        "common": np.full((NUM_CANDIDATES, NUM_CANDIDATES), -1, dtype=np.int64),
+        "candidate_products": np.zeros((NUM_CANDIDATES, max_draft_tokens), dtype=np.float32),
+    }
+
+
+def with_slots(state: DraftState, num_slots: int) -> DraftState:
+    """The state with more slots, all zero."""
+    return state._replace(
+        slots=_grown(state.slots, num_slots),
+        chains=_grown(state.chains, num_slots),
+        cells=_grown(state.cells, num_slots),
+        lengths=_grown(state.lengths, num_slots),
+        anchors=_grown(state.anchors, num_slots),
+        strengths=_grown(state.strengths, num_slots),
+        origins=_grown(state.origins, num_slots),
+        products=_grown(state.products, num_slots),
+        survivals=_grown(state.survivals, num_slots),
+    )
+
+
+def with_groups(state: DraftState, num_groups: int) -> DraftState:
+    """The state with more groups, all zero."""
+    return state._replace(groups=_grown(state.groups, num_groups), remaining=_grown(state.remaining, num_groups))
+
+
+def _grown(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
+    return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), dtype=array.dtype)])

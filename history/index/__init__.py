@@ -1,0 +1,1 @@
+"""The frozen text index of one prompt: suffix array, segment file and search."""

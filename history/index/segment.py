@@ -1,0 +1,289 @@
+"""One prompt's past responses with their index: immutable, one file in shared memory, attached without a copy.
+
+A newer version of a prompt's segment replaces the file by a rename; who has mapped the old one keeps it.
+Attaching reads the header only (12-30 us at any size); `check_integrity` reads everything.
+
+Invariants: `tokens` holds each response behind a `SEPARATOR`, and `END` last; `order` is a permutation
+of all positions, sorted by left context (`history.index.suffix_array`). A file is complete as soon as it has
+its name. 9.2 bytes a token.
+
+`segments_dir` is the folder of a node's shared memory in which its reader publishes segments.
+
+Its name carries the run and the process that the run belongs to. The reader holds a lock of the kernel
+on it, which ends with the reader however that ends: a folder that nobody has locked is a leftover, and
+the next reader on that node removes it.
+"""
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from history.index.suffix_array import END, SEPARATOR, build_fences, is_sorted, num_fences, sort_by_left_context
+from history.types import PastResponse, TokenIds
+
+_HEADER = struct.Struct("<8sqqqqQQ")
+"""Magic, prompt key, version, tokens, responses, checksum of the body, checksum of the header before it."""
+
+_MAGIC = b"HISTSEG2"
+_NUM_TABLES = 5
+_ALIGNMENT = 64
+
+Numbers = npt.NDArray[np.int32]
+
+
+class SegmentError(RuntimeError):
+    """A segment is not what it says it is; the message names the file (or prompt) and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """All arrays are read-only. R responses, n = sum of lengths + R + 1."""
+
+    prompt_key: int
+    version: int
+    """Grows with every rebuild of the prompt's segment."""
+    tokens: TokenIds
+    """[n], int32"""
+    order: Numbers
+    """[n], int32: positions of `tokens`, sorted by left context."""
+    fences: npt.NDArray[np.int64]
+    """Search tree over `order` (`history.index.suffix_array`), about n / 7 numbers."""
+    starts: Numbers
+    """[R], int32: position of each response's first token."""
+    lengths: Numbers
+    """[R], int32"""
+    steps: Numbers
+    """[R], int32: step that it was sampled for."""
+    samples: Numbers
+    """[R], int32: index within its group."""
+    rewards: npt.NDArray[np.float32]
+    """[R]; NaN until scored."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._arrays())
+
+    def past_responses(self) -> list[PastResponse]:
+        """The responses that it was built from; their tokens are views."""
+        return [
+            PastResponse(
+                token_ids=self.tokens[start : start + length],
+                step=int(self.steps[i]),
+                sample=int(self.samples[i]),
+                reward=float(self.rewards[i]),
+            )
+            for i, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
+        ]
+
+    def check_integrity(self) -> None:
+        """Look at every token: separators where they belong, ids not negative, a sorted permutation.
+
+        Raises SegmentError.
+        """
+        name = f"segment of prompt {self.prompt_key:016x}, version {self.version}"
+        if len(self.tokens) != len(self.order) or int(self.lengths.sum()) + len(self.lengths) + 1 != len(self.tokens):
+            raise SegmentError(f"{name}: {len(self.tokens)} tokens do not hold {len(self.lengths)} responses")
+        if not np.array_equal(self.tokens, _joined(self.past_responses())) or (self.tokens < END).any():
+            raise SegmentError(f"{name}: responses are not separated as their starts and lengths say")
+        if int((self.tokens < 0).sum()) != len(self.lengths) + 1:
+            raise SegmentError(f"{name}: a negative id inside a response")
+        if not np.array_equal(np.sort(self.order), np.arange(len(self.order))):
+            raise SegmentError(f"{name}: the order is not a permutation")
+        if not is_sorted(self.tokens, self.order):
+            raise SegmentError(f"{name}: the order is not sorted")
+        if not np.array_equal(self.fences, build_fences(self.tokens, self.order)):
+            raise SegmentError(f"{name}: the fences are not those of the order")
+
+    def _arrays(self) -> tuple[npt.NDArray[np.int32] | npt.NDArray[np.float32] | npt.NDArray[np.int64], ...]:
+        tables = (self.starts, self.lengths, self.steps, self.samples, self.rewards)
+        return (*tables, self.tokens, self.order, self.fences)
+
+
+def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> Segment:
+    """Index `responses`; empty ones are left out. Compiled and without the interpreter's lock but for the copying.
+
+    Raises ValueError when a token id is negative.
+    """
+    kept = [response for response in responses if len(response.token_ids)]
+    lengths = np.array([len(response.token_ids) for response in kept], dtype=np.int32)
+    starts = (np.cumsum(lengths + 1) - lengths).astype(np.int32)
+    least = min((int(response.token_ids.min()) for response in kept), default=0)
+    if least < 0:
+        raise ValueError(f"token id {least} of prompt {prompt_key:016x}: ids are not negative")
+    tokens = _joined(kept)
+    order = sort_by_left_context(tokens)
+    fences = build_fences(tokens, order)
+    arrays = {
+        "tokens": tokens,
+        "order": order,
+        "starts": starts,
+        "lengths": lengths,
+        "steps": np.array([response.step for response in kept], dtype=np.int32),
+        "samples": np.array([response.sample for response in kept], dtype=np.int32),
+    }
+    rewards = np.array([response.reward for response in kept], dtype=np.float32)
+    segment = Segment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
+    for array in segment._arrays():
+        array.flags.writeable = False
+    return segment
+
+
+def segment_path(directory: Path, prompt_key: int) -> Path:
+    """Where the segment of a prompt lies in a node's folder of segments."""
+    return directory / f"{prompt_key:016x}.segment"
+
+
+def write_segment(directory: Path, segment: Segment) -> Path:
+    """Publish `segment` in `directory`: written aside, then renamed over the version before it."""
+    path = segment_path(directory, segment.prompt_key)
+    aside = path.with_suffix(f".{os.getpid()}.aside")
+    body = _body(segment)
+    checksum = xxhash.xxh3_64()
+    for part in body:
+        checksum.update(part)
+    header = _header(segment, checksum.intdigest())
+    with ExitStack() as undo:
+        undo.callback(aside.unlink, missing_ok=True)
+        with aside.open("wb", buffering=0) as file:
+            for part in (header, *body):
+                file.write(part)
+        aside.rename(path)
+        undo.pop_all()
+    return path
+
+
+def attach_segment(directory: Path, prompt_key: int) -> Segment | None:
+    """The prompt's segment, mapped read-only; None when there is no file.
+
+    Raises SegmentError naming the file when its header or size is wrong.
+    """
+    path = segment_path(directory, prompt_key)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        size = os.fstat(file).st_size
+        if size < _HEADER.size:
+            raise SegmentError(f"{path}: {size} bytes are no segment")
+        mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(file)
+    return _view(path, mapped, prompt_key)
+
+
+def check_file(path: Path) -> None:
+    """Read the whole file of a segment and check it. Raises SegmentError naming it."""
+    try:
+        segment = attach_segment(path.parent, int(path.stem, 16))
+    except ValueError as error:
+        raise SegmentError(f"{path}: not the name of a segment") from error
+    if segment is None:
+        raise SegmentError(f"{path}: no such file")
+    content = path.read_bytes()
+    if xxhash.xxh3_64_intdigest(content[_HEADER.size :]) != _HEADER.unpack_from(content)[5]:
+        raise SegmentError(f"{path}: its checksum does not match its content")
+    segment.check_integrity()
+
+
+def _joined(responses: Sequence[PastResponse]) -> TokenIds:
+    separator = np.array([SEPARATOR], dtype=np.int32)
+    parts = [part for response in responses for part in (separator, response.token_ids)]
+    return np.concatenate([*parts, np.array([END], dtype=np.int32)], dtype=np.int32)
+
+
+def _header(segment: Segment, checksum: int) -> bytes:
+    fields = (_MAGIC, segment.prompt_key, segment.version, len(segment.tokens), len(segment.lengths), checksum)
+    unsigned = _HEADER.pack(*fields, 0)[:-8]
+    return _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(unsigned))
+
+
+def _body(segment: Segment) -> list[memoryview | bytes]:
+    parts: list[memoryview | bytes] = []
+    for array in segment._arrays():
+        parts.append(array.data.cast("B") if len(array) else b"")
+        parts.append(bytes(-array.nbytes % _ALIGNMENT))
+    return [bytes(-_HEADER.size % _ALIGNMENT), *parts]
+
+
+def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> Segment:
+    magic, key, version, num_tokens, num_responses, _, signature = _HEADER.unpack_from(mapped)
+    if magic != _MAGIC or signature != xxhash.xxh3_64_intdigest(mapped[: _HEADER.size - 8]):
+        raise SegmentError(f"{path}: its header is damaged")
+    if key != prompt_key:
+        raise SegmentError(f"{path}: holds prompt {key:016x}")
+    sizes = [num_responses] * _NUM_TABLES + [num_tokens] * 2
+    widths = [*(4 * size for size in sizes), 8 * num_fences(num_tokens)]
+    offsets = np.cumsum([_aligned(_HEADER.size), *map(_aligned, widths)]).tolist()
+    if offsets[-1] != len(mapped):
+        raise SegmentError(f"{path}: {len(mapped)} bytes where its header says {offsets[-1]}")
+    numbers = [np.frombuffer(mapped, np.int32, size, offset) for size, offset in zip(sizes, offsets, strict=False)]
+    starts, lengths, steps, samples, rewards, tokens, order = numbers
+    return Segment(
+        prompt_key=prompt_key,
+        version=version,
+        tokens=tokens,
+        order=order,
+        fences=np.frombuffer(mapped, np.int64, num_fences(num_tokens), offsets[-2]),
+        starts=starts,
+        lengths=lengths,
+        steps=steps,
+        samples=samples,
+        rewards=rewards.view(np.float32),
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % _ALIGNMENT
+
+
+SHM = Path("/dev/shm")
+_PREFIX = "mrl-history-"
+_LOCK = "LOCK"
+
+
+def segments_dir(run_id: str) -> str:
+    """The folder of a run that this process owns; the same on each node."""
+    return str(SHM / f"{_PREFIX}{run_id}-{os.getpid()}")
+
+
+def claim(directory: Path) -> int:
+    """Make `directory` empty and this process's, and return the descriptor of its lock, to be kept open."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    for path in directory.iterdir():
+        if path.name != _LOCK:
+            path.unlink()
+    return descriptor
+
+
+def sweep_segments() -> list[Path]:
+    """Remove the folders on this node whose reader is gone; returns them."""
+    return sorted(path for path in SHM.glob(f"{_PREFIX}*") if path.is_dir() and _remove_if_free(path))
+
+
+def _remove_if_free(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

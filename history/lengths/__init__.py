@@ -1,0 +1,1 @@
+"""Response lengths of prompts, and how well they repeat."""

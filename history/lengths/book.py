@@ -1,0 +1,139 @@
+"""How long each prompt's responses were, visit by visit, and what its next ones are expected to be.
+
+The book of a run lies with its controller, which sees every group's lengths, whether engines draft or not.
+It forgets all but the last visits of a prompt; older ones would hardly count (`history.lengths.estimate`).
+
+Invariants (`check_integrity`): visits of a prompt ascend by step, each has at least one length; the prior is the mean
+of all lengths that are kept.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from history.lengths.estimate import OLDER, PRIOR_MEAN, PRIOR_WEIGHT, LengthEstimate
+from history.lengths.reuse import rank_correlation
+
+KEPT_VISITS = 3
+_RECENT = 1024
+"""Forecasts by which the quality of forecasts is judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """The responses of one prompt in one step."""
+
+    step: int
+    lengths: tuple[int, ...]
+    """Tokens, at least 1 each."""
+
+
+class LengthBook:
+    """Lengths by prompt key. `observe` and `load` mutate."""
+
+    def __init__(self) -> None:
+        self._visits: dict[int, deque[Visit]] = {}
+        self._sum = self._count = 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    @property
+    def prior_mean(self) -> float:
+        """Expected length of a response to a prompt that was never seen."""
+        return self._sum / self._count if self._count else PRIOR_MEAN
+
+    def expected(self, key: int) -> float:
+        """Mean of `estimate(key)`, without the rest of it."""
+        weighted, total, weight = PRIOR_WEIGHT * self.prior_mean, PRIOR_WEIGHT, 1.0
+        for visit in reversed(self._visits.get(key, ())):
+            weighted += weight * sum(visit.lengths)
+            total += weight * len(visit.lengths)
+            weight *= OLDER
+        return weighted / total
+
+    def estimate(self, key: int) -> LengthEstimate:
+        """What to expect of a prompt's next responses."""
+        visits = self._visits.get(key, ())
+        return LengthEstimate.of(
+            [length for visit in visits for length in visit.lengths],
+            steps=[visit.step for visit in visits for _ in visit.lengths],
+            prior_mean=self.prior_mean,
+        )
+
+    def observe(self, key: int, step: int, lengths: Sequence[int]) -> None:
+        """A prompt's responses are `lengths` tokens long; those of no tokens say nothing.
+
+        What had been expected of a prompt that was seen before is compared with them (`metrics`).
+        """
+        found = tuple(int(length) for length in lengths if length > 0)
+        if not found:
+            return
+        visits = self._visits.get(key)
+        if visits is None:
+            visits = self._visits[key] = deque()
+        else:
+            self._recent.append((self.expected(key), float(np.mean(found))))
+        if visits and visits[-1].step == step:
+            found = visits[-1].lengths + found
+            self._forget(visits.pop())
+        visits.append(Visit(step=step, lengths=found))
+        self._sum += sum(found)
+        self._count += len(found)
+        if len(visits) > KEPT_VISITS:
+            self._forget(visits.popleft())
+
+    def _forget(self, visit: Visit) -> None:
+        self._sum -= sum(visit.lengths)
+        self._count -= len(visit.lengths)
+
+    def correlation(self) -> float:
+        """Rank correlation of what was expected with what came, over recent groups of known prompts; NaN of too few."""
+        return rank_correlation(*self._columns()) if len(self._recent) > 2 else float("nan")
+
+    def metrics(self) -> dict[str, float]:
+        """How good forecasts have been; absent while there is nothing to judge them by."""
+        if len(self._recent) < 3:
+            return {}
+        expected, came = (np.array(column) for column in self._columns())
+        found = {"planner/forecast_error": float(np.median(np.abs(np.log(expected / came))))}
+        correlation = self.correlation()
+        return found if np.isnan(correlation) else {**found, "planner/forecast_correlation": correlation}
+
+    def _columns(self) -> tuple[list[float], list[float]]:
+        return [expected for expected, _ in self._recent], [came for _, came in self._recent]
+
+    def save(self, path: Path) -> None:
+        """Write everything but the recent forecasts into an `.npz` file."""
+        rows = [(key, visit) for key, visits in self._visits.items() for visit in visits]
+        np.savez(
+            path,
+            keys=np.array([key for key, _ in rows], dtype=np.uint64),
+            steps=np.array([visit.step for _, visit in rows], dtype=np.int64),
+            counts=np.array([len(visit.lengths) for _, visit in rows], dtype=np.int64),
+            lengths=np.array([length for _, visit in rows for length in visit.lengths], dtype=np.int64),
+        )
+
+    def load(self, path: Path) -> None:
+        """Add what `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            keys, steps, counts, lengths = (file[name].tolist() for name in ("keys", "steps", "counts", "lengths"))
+        first = 0
+        for key, step, count in zip(keys, steps, counts, strict=True):
+            self.observe(key, step, lengths[first : first + count])
+            first += count
+        self._recent.clear()
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""
+        kept = [visit for visits in self._visits.values() for visit in visits]
+        assert all(visit.lengths and min(visit.lengths) > 0 for visit in kept)
+        for visits in self._visits.values():
+            steps = [visit.step for visit in visits]
+            assert steps == sorted(set(steps)) and 0 < len(steps) <= KEPT_VISITS
+        assert self._sum == sum(sum(visit.lengths) for visit in kept)
+        assert self._count == sum(len(visit.lengths) for visit in kept)

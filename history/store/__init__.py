@@ -1,0 +1,1 @@
+"""Finished responses: kept in memory, saved with checkpoints and served to engines."""

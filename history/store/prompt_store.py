@@ -1,0 +1,330 @@
+"""What one owner remembers: the last visits of its prompts, under a byte budget.
+
+A visit is the responses of one prompt in one step. Responses may come in any order and more than once
+(the same step and sample replaces); a visit is *complete* when all of its rewards and responses are
+there, and only then pushes older ones out, because half a visit drafts worse than the one before it.
+
+When the budget is exceeded, what is least valuable is forgotten: a prompt's value per byte is the
+expected saving of its next visit over the wait until then. The saving is in proportion to tokens times
+the share of them that the next visit repeats (measured at the prompt's last return, the mean of all
+prompts before), and tokens cancel against bytes; the wait is `expected_wait`.
+
+Mutating: `append`, `note_rewards`, `restore`, `drain_returns`. Everything may be called from any thread.
+
+Invariants, asserted by `check_integrity`: the byte count is the sum over what is held and at most the
+budget; a prompt has at most `kept_steps` + 1 visits, their steps ascend; arrays are read-only copies.
+
+`expected_wait`: when a prompt comes back, the expected wait, from how long ago it was seen.
+
+A data set is walked in epochs, each shuffled anew, so the steps between two visits of a prompt are the
+sum of two uniform numbers: triangular on [0, 2E] around the length E of an epoch. What was seen long ago
+therefore comes back *soon*, until it is older than two epochs and does not come back at all: the
+opposite of what a least-recently-used cache assumes, which on such a walk keeps nothing that it needs.
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from history.types import PastResponse
+
+
+def expected_wait(ages: npt.NDArray[np.float64], epoch: float) -> npt.NDArray[np.float64]:
+    """Mean steps until prompts that were last seen `ages` steps ago are seen again, [P]; inf beyond two epochs.
+
+    The mean residual of the triangular distribution on [0, 2 * `epoch`]; `epoch` is in steps, positive.
+    """
+    x = np.clip(ages / epoch, 0.0, 2.0)
+    early = ((1 - x) - (1 - x**3) / 6 + 1 / 6) / np.maximum(1 - x**2 / 2, 0.5)
+    late = (2 - x) / 3
+    waits: npt.NDArray[np.float64] = np.where(x < 1, early, late) * epoch
+    return np.where(ages > 2 * epoch, np.inf, waits)
+
+
+RESPONSE_BYTES = 256
+"""What a response costs beside its tokens: objects and dictionary entries of this process."""
+
+_LOW_WATER = 0.95
+"""Eviction goes down to this share of the budget, so that it does not run at every append."""
+
+_PRIOR_REUSE = 0.7
+_MEASURED_RETURNS = 64
+"""Returns whose reuse is measured between two calls of `drain_returns`; of all others only lengths are noted."""
+
+_NOTED_RETURNS = 1 << 16
+
+ReuseShare = Callable[[Sequence[PastResponse], Sequence[PastResponse]], float]
+"""Share of the second visit's tokens that the first one has, 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """A prompt came back and its new visit is complete."""
+
+    mean_length_before: float
+    mean_length: float
+    """Tokens of a response, mean over the visit."""
+    num_tokens: int
+    """Of the new visit."""
+    reusable_share: float
+    """NaN where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Counters; sums over stores add up."""
+
+    num_bytes: int = 0
+    num_prompts: int = 0
+    num_responses: int = 0
+    num_evictions: int = 0
+    """Prompts forgotten for want of room, ever."""
+
+    def __add__(self, other: "StoreStats") -> "StoreStats":
+        return StoreStats(
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_prompts=self.num_prompts + other.num_prompts,
+            num_responses=self.num_responses + other.num_responses,
+            num_evictions=self.num_evictions + other.num_evictions,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Visit:
+    step: int
+    responses: dict[int, PastResponse] = field(default_factory=dict)
+    """By sample."""
+    rewards: tuple[float, ...] = ()
+    """Empty until they are known."""
+    is_settled: bool = False
+    """It was complete, and what it supersedes is gone."""
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.rewards) and len(self.responses) >= len(self.rewards)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(response.token_ids) for response in self.responses.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.num_tokens + RESPONSE_BYTES * len(self.responses)
+
+    def ordered(self) -> list[PastResponse]:
+        return [self.responses[sample] for sample in sorted(self.responses)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Past:
+    """What is known of one prompt."""
+
+    visits: list[_Visit] = field(default_factory=list)
+    stamp: int = 0
+    """Grows whenever its responses change."""
+    num_bytes: int = 0
+    reuse: float = math.nan
+
+    def responses(self) -> list[PastResponse]:
+        return [response for visit in self.visits for response in visit.ordered()]
+
+
+class PromptStore:
+    """See the module."""
+
+    def __init__(self, *, budget_bytes: int, kept_steps: int, reuse_share: ReuseShare) -> None:
+        self._budget_bytes = budget_bytes
+        self._kept_steps = kept_steps
+        self._reuse_share = reuse_share
+        self._lock = threading.RLock()
+        self._prompts: dict[int, _Past] = {}
+        self._num_bytes = self._num_evictions = 0
+        self._stamps = itertools.count(time.time_ns())  # of no earlier incarnation
+        self._first_step: int | None = None
+        self._last_step = -1
+        self._longest_interval = self._num_measured = 0
+        self._returns: deque[Return] = deque(maxlen=_NOTED_RETURNS)
+
+    def append(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
+        """Remember finished responses; copies their tokens. Empty ones are left out."""
+        with self._lock:
+            past = self._prompts.setdefault(prompt_key, _Past())
+            for response in responses:
+                if len(response.token_ids):
+                    self._insert(past, response)
+            self._changed(prompt_key, past)
+            self._evict()
+
+    def note_rewards(self, prompt_key: int, step: int, rewards: Sequence[float]) -> None:
+        """All rewards of a visit, [G], in the order of its samples; those of an unknown visit are ignored."""
+        with self._lock:
+            past = self._prompts.get(prompt_key)
+            visit = next((v for v in past.visits if v.step == step), None) if past is not None else None
+            if past is None or visit is None:
+                return
+            visit.rewards = tuple(rewards)
+            for sample, response in visit.responses.items():
+                if sample < len(rewards):
+                    visit.responses[sample] = replace(response, reward=rewards[sample])
+            self._settle(past, visit)
+            self._changed(prompt_key, past)
+
+    def restore(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
+        """Make `responses` all that is known of a prompt, its visits complete; none forgets the prompt."""
+        with self._lock:
+            past = _Past()
+            for response in responses:
+                self._insert(past, response)
+            for visit in past.visits:
+                visit.rewards = tuple(response.reward for response in visit.ordered())
+                visit.is_settled = True
+            self._forget(prompt_key)
+            if past.visits:
+                self._prompts[prompt_key] = past
+                self._changed(prompt_key, past)
+                self._evict()
+
+    def fetch(
+        self, prompt_keys: Iterable[int], known: Mapping[int, int] | None = None
+    ) -> dict[int, tuple[int, list[PastResponse]]]:
+        """Stamp and responses of each prompt that is remembered; none where the stamp is the `known` one."""
+        have = known or {}
+        with self._lock:
+            found = {key: past for key in prompt_keys if (past := self._prompts.get(key)) is not None}
+            return {
+                key: (past.stamp, [] if have.get(key) == past.stamp else past.responses())
+                for key, past in found.items()
+            }
+
+    def stamps(self) -> dict[int, int]:
+        """Of every prompt that is remembered; a stamp grows whenever its prompt's responses change."""
+        with self._lock:
+            return {key: past.stamp for key, past in self._prompts.items()}
+
+    @property
+    def last_step(self) -> int:
+        """Newest step of any response that was ever appended; -1 before the first."""
+        return self._last_step
+
+    def stats(self) -> StoreStats:
+        """The counters now."""
+        with self._lock:
+            return StoreStats(
+                num_bytes=self._num_bytes,
+                num_prompts=len(self._prompts),
+                num_responses=sum(len(v.responses) for past in self._prompts.values() for v in past.visits),
+                num_evictions=self._num_evictions,
+            )
+
+    def drain_returns(self) -> list[Return]:
+        """Prompts that came back and were completed since the last call, at most the newest 65,536."""
+        with self._lock:
+            returns = list(self._returns)
+            self._returns.clear()
+            self._num_measured = 0
+            return returns
+
+    def check_integrity(self) -> None:
+        """Assert the invariants; reads everything."""
+        with self._lock:
+            assert self._num_bytes == sum(past.num_bytes for past in self._prompts.values()), "bytes are miscounted"
+            assert self._num_bytes <= self._budget_bytes, "the budget is exceeded"
+            for key, past in self._prompts.items():
+                steps = [visit.step for visit in past.visits]
+                assert steps == sorted(set(steps)), f"steps of prompt {key:016x} do not ascend"
+                assert 0 < len(steps) <= self._kept_steps + 1, f"prompt {key:016x} has {len(steps)} visits"
+                assert past.num_bytes == sum(visit.num_bytes for visit in past.visits)
+                assert not any(response.token_ids.flags.writeable for response in past.responses())
+
+    def _insert(self, past: _Past, response: PastResponse) -> None:
+        visit = next((v for v in past.visits if v.step == response.step), None)
+        if visit is None:
+            visit = self._begin_visit(past, response.step)
+        reward = visit.rewards[response.sample] if response.sample < len(visit.rewards) else response.reward
+        token_ids = np.array(response.token_ids, dtype=np.int32)
+        token_ids.flags.writeable = False
+        visit.responses[response.sample] = replace(response, token_ids=token_ids, reward=reward)
+        self._settle(past, visit)
+
+    def _begin_visit(self, past: _Past, step: int) -> _Visit:
+        visit = _Visit(step=step)
+        before = past.visits[-1].step if past.visits else -1
+        if 0 <= before < step:  # steps below 0 are another run's: their distance means nothing
+            self._longest_interval = max(self._longest_interval, step - before)
+        past.visits = sorted([*past.visits, visit], key=lambda v: v.step)[-self._kept_steps - 1 :]
+        self._first_step = step if self._first_step is None else min(self._first_step, step)
+        self._last_step = max(self._last_step, step)
+        return visit
+
+    def _settle(self, past: _Past, visit: _Visit) -> None:
+        """If `visit` is the newest one and has become complete: note the return, let go what it supersedes."""
+        if visit.is_settled or not visit.is_complete or visit is not past.visits[-1]:
+            return
+        visit.is_settled = True
+        if len(past.visits) > 1:
+            self._note_return(past, past.visits[-2], visit)
+        past.visits = past.visits[-self._kept_steps :]
+
+    def _note_return(self, past: _Past, before: _Visit, now: _Visit) -> None:
+        share = math.nan
+        if self._num_measured < _MEASURED_RETURNS:
+            self._num_measured += 1
+            past.reuse = share = self._reuse_share(before.ordered(), now.ordered())
+        self._returns.append(
+            Return(
+                mean_length_before=before.num_tokens / len(before.responses),
+                mean_length=now.num_tokens / len(now.responses),
+                num_tokens=now.num_tokens,
+                reusable_share=share,
+            )
+        )
+
+    def _changed(self, prompt_key: int, past: _Past) -> None:
+        past.stamp = next(self._stamps)
+        num_bytes = sum(visit.num_bytes for visit in past.visits)
+        self._num_bytes += num_bytes - past.num_bytes
+        past.num_bytes = num_bytes
+        if not past.visits:
+            self._forget(prompt_key)
+
+    def _forget(self, prompt_key: int) -> None:
+        past = self._prompts.pop(prompt_key, None)
+        if past is not None:
+            self._num_bytes -= past.num_bytes
+
+    def _evict(self) -> None:
+        if self._num_bytes <= self._budget_bytes:
+            return
+        keys = list(self._prompts)
+        for index in np.argsort(self._values(keys), kind="stable").tolist():
+            if self._num_bytes <= _LOW_WATER * self._budget_bytes:
+                return
+            self._forget(keys[index])
+            self._num_evictions += 1
+
+    def _values(self, prompt_keys: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Expected saving per byte and step of waiting, [P], in arbitrary units."""
+        pasts = [self._prompts[key] for key in prompt_keys]
+        reuse = np.array([past.reuse for past in pasts], dtype=np.float64)
+        measured = reuse[~np.isnan(reuse)]
+        reuse[np.isnan(reuse)] = measured.mean() if len(measured) else _PRIOR_REUSE
+        ages = np.array([self._last_step - past.visits[-1].step for past in pasts], dtype=np.float64)
+        waits = expected_wait(ages, self._epoch_steps())
+        values: npt.NDArray[np.float64] = reuse / np.maximum(waits, 1.0)
+        return values
+
+    def _epoch_steps(self) -> float:
+        """Length of an epoch: the longest interval seen, or all of the time as long as nothing has come back.
+
+        That is up to twice too long later, on purpose: a mean of intervals is far too short when an epoch
+        has just begun again, and would take everything that is about to come back for gone.
+        """
+        span = self._last_step - (self._first_step or 0)
+        return float(max(self._longest_interval or span, 1))

@@ -1,0 +1,393 @@
+"""The history of a run, spread over Ray actors: shards that own it, and a reader on every node.
+
+A shard owns the prompts whose key modulo the number of shards is its number. Engines send it finished
+responses; the readers ask it for the prompts that are about to be rolled out, index them, and publish
+one segment per prompt in shared memory (`history.index.segment`), which engines map. `HistoryService` is what
+the controller holds; all it does is send orders and look, once a step, at what came of them.
+
+An actor that dies is started again by Ray, under the same handle and empty; the next `report` notices,
+says so, refills a shard from the newest snapshot and repeats the last order to a reader. Whatever is
+lost in between costs drafts and is counted, never a response: nobody waits for any of this to sample.
+"""
+
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from history.config import HistoryConfig
+from history.index.segment import claim, sweep_segments
+from history.store.prompt_store import PromptStore, Return, StoreStats
+from history.store.response_batch import ResponseBatch
+from history.store.snapshot import Manifest, SnapshotFile, SnapshotWriter, check_snapshot, write_manifest
+
+REPORT_TIMEOUT_S = 5.0
+"""How long a step waits for an actor's report before it goes on with the one before."""
+
+SAVE_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
+FETCH_TIMEOUT_S = 60.0
+_PROMPTS_PER_FETCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """What a shard did since its last report."""
+
+    has_begun: bool
+    """False in an actor that was started again since somebody filled it."""
+    stats: StoreStats
+    returns: tuple[Return, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSave:
+    """What a shard wrote."""
+
+    has_begun: bool
+    files: tuple[SnapshotFile, ...]
+    """Older before newer."""
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderReport:
+    """What a reader has published."""
+
+    has_begun: bool
+    num_segments: int = 0
+    num_bytes: int = 0
+    num_failures: int = 0
+    """Shards that did not answer and segments that could not be written, ever."""
+
+
+class Shard:
+    """Owner of a share of the prompts; an actor (`HistoryShard`) in a run. All but `fetch` mutate."""
+
+    def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
+        from history.lengths.reuse import reusable_share
+
+        self._has_begun = False
+        self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
+        self._writer = SnapshotWriter(number, num_shards)
+
+    def begin(self) -> None:
+        """Everything that it should hold has been sent."""
+        self._has_begun = True
+
+    def append(self, batch: ResponseBatch) -> None:
+        """Remember finished responses."""
+        for key, responses in batch.by_prompt().items():
+            self._store.append(key, responses)
+
+    def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Rewards of a step's groups by prompt key."""
+        for key, of_group in rewards.items():
+            self._store.note_rewards(key, step, of_group)
+
+    def fetch(self, prompt_keys: Sequence[int], known: Mapping[int, int]) -> tuple[dict[int, int], ResponseBatch]:
+        """Stamps of the prompts that are remembered, and the responses of those whose stamp is not the known one."""
+        found = self._store.fetch(prompt_keys, known)
+        stamps = {key: stamp for key, (stamp, _) in found.items()}
+        return stamps, ResponseBatch.of((key, response) for key, (_, past) in found.items() for response in past)
+
+    def restore(self, folder: str, another_run: bool, only: Collection[int] | None) -> int:
+        """Add this shard's part of a snapshot; see `SnapshotWriter.restore`."""
+        return self._writer.restore(self._store, Path(folder), another_run=another_run, only=only)
+
+    def save(self, folder: str, previous: str) -> ShardSave:
+        """Write into `folder`, link from `previous`."""
+        files = self._writer.save(self._store, Path(folder), Path(previous) if previous else None)
+        return ShardSave(has_begun=self._has_begun, files=tuple(files), last_step=self._store.last_step)
+
+    def report(self) -> ShardReport:
+        """Counters, and the returns since the last call."""
+        return ShardReport(
+            has_begun=self._has_begun, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+        )
+
+
+class Reader:
+    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All but `report` mutate."""
+
+    def __init__(self, directory: str) -> None:
+        # here, not above: whoever imports this module must not have imported numba
+        from history.index.segment import build_segment, segment_path, write_segment
+
+        self._build, self._path, self._write = build_segment, segment_path, write_segment
+        self._has_begun = False
+        self._directory = Path(directory)
+        self._stamps: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._num_failures = 0
+        sweep_segments()
+        self._lock = claim(self._directory)
+
+    def begin(self) -> None:
+        """The last order has been sent."""
+        self._has_begun = True
+
+    def want(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the newest segments of these prompts, in this order, and remove all others.
+
+        `shards` come with each order, since Ray cannot start an actor again whose constructor was given handles.
+        """
+        for key in self._stamps.keys() - set(prompt_keys):
+            self._remove(key)
+        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
+            self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+
+    def report(self) -> ReaderReport:
+        """The counters now."""
+        return ReaderReport(
+            has_begun=self._has_begun,
+            num_segments=len(self._bytes),
+            num_bytes=sum(self._bytes.values()),
+            num_failures=self._num_failures,
+        )
+
+    def close(self) -> None:
+        """Remove the folder; engines that have segments mapped keep them."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        asked = []
+        for number, shard in enumerate(shards):
+            own = [key for key in prompt_keys if key % len(shards) == number]
+            if own:
+                known = {key: self._stamps[key] for key in own if key in self._stamps}
+                asked.append(shard.fetch.remote(own, known))
+        for ref in asked:
+            try:
+                stamps, batch = ray.get(ref, timeout=FETCH_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                self._num_failures += 1
+                continue
+            for key, responses in batch.by_prompt().items():
+                segment = self._build(key, stamps[key], responses)
+                try:
+                    self._write(self._directory, segment)
+                except OSError:
+                    self._num_failures += 1
+                    continue
+                self._stamps[key] = stamps[key]
+                self._bytes[key] = segment.num_bytes
+
+    def _remove(self, key: int) -> None:
+        self._path(self._directory, key).unlink(missing_ok=True)
+        del self._stamps[key], self._bytes[key]
+
+
+HistoryShard = ray.remote(Shard)
+HistoryReader = ray.remote(Reader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceReport:
+    """The state of the whole history."""
+
+    stats: StoreStats
+    num_segments: int
+    segment_bytes: int
+    """Of all nodes."""
+    num_lost_calls: int
+    """Orders that came to nothing, ever."""
+    returns: tuple[Return, ...]
+    """Of all shards, since the last report."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    """One actor, and the last thing that it said."""
+
+    name: str
+    actor: ray.actor.ActorHandle
+    last: ShardReport | ReaderReport | None = None
+
+
+class HistoryService:
+    """All shards and readers of a run. Every method returns at once, except `restore`, `report`, `save` and `close`."""
+
+    def __init__(
+        self,
+        shards: Sequence[ray.actor.ActorHandle],
+        readers: Sequence[ray.actor.ActorHandle],
+        *,
+        directory: str,
+        fingerprint: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """`directory` is where the readers publish, `fingerprint` is of tokenizer and vocabulary; losses are said."""
+        self.shards = tuple(shards)
+        self.directory = directory
+        self._readers = tuple(readers)
+        self._fingerprint = fingerprint
+        self._say = say
+        self._watched = [
+            *(_Watched(name=f"history shard {number}", actor=shard) for number, shard in enumerate(shards)),
+            *(_Watched(name=f"history reader {number}", actor=reader) for number, reader in enumerate(readers)),
+        ]
+        self._pending: list[ray.ObjectRef] = [watched.actor.begin.remote() for watched in self._watched]
+        self._wanted: list[int] = []
+        self._newest = ""
+        self._num_lost_calls = 0
+
+    def append(self, batch: ResponseBatch) -> None:
+        """Remember responses that did not come from an engine."""
+        for shard, part in zip(self.shards, batch.split(len(self.shards)), strict=True):
+            if len(part):
+                self._pending.append(shard.append.remote(part))
+
+    def want(self, prompt_keys: Sequence[int]) -> None:
+        """Have the segments of these prompts published on every node, in this order, and all others removed."""
+        self._wanted = list(dict.fromkeys(prompt_keys))
+        self._pending += [reader.want.remote(self._wanted, self.shards) for reader in self._readers]
+
+    def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Rewards of a step's groups by prompt key, [G] each."""
+        for number, shard in enumerate(self.shards):
+            own = {key: tuple(of_group) for key, of_group in rewards.items() if key % len(self.shards) == number}
+            if own:
+                self._pending.append(shard.note_rewards.remote(step, own))
+
+    def restore(self, folder: Path) -> None:
+        """Begin with a snapshot of this run, which a lost shard is refilled from. Raises SnapshotError."""
+        check_snapshot(folder, self._fingerprint)
+        self._newest = str(folder)
+        self._pending += [shard.restore.remote(self._newest, False, None) for shard in self.shards]
+
+    def adopt(self, folder: Path, only: Collection[int]) -> None:
+        """Begin with another run's snapshot, as far as it is about these prompts. Raises SnapshotError."""
+        check_snapshot(folder, self._fingerprint)
+        self._pending += [shard.restore.remote(str(folder), True, set(only)) for shard in self.shards]
+
+    def report(self) -> ServiceReport:
+        """What there is now; mends what was lost since the last report."""
+        self._look_at_orders()
+        asked = {watched.actor.report.remote(): watched for watched in self._watched}
+        ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_TIMEOUT_S)
+        news = [report for ref, watched in asked.items() if (report := self._hear(ref, watched)) is not None]
+        shards = [watched.last for watched in self._watched if isinstance(watched.last, ShardReport)]
+        readers = [watched.last for watched in self._watched if isinstance(watched.last, ReaderReport)]
+        return ServiceReport(
+            stats=sum((report.stats for report in shards), StoreStats()),
+            num_segments=sum(report.num_segments for report in readers),
+            segment_bytes=sum(report.num_bytes for report in readers),
+            num_lost_calls=self._num_lost_calls + sum(report.num_failures for report in readers),
+            returns=tuple(one for report in news if isinstance(report, ShardReport) for one in report.returns),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write a snapshot into `folder`, which is made; when that fails it is said and there is none."""
+        self.report()
+        folder.mkdir()
+        saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
+        try:
+            parts: list[ShardSave] = ray.get(saving, timeout=SAVE_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            self._not_saved(folder, _line(error))
+            return
+        if not all(part.has_begun for part in parts):
+            self._not_saved(folder, "a shard was started again and is not refilled yet")
+            return
+        manifest = Manifest(
+            fingerprint=self._fingerprint,
+            num_shards=len(self.shards),
+            last_step=max(part.last_step for part in parts),
+            files=tuple(file for part in parts for file in part.files),
+        )
+        write_manifest(folder, manifest)
+
+    def saved(self, folder: Path) -> None:
+        """The last snapshot has its final place, `folder`, if it could be saved at all."""
+        if folder.exists():
+            self._newest = str(folder)
+
+    def close(self) -> None:
+        """End all actors and remove the segments."""
+        closing = [reader.close.remote() for reader in self._readers]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        for actor in (*self._readers, *self.shards):
+            ray.kill(actor, no_restart=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _look_at_orders(self) -> None:
+        """Count the orders that came to nothing: the one place where that is noticed."""
+        if not self._pending:
+            return
+        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
+        faults = []
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                faults.append(_line(error))
+        if faults:
+            self._lost(f"{len(faults)} order(s) to the history were lost ({faults[0]})", count=len(faults))
+
+    def _hear(self, ref: ray.ObjectRef, watched: _Watched) -> ShardReport | ReaderReport | None:
+        """A report if it came in time; an actor that was started again is mended."""
+        try:
+            report: ShardReport | ReaderReport = ray.get(ref, timeout=0)
+        except ray.exceptions.RayError as error:
+            self._lost(f"{watched.name} does not answer ({_line(error)})")
+            return None
+        watched.last = report
+        if not report.has_begun:
+            self._lost(f"{watched.name} died and was started again")
+            self._mend(watched)
+        return report
+
+    def _mend(self, watched: _Watched) -> None:
+        if isinstance(watched.last, ReaderReport):
+            self._pending.append(watched.actor.want.remote(self._wanted, self.shards))
+        elif self._newest:
+            self._pending.append(watched.actor.restore.remote(self._newest, False, None))
+        self._pending.append(watched.actor.begin.remote())
+
+    def _not_saved(self, folder: Path, why: str) -> None:
+        """What half a snapshot would say is worse than the one before it."""
+        shutil.rmtree(folder)
+        self._lost(f"the history could not be saved ({why})")
+
+    def _lost(self, what: str, *, count: int = 1) -> None:
+        self._num_lost_calls += count
+        self._say(f"{what}; engines draft from what is left")
+
+
+def start_history(
+    config: HistoryConfig,
+    *,
+    directory: str,
+    fingerprint: str,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> HistoryService:
+    """Start `config.num_shards` shards, and a reader on every node of the cluster.
+
+    Args:
+        config: sizes.
+        directory: where readers publish, see `history.index.segment`.
+        fingerprint: of the tokenizer and its vocabulary; snapshots of others are refused.
+        environment: variables of the actors' processes.
+        say: told in one line about every loss.
+    """
+    # no logical CPU of their own: they compute in bursts, beside engines and trainers that wait for a device
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
+    budget_bytes = config.budget_bytes // config.num_shards
+    shards = [
+        HistoryShard.options(**options).remote(number, config.num_shards, budget_bytes, config.kept_steps)
+        for number in range(config.num_shards)
+    ]
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
+    readers = [HistoryReader.options(**options, scheduling_strategy=place).remote(directory) for place in places]
+    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, say=say)
+
+
+def _line(error: BaseException) -> str:
+    """The last line of what a method raised, which comes behind its traceback; the kind of any other failure."""
+    lines = str(error).strip().splitlines() if isinstance(error, ray.exceptions.RayTaskError) else []
+    return lines[-1].strip() if lines else type(error).__name__

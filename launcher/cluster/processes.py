@@ -1,0 +1,178 @@
+"""Starts and ends the processes of a command: Ray, scorers, engines, trainer ranks.
+
+Everything is started before anything is waited for, since an engine and a trainer rank each take many
+seconds to come up. Whatever happens, `Processes.close` ends what was started: a command leaves no
+process, no shared memory and no Ray behind.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from history.config import HistoryConfig
+from history.store.service import HistoryService, start_history
+from launcher.config.schema import ClusterConfig
+from megatron_rl.ranks import TrainerSlot
+from megatron_rl.trainer.group import TrainerGroup, start_trainer
+from megatron_rl.trainer.spec import TrainerSpec
+from rollout.config import RewardConfig
+from rollout.data.tokenizer import TokenizerFacts
+from rollout.engine.actor import EngineActor
+from rollout.engine.spec import EngineSpec
+from rollout.failures import DeadlineError, Place
+from rollout.pool.engine_group import EngineGroup
+from rollout.processes import HEAP, ProcessEnv, on_devices
+from rollout.rewards.scorer import ScorerActor
+from rollout.transports.shm_files import sweep
+from rollout.types import EngineSlot
+
+START_TIMEOUT_S = 600.0
+"""A process that has not come up by then will not."""
+
+CLOSE_TIMEOUT_S = 15.0
+"""How long an engine or a scorer may take to end its children."""
+
+_LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
+"""Ray makes its workers nice (15), and whatever else runs on the machine then takes a core from the threads of an
+engine, of which all wait for the last. It also starts a worker for each core, which no actor of ours would use, since
+each has an environment of its own."""
+
+
+Actor = ray.actor.ActorHandle
+StartingEngines = tuple[EngineGroup, list[ray.ObjectRef]]
+"""Engines, and what to wait for before they are used (`EngineGroup.wait(..., START_TIMEOUT_S)`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Processes:
+    """What a command has running."""
+
+    environment: ProcessEnv
+    log_dir: Path | None
+    """Folder of `ROLE-RANK.log` files; None leaves output to Ray."""
+    num_gpus_per_engine_rank: float
+    """What an engine without a trainer beside it takes of a device; 0 on CPU."""
+    started: list[ray.actor.ActorHandle] = field(default_factory=list)
+    trainers: list[TrainerGroup] = field(default_factory=list)
+    histories: list[HistoryService] = field(default_factory=list)
+
+    def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
+        """Start the process that holds the tokenizer and the reward workers."""
+        variables = self._variables(self.environment.scorer(), "scorer-0")
+        scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
+        self.started.append(scorer)
+        try:
+            facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"the controller waited {START_TIMEOUT_S:.0f} s for the scorer to load tokenizer and reward function",
+                Place(role="scorer", ranks=(0,)),
+            ) from error
+        return scorer, facts
+
+    def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
+        """Start engine processes."""
+        actor_class: ray.actor.ActorClass = EngineActor
+        engines = []
+        for spec, slot in zip(specs, slots, strict=True):
+            environment = self.environment.engine(threads=slot.cpu_cores) | on_devices(slot.devices)
+            variables = self._variables(environment, f"engine-{slot.engine_id}")
+            num_gpus = 0 if slot.devices else slot.num_gpus * slot.num_ranks
+            engines.append(
+                actor_class.options(num_cpus=1, num_gpus=num_gpus, runtime_env={"env_vars": variables}).remote(spec)
+            )
+        self.started += engines
+        group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
+        return group, group.begin("start")
+
+    def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
+        """Start all trainer ranks and let them load the model."""
+        environments = [
+            self._variables(
+                self.environment.trainer_rank(threads=slot.cpu_threads) | on_devices(slot.devices),
+                f"trainer-{slot.rank}",
+            )
+            for slot in slots
+        ]
+        trainer = start_trainer(spec, slots, environments=environments)
+        self.trainers.append(trainer)
+        return trainer
+
+    def start_history(
+        self, config: HistoryConfig, *, directory: str, fingerprint: str, say: Callable[[str], None]
+    ) -> HistoryService:
+        """Start the shards and readers of a run; see `history.store.service.start_history`."""
+        service = start_history(
+            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), say=say
+        )
+        self.histories.append(service)
+        return service
+
+    def end_history(self, service: HistoryService) -> None:
+        """End the shards and readers, and remove what they published."""
+        service.close()
+        self.histories.remove(service)
+
+    def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
+        """End engines and scorers, and what they have started themselves."""
+        closing = [actor.close.remote() for actor in actors]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+            self.started.remove(actor)
+
+    def end_trainer(self, trainer: TrainerGroup) -> None:
+        """End all ranks of a trainer."""
+        trainer.kill()
+        self.trainers.remove(trainer)
+
+    def close(self) -> None:
+        """End everything."""
+        for service in list(self.histories):
+            self.end_history(service)
+        for trainer in list(self.trainers):
+            self.end_trainer(trainer)
+        if self.started:
+            self.end(list(self.started))
+
+    def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
+        log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
+        kept = {name: os.environ[name] for name in HEAP.keys() & variables.keys() & os.environ.keys()}
+        return {**variables, **kept, **log}
+
+
+@contextmanager
+def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) -> Iterator[Processes]:
+    """Join or start Ray for the body of a command, and end everything afterwards."""
+    local = cluster.address == "local"
+    sweep()
+    on_termination = signal.getsignal(signal.SIGTERM)
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors are told once, to whoever waits
+    ray.init(
+        address=cluster.address,
+        include_dashboard=False if local else None,
+        num_cpus=num_actors if local else None,
+        object_store_memory=cluster.object_store_bytes if local else None,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="megatron_rl",
+        _system_config=_LOCAL_RAY if local else None,
+    )
+    if threading.current_thread() is threading.main_thread() and on_termination is not None:
+        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own in place
+    running = Processes(
+        environment=ProcessEnv(single_node=local),
+        log_dir=log_dir,
+        num_gpus_per_engine_rank=1.0 if ray.cluster_resources().get("GPU") else 0.0,
+    )
+    try:
+        yield running
+    finally:
+        running.close()
+        ray.shutdown()

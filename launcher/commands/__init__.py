@@ -1,0 +1,1 @@
+"""The commands run, sft, eval and export, and the parts that they share."""

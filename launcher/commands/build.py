@@ -1,0 +1,155 @@
+"""What a run is made of, each part from the keys that concern it."""
+
+from pathlib import Path
+
+from launcher.cluster import placement
+from launcher.commands.history import draft_spec
+from launcher.config.schema import RunConfig
+from megatron_rl.batching.cost_model import cost_model
+from megatron_rl.controller.colocation import Alternating, Apart, DeviceTurns
+from megatron_rl.controller.controller import LoopSettings
+from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
+from megatron_rl.controller.phases import Sides
+from megatron_rl.controller.publisher import Publisher
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.trainer.group import TrainerGroup
+from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
+from rollout.engine.spec import EngineSpec
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
+from rollout.types import SamplingSpec
+from rollout.weights.format import WeightFormat
+
+
+def sides(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> Sides:
+    """What engines do while the trainer works."""
+    if config.placement.mode == "disaggregated":
+        return Apart(pool)
+    return Alternating(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
+
+
+def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
+    """What the engines of a run are built from, by number."""
+    longest = max(
+        [config.sampling.max_response_tokens, *(s.max_response_tokens for s in config.evaluation.sets.values())]
+    )
+    return [
+        EngineSpec(
+            engine_id=number,
+            run_id=run_id,
+            config=config.engine,
+            directory=config.model,
+            max_model_len=config.data.max_prompt_tokens + longest,
+            in_flight=config.publish.in_flight,
+            drafts=draft_spec(config, number, run_id),
+        )
+        for number in range(config.engine.num_engines)
+    ]
+
+
+def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
+    """What the trainer ranks of a run are built from."""
+    updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
+    return TrainerSpec(
+        model=config.model,
+        run_id=run_id,
+        config=config.trainer,
+        algorithm=config.algorithm,
+        publish=config.publish,
+        format=WeightFormat.of(config.engine),
+        temperature=config.sampling.temperature,
+        total_updates=updates,
+        seed=config.seed,
+    )
+
+
+def sampling_spec(config: RunConfig) -> SamplingSpec:
+    """How training responses are sampled."""
+    return SamplingSpec(
+        temperature=config.sampling.temperature,
+        max_response_tokens=config.sampling.max_response_tokens,
+        stop_token_ids=config.sampling.stop_token_ids,
+    )
+
+
+def device_turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceTurns | None:
+    """None where trainer and engines stay in memory side by side."""
+    sleep, offload = config.engine.sleep_level > 0, config.trainer.offload
+    if not sleep and offload == "none":
+        return None
+    return DeviceTurns(
+        trainer=trainer,
+        engines=engines,
+        offload=offload,
+        sleep=sleep,
+        timeout_s=config.publish.timeout_s,
+        asleep=sleep,
+    )
+
+
+def publisher_of(
+    config: RunConfig,
+    trainer: TrainerGroup,
+    engines: EngineGroup,
+    link: Link,
+    plan: ReshardPlan,
+    run_id: str,
+    turns: DeviceTurns | None,
+) -> Publisher:
+    """Sequences publishes over a link that is connected."""
+    return Publisher(
+        trainer,
+        engines,
+        link,
+        plan=plan,
+        run_id=run_id,
+        vocab_size=read_model_spec(Path(config.model)).vocab_size,
+        probe_length=config.publish.probe_tokens,
+        max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
+        timeout_s=config.publish.timeout_s,
+        make_room=None if turns is None else turns.to_engines,
+        drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
+    )
+
+
+def publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
+    """Which trainer rank sends what to which engine rank; the trainer has it, too."""
+    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
+    trainer.plan_publishes(wanted)
+    return plan_reshard(
+        read_model_spec(Path(config.model)),
+        config.trainer.parallel,
+        wanted=wanted,
+        format=WeightFormat.of(config.engine),
+        bucket_bytes=config.publish.bucket_bytes,
+        te_names=trainer.te_names(),
+    )
+
+
+def link_of(
+    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, slots: placement.Placement, plan: ReshardPlan
+) -> Link:
+    """How weights travel; not connected."""
+    timeout_s = config.publish.timeout_s
+    match slots.transport:
+        case "shm":
+            return ShmLink(trainer, engines, timeout_s=timeout_s)
+        case "cuda_ipc":
+            homes = [slot.devices for slot in slots.engines]
+            return HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+        case backend:
+            return GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
+
+
+def loop_settings(config: RunConfig) -> LoopSettings:
+    """The numbers that the loop reads."""
+    return LoopSettings(
+        num_steps=config.num_steps,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpoint.every,
+        max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
+        data_parallel=config.trainer.parallel.data,
+        costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+        seed=config.seed,
+    )

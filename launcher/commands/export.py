@@ -1,0 +1,43 @@
+"""`megatron-rl export`: a checkpoint of a run as a Hugging Face directory."""
+
+import secrets
+from pathlib import Path
+
+from launcher.cluster.processes import processes
+from launcher.commands.build import trainer_spec
+from launcher.config.loading import load
+from launcher.config.schema import ExportConfig, RunConfig
+from launcher.errors import ConfigError
+from megatron_rl.ranks import trainer_slots
+
+
+def export(config: ExportConfig) -> None:
+    """Load the checkpoint under the run's own partition and write `config.output_dir`.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the output directory exists.
+    """
+    run_dir, target = Path(config.run_dir), Path(config.output_dir)
+    checkpoint = _checkpoint(run_dir, config.step)
+    if target.exists():
+        raise ConfigError(f"`output_dir` = {target} exists; an export does not overwrite: name another directory")
+    run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
+    parallel = run_config.trainer.parallel
+    slots = trainer_slots(parallel, run_config.trainer.cpu_threads)
+    with processes(run_config.cluster, num_actors=len(slots), log_dir=None) as running:
+        trainer = running.start_trainer(trainer_spec(run_config, secrets.token_hex(4)), slots)
+        trainer.load(str(checkpoint / "trainer"))
+        trainer.export(str(target))
+    print(f"wrote {target} from step {checkpoint.name}")
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    """The folder of a step, or of the newest checkpoint for -1."""
+    folder = run_dir / "checkpoints"
+    steps = sorted(int(child.name) for child in folder.glob("*") if child.name.isdecimal())
+    if not steps:
+        raise ConfigError(f"{run_dir} holds no checkpoint; name the directory of a run that saved one")
+    chosen = steps[-1] if step == -1 else step
+    if chosen not in steps:
+        raise ConfigError(f"{run_dir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
+    return folder / str(chosen)

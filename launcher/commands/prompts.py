@@ -1,0 +1,64 @@
+"""Loads prompts through the scorer's process, which has the tokenizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+
+from rollout.config import DataConfig, EvalSetConfig
+from rollout.data.order import OrderState, PromptOrder, PromptSet
+from rollout.data.prompts import LoadedPrompts
+from rollout.types import Prompt, PromptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPrompts:
+    """The files of the training mixture, in the order of the configuration."""
+
+    files: tuple[LoadedPrompts, ...]
+
+    def by_id(self) -> dict[PromptId, Prompt]:
+        """Every prompt of the mixture."""
+        return {prompt.prompt_id: prompt for file in self.files for prompt in file.prompts}
+
+    def lines(self) -> list[str]:
+        """One human line per file; says what was dropped or truncated."""
+        return [
+            f"training prompts {file.name}: {len(file.prompts)}"
+            + (f", {file.num_dropped} over-long ones dropped" if file.num_dropped else "")
+            + (f", {file.num_truncated} truncated" if file.num_truncated else "")
+            for file in self.files
+        ]
+
+
+def load_training_prompts(scorer: ray.actor.ActorHandle, config: DataConfig) -> TrainingPrompts:
+    """Read and tokenise the training mixture."""
+    loading = [
+        scorer.load_prompts.remote(
+            file.path, name=file.name, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong_prompts
+        )
+        for file in config.train
+    ]
+    return TrainingPrompts(files=tuple(ray.get(loading)))
+
+
+def load_evaluation_prompts(
+    scorer: ray.actor.ActorHandle, sets: Mapping[str, EvalSetConfig], max_prompt_tokens: int
+) -> dict[str, tuple[Prompt, ...]]:
+    """Read and tokenise evaluation sets; over-long prompts are refused."""
+    loading = {
+        name: scorer.load_prompts.remote(
+            config.path, name=name, max_prompt_tokens=max_prompt_tokens, overlong="refuse", limit=config.limit
+        )
+        for name, config in sets.items()
+    }
+    return {name: ray.get(ref).prompts for name, ref in loading.items()}
+
+
+def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, state: OrderState | None) -> PromptOrder:
+    """The endless order of the mixture, from the start or behind a checkpoint's state."""
+    sets = [
+        PromptSet(prompt_ids=tuple(prompt.prompt_id for prompt in file.prompts), weight=dataset.weight)
+        for file, dataset in zip(prompts.files, config.train, strict=True)
+    ]
+    return PromptOrder(sets, seed=seed, shuffle=config.shuffle, state=state)

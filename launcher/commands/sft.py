@@ -1,0 +1,107 @@
+"""`megatron-rl sft`: supervised warm start on the trainer that runs use; Hugging Face directories in and out."""
+
+import json
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import ray
+
+from launcher.checks.paths import WARM_START_MARKER
+from launcher.cluster.processes import Processes, processes
+from launcher.config.schema import SftConfig
+from launcher.errors import judging_user_input
+from launcher.run_dir.console import RunProgress
+from megatron_rl.batching.balance import load_kernels
+from megatron_rl.batching.cost_model import cost_model
+from megatron_rl.batching.sft_batch import imitation_batches
+from megatron_rl.config import AlgorithmConfig, PublishConfig
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.ranks import trainer_slots
+from megatron_rl.trainer.spec import TrainerSpec
+from rollout.data.sft_rows import ImitationRows, load_imitation_rows
+from rollout.weights.format import WeightFormat
+
+
+def sft(config: SftConfig) -> None:
+    """Train on `config.data` and write `config.output_dir`, which `launcher.checks.check` has let pass."""
+    target = Path(config.output_dir)
+    slots = trainer_slots(config.trainer.parallel, config.trainer.cpu_threads)
+    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=None) as running:
+        rows_ref, rows = _load_rows(config, running)
+        trainer = running.start_trainer(_spec(config), slots)
+        trainer.load_rows(rows_ref)
+        progress = RunProgress(config.num_steps)
+        progress.say(f"{len(rows.prompts)} rows, {sum(map(len, rows.responses))} response tokens")
+        batches = imitation_batches(
+            rows.lengths(),
+            [len(response) for response in rows.responses],
+            batch_size=config.batch_size,
+            num_steps=config.num_steps,
+            num_ranks=config.trainer.parallel.data,
+            max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
+            costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+            seed=config.seed,
+        )
+        log = _Log(config, progress)
+        for step, batch in enumerate(batches):
+            result = trainer.imitate(batch)
+            log.step(step, result.metrics, tokens=batch.num_tokens, skipped=result.num_skipped_updates)
+        shutil.rmtree(target, ignore_errors=True)
+        trainer.export(str(target))
+        made_of = {"model": config.model, "num_steps": config.num_steps}
+        (target / WARM_START_MARKER).write_text(json.dumps(made_of) + "\n")
+        progress.say(f"wrote {target}")
+
+
+def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, ImitationRows]:
+    """Tokenise in a process of its own: transformers imports torch."""
+    task = ray.remote(load_imitation_rows).options(runtime_env={"env_vars": running.environment.scorer()})
+    ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
+    load_kernels()  # the task takes longer
+    with judging_user_input():
+        return ref, ray.get(ref)
+
+
+def _spec(config: SftConfig) -> TrainerSpec:
+    return TrainerSpec(
+        model=config.model,
+        run_id=secrets.token_hex(4),
+        config=config.trainer,
+        algorithm=AlgorithmConfig(),
+        publish=PublishConfig(),
+        format=WeightFormat(name="bf16"),
+        temperature=1.0,
+        total_updates=config.num_steps,
+        seed=config.seed,
+    )
+
+
+class _Log:
+    """One line every `log_every` steps; every step's row in `log_path`."""
+
+    def __init__(self, config: SftConfig, progress: RunProgress) -> None:
+        self._config = config
+        self._progress = progress
+        self._started = time.perf_counter()
+        self._tokens = 0
+        self._path = Path(config.log_path) if config.log_path else None
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+
+    def step(self, step: int, metrics: dict[str, float], *, tokens: int, skipped: int) -> None:
+        """A step is over."""
+        self._tokens += tokens
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **metrics, "actor/skipped_updates": skipped}) + "\n")
+        self._progress.phase("warm start", step + 1, self._config.num_steps)
+        if (step + 1) % self._config.log_every == 0 or step + 1 == self._config.num_steps:
+            elapsed = time.perf_counter() - self._started
+            self._progress.say(
+                f"step {step + 1}/{self._config.num_steps}  loss {metrics['sft/loss']:.4f}  "
+                f"grad {metrics.get('actor/grad_norm', float('nan')):.2f}  lr {metrics['actor/lr']:.2e}  "
+                f"{self._tokens / elapsed:.0f} tok/s  {elapsed:.0f} s"
+            )

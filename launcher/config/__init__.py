@@ -1,0 +1,1 @@
+"""The configuration of each command: schema, loading and generated documentation."""

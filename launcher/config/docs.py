@@ -1,0 +1,131 @@
+"""Generates `docs/configuration.md` from the configuration classes; the docstring under a field is its documentation.
+
+    python -m launcher.config.docs            print the page
+    python -m launcher.config.docs --write    write docs/configuration.md of this checkout
+
+A test compares the page with the classes, so the two cannot drift apart.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from launcher.config.loading import nested_class
+from launcher.config.schema import EvalConfig, RunConfig, SftConfig
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+COMMANDS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, EvalConfig)
+HEAD = """# Configuration
+
+Generated from the classes by `python -m launcher.config.docs --write`; edit the docstrings there, not this page.
+
+One YAML file per command, then dotted overrides: `megatron-rl run rl.yaml trainer.optimizer.learning_rate=1e-5`.
+An override's value is YAML; `data.train.0.path=x` reaches into a list. Unknown keys, wrong types and combinations that
+cannot run are refused before anything starts. Relative paths are relative to the directory in which the command starts.
+Keys of a table under `NAME` are chosen by you.
+"""
+
+
+def generate() -> str:
+    """The page."""
+    parts = [HEAD]
+    documented: set[type[BaseModel]] = set()
+    for command in COMMANDS:
+        for kind, prefix in _classes(command, ""):
+            if kind not in documented:
+                documented.add(kind)
+                parts.append(_class(kind, prefix))
+    return "\n".join(parts)
+
+
+def _classes(kind: type[BaseModel], prefix: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """`kind` and every class in it, with the dotted place where each stands first."""
+    yield kind, prefix
+    for name, field in kind.model_fields.items():
+        inner = nested_class(field.annotation)
+        if inner is not None:
+            yield from _classes(inner, f"{prefix}{name}{_item(field.annotation)}.")
+
+
+def _item(annotation: object) -> str:
+    """What stands for the index or the name in the place of an entry."""
+    if get_origin(annotation) is dict:
+        return ".NAME"
+    return ".N" if get_origin(annotation) is tuple else ""
+
+
+def _class(kind: type[BaseModel], prefix: str) -> str:
+    title = f"`{prefix.rstrip('.')}`" if prefix else f"`{kind.__name__}`"
+    rows = [_row(f"{prefix}{name}", field) for name, field in kind.model_fields.items()]
+    header = "| key | type | default | meaning |\n|---|---|---|---|\n"
+    return f"## {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n{header}" + "\n".join(rows) + "\n"
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{key}` | {_type(field)} | {_default(field)} | {meaning} |"
+
+
+def _type(field: FieldInfo) -> str:
+    """The type and its bounds."""
+    text = _type_name(field.annotation).replace("|", "\\|")
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [
+        f"{sign} {getattr(entry, name)}"
+        for entry in field.metadata
+        for name, sign in signs.items()
+        if hasattr(entry, name)
+    ]
+    return ", ".join([text, *bounds])
+
+
+def _type_name(annotation: object) -> str:
+    inner = nested_class(annotation)
+    if inner is annotation and inner is not None:
+        return "table"
+    if inner is not None:
+        return "table of tables" if get_origin(annotation) is dict else "list of tables"
+    arguments = get_args(annotation)
+    if not arguments:
+        return getattr(annotation, "__name__", str(annotation))
+    if all(isinstance(argument, str) for argument in arguments):
+        return " or ".join(f"`{argument}`" for argument in arguments)
+    if get_origin(annotation) is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if get_origin(annotation) is dict:
+        return f"table of {_type_name(arguments[1])}"
+    return " or ".join(_type_name(argument) for argument in arguments)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, BaseModel):
+        return ""
+    if field.default == "":
+        return "empty"
+    if isinstance(field.default, tuple | dict) and not field.default:
+        return "none"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{field.default}`"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints or writes the page."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.config.docs", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of this checkout")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(generate(), encoding="utf-8")
+    else:
+        sys.stdout.write(generate())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

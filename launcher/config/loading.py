@@ -1,0 +1,184 @@
+"""A YAML file and dotted overrides become one frozen configuration, or one screen of problems.
+
+Types are checked strictly (text is not a number, `true` is not 1), unknown keys are refused with the nearest known
+one, and every problem is listed, not only the first. Nothing here imports torch, ray, vllm or megatron: a mistake
+costs a second, not the start of a cluster. What needs the model or the data to be judged is in `launcher.checks.check`.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from history.config import Config
+from launcher.config.yaml_source import Source, Value, parse_value, read
+from launcher.errors import ConfigError
+
+MAX_PROBLEMS = 8
+"""More would not fit on one screen."""
+
+C = TypeVar("C", bound=Config)
+
+
+def load(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """The configuration of class `kind` in the file at `path`, with `a.b.c=value` overrides applied in order.
+
+    Raises `ConfigError` naming file and line (or the override), the value, what is allowed and the nearest known key.
+    """
+    source = read(Path(path))
+    for override in overrides:
+        _override(source, override)
+    try:
+        return kind.model_validate_json(json.dumps(source.values, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(listing(str(path), _problems(kind, source, error.errors()))) from None
+
+
+def resolved_yaml(config: Config) -> str:
+    """Every field of `config`, defaults included, as YAML that `load` reads back to an equal configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False, width=120)
+
+
+def listing(path: str, problems: Sequence[str]) -> str:
+    """One screen: how many problems `path` has, and what they are."""
+    shown = [f"  - {problem}" for problem in problems[:MAX_PROBLEMS]]
+    hidden = len(problems) - len(shown)
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return "\n".join([f"{path}: {count}", *shown, *([f"  ... and {hidden} more"] if hidden else [])])
+
+
+def _override(source: Source, text: str) -> None:
+    """Sets one `a.b.c=value` in place."""
+    dotted, equals, value = text.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(f"override `{text}` is not of the form `a.b.c=value`")
+    *parents, last = dotted.split(".")
+    target: Value = source.values
+    for depth, name in enumerate(parents):
+        target = _child(target, name, ".".join(parents[: depth + 1]), text)
+    if isinstance(target, list):
+        target[_index(target, last, text)] = parse_value(value)
+    elif isinstance(target, dict):
+        target[last] = parse_value(value)
+    else:
+        raise ConfigError(f"override `{text}`: `{'.'.join(parents)}` is a single value, it has no keys")
+    for stale in [place for place in source.places if place.startswith(f"{dotted}.")]:
+        del source.places[stale]
+    source.places[dotted] = f"override `{text}`"
+
+
+def _child(target: Value, name: str, dotted: str, text: str) -> Value:
+    if isinstance(target, list):
+        return target[_index(target, name, text)]
+    if not isinstance(target, dict):
+        raise ConfigError(f"override `{text}`: `{dotted.rpartition('.')[0]}` is a single value, it has no keys")
+    if target.get(name) is None:
+        target[name] = {}
+    return target[name]
+
+
+def _index(target: list[Value], name: str, text: str) -> int:
+    if not name.isdecimal() or int(name) >= len(target):
+        raise ConfigError(f"override `{text}`: `{name}` is not an index of a list of {len(target)} (0 is the first)")
+    return int(name)
+
+
+def _problems(kind: type[Config], source: Source, items: Sequence[ErrorDetails]) -> list[str]:
+    """One sentence per key, unknown and missing keys first; a union's members complain once together."""
+    first = {"extra_forbidden": 0, "missing": 1}
+    by_key: dict[str, ErrorDetails] = {}
+    for item in sorted(items, key=lambda item: first.get(item["type"], 2)):
+        dotted = ".".join(str(part) for part in _location(kind, item["loc"]))
+        if dotted in by_key:
+            message = item["msg"].removeprefix("Input should be ")
+            by_key[dotted]["msg"] += f" or {message}"
+        else:
+            by_key[dotted] = item
+    return [_problem(kind, source, dotted, item) for dotted, item in by_key.items()]
+
+
+def _problem(kind: type[Config], source: Source, dotted: str, item: ErrorDetails) -> str:
+    """Where it stands, the key, what is wrong, what would be right."""
+    place = source.place_of(dotted)
+    where = f"{place}: " if place else ""
+    if item["type"] == "extra_forbidden":
+        return f"{where}unknown key `{dotted}`{_nearest(kind, dotted)}"
+    if item["type"] == "missing":
+        return f"{where}key `{dotted}` is missing{_meaning(kind, dotted)}"
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{where}`{dotted}` = {_shown(item['input'])}: {message}{_meaning(kind, dotted)}"
+
+
+def _location(kind: type[Config], location: tuple[int | str, ...]) -> list[int | str]:
+    """The given keys of a pydantic location: members of a union append their type's name, which nobody wrote."""
+    kept: list[int | str] = []
+    for part in location:
+        if kept and part in ("str", "int", "float", "bool") and _class_at(kind, [str(k) for k in kept]) is None:
+            break
+        kept.append(part)
+    return kept
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _nearest(kind: type[Config], dotted: str) -> str:
+    """`; did you mean ...?`, by spelling in the same class first, then by the same name elsewhere."""
+    *parents, last = dotted.split(".")
+    here = _class_at(kind, parents)
+    prefix = "".join(f"{parent}." for parent in parents)
+    known = list(here.model_fields) if here is not None else []
+    if close := difflib.get_close_matches(last, known, n=1, cutoff=0.6):
+        return f"; did you mean `{prefix}{close[0]}`?"
+    everywhere = list(dotted_keys(kind))
+    if same := [key for key in everywhere if key.rpartition(".")[2] == last]:
+        return f"; did you mean `{same[0]}`?"
+    if close := difflib.get_close_matches(dotted, everywhere, n=1, cutoff=0.6):
+        return f"; did you mean `{close[0]}`?"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _meaning(kind: type[Config], dotted: str) -> str:
+    *parents, last = dotted.split(".")
+    here = _class_at(kind, parents)
+    field = here.model_fields.get(last) if here is not None else None
+    return f" ({field.description.split('. ')[0].rstrip('.')})" if field is not None and field.description else ""
+
+
+def dotted_keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    """Every key of `kind` that a file or an override can name, classes inside classes included."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from dotted_keys(field.annotation, f"{prefix}{name}.")
+
+
+def nested_class(annotation: object) -> type[BaseModel] | None:
+    """The configuration class in `annotation`: itself, or the items of a tuple, or the values of a dict."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (nested_class(argument) for argument in get_args(annotation))
+    return next((inner for inner in found if inner is not None), None)
+
+
+def _class_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The class whose keys stand under `path`; names of dict entries and list indices are stepped over."""
+    here: type[BaseModel] | None = kind
+    skip = False
+    for name in path:
+        if skip:
+            skip = False
+            continue
+        field = here.model_fields.get(name) if here is not None else None
+        if field is None:
+            return None
+        here = nested_class(field.annotation)
+        skip = here is not None and here is not field.annotation
+    return None if skip else here

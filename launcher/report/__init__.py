@@ -1,0 +1,1 @@
+"""Reports and timelines made from a run directory."""

@@ -1,0 +1,153 @@
+"""`timeline.json`: a run in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
+
+One row for each engine, with what it did and what it waited for, then one each for trainer, publisher, the controller's
+wait for responses, checkpoints and evaluations, and steps; a counter for each engine's running requests. Forwards that
+follow each other are one slice, so that a run of days stays a file that a browser opens.
+
+Invariants: events are sorted by time; no duration is negative; slices of a row do not overlap by rounding, since starts
+and ends are rounded alike (microseconds since the run's first event).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from launcher.report.run_timeline import RunTimeline
+from launcher.run_dir.atomic_files import replace_text
+from rollout.tracing.forwards import Forwards
+from rollout.tracing.timeline import GAP_S, PARTS, EngineTimeline, Part, Span
+
+MAX_COUNTER_POINTS = 20_000
+"""Of one engine; a longer run shows every second forward, or every third, ..."""
+WAITS = {
+    Part.TAIL_WAIT: "waits: others sample",
+    Part.TRAINER_WAIT: "waits: trainer",
+    Part.PUBLISH: "waits: publish",
+    Part.CHECKPOINT: "waits: checkpoint",
+}
+SAMPLING = "samples"
+MAX_SKEW_S = 1e-3
+"""Spans that overlap by less follow each other: their ends are of another clock than their starts."""
+_AT_WORK = (Part.SATURATED, Part.UNDERFILLED, Part.GAP)
+_PID = 1
+Event = dict[str, object]
+
+
+def write_trace(run_dir: Path, run: RunTimeline) -> Path | None:
+    """Write `timeline.json` into `run_dir` and return its path; None, and no file, where nothing was recorded."""
+    if run.bounds_s is None:
+        return None
+    target = run_dir / "timeline.json"
+    replace_text(target, json.dumps(chrome_trace(run), separators=(",", ":")) + "\n")
+    return target
+
+
+def chrome_trace(run: RunTimeline) -> Event:
+    """The whole file as one JSON object."""
+    if run.bounds_s is None:
+        raise ValueError("nothing was recorded, so there is no timeline")
+    origin_s, end_s = run.bounds_s
+    rows: dict[str, int] = {f"engine {number}": number for number in range(len(run.forwards))}
+    events: list[Event] = []
+    for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
+        events += _slices(timeline, forwards, row=number, origin_s=origin_s)
+        events += _running(forwards, engine=number, origin_s=origin_s)
+    for name, what, start_s, stop_s in _lanes(run.spans):
+        row = rows.setdefault(name, len(rows))
+        events.append(_slice(what, start_s, stop_s, row=row, origin_s=origin_s))
+    for step in run.steps:
+        row = rows.setdefault("steps", len(rows))
+        # a step's row is written a moment after its last span has ended
+        start_s, stop_s = max(step.start_s, origin_s), min(step.end_s, end_s)
+        if stop_s > start_s:
+            events.append(_slice(f"step {step.number + 1}", start_s, stop_s, row=row, origin_s=origin_s))
+    names = [_about("process_name", 0, {"name": "run"})]
+    for name, row in rows.items():
+        names += [_about("thread_name", row, {"name": name}), _about("thread_sort_index", row, {"sort_index": row})]
+    events.sort(key=lambda event: (event["ts"], event["tid"]))
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"started_at_s": origin_s, "notes": list(run.notes)},
+        "traceEvents": [*names, *events],
+    }
+
+
+def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
+    """Row, what, start and end of each span; a row's spans that overlap lie in further rows."""
+    ended_s: dict[str, float] = {}
+    for span in spans:
+        first = lane = _row_of(span)
+        while ended_s.get(lane, -math.inf) - span.start_s > MAX_SKEW_S:
+            lane = f"{first}, {2 if lane == first else int(lane.rpartition(' ')[2]) + 1}"
+        start_s = min(max(span.start_s, ended_s.get(lane, -math.inf)), span.end_s)
+        ended_s[lane] = max(span.end_s, ended_s.get(lane, -math.inf))
+        yield lane, span.what, start_s, span.end_s
+
+
+def _row_of(span: Span) -> str:
+    match span.what:
+        case "checkpoint" | "evaluate":
+            return "checkpoint, evaluation"
+        case "rollout":
+            return "controller"
+    return "publisher" if span.who == "engines" else span.who
+
+
+def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s: float) -> Iterator[Event]:
+    """What one engine did, moments of one kind joined; nothing where it simply had nothing to do."""
+    kinds = np.array([0 if part in _AT_WORK else 1 + index for index, part in enumerate(PARTS)])
+    kind = kinds[timeline.shares.argmax(axis=1)]
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(kind)) + 1])
+    started = np.sort(forwards["started_at_s"])
+    for first, last in zip(firsts, [*firsts[1:], len(kind)], strict=True):
+        start_s, end_s = float(timeline.edges_s[first]), float(timeline.edges_s[last])
+        if start_s == end_s:
+            continue
+        if kind[first] == 0:
+            seconds = np.diff(timeline.edges_s[first : last + 1]) @ timeline.shares[first:last]
+            num_forwards = int(np.diff(np.searchsorted(started, [start_s, end_s])).item())
+            arguments: Event = {
+                "forwards": num_forwards,
+                "saturated_share": round(float(seconds[PARTS.index(Part.SATURATED)]) / (end_s - start_s), 4),
+            }
+            yield {**_slice(SAMPLING, start_s, end_s, row=row, origin_s=origin_s), "args": arguments}
+        elif (name := WAITS.get(PARTS[kind[first] - 1])) is not None:
+            yield _slice(name, start_s, end_s, row=row, origin_s=origin_s)
+
+
+def _running(forwards: Forwards, *, engine: int, origin_s: float) -> Iterator[Event]:
+    """Requests of each forward from its start on, and none from the end of a forward that is followed by a pause."""
+    starts = forwards["started_at_s"]
+    ends = starts + forwards["seconds"]
+    is_last = np.append(starts[1:] - ends[:-1] >= GAP_S, True)[: len(forwards)]
+    shown = slice(None, None, max(1, -(-len(forwards) // MAX_COUNTER_POINTS)))
+    at_s = np.concatenate([starts[shown], ends[is_last]])
+    requests = np.concatenate([forwards["num_running"][shown], np.zeros(is_last.sum(), dtype=np.int32)])
+    order = np.argsort(at_s, kind="stable")
+    at_s, requests = at_s[order], requests[order]
+    changed = np.diff(requests, prepend=-1) != 0
+    for moment, count in zip(at_s[changed].tolist(), requests[changed].tolist(), strict=True):
+        yield {
+            "name": f"engine {engine}: running requests",
+            "ph": "C",
+            "pid": _PID,
+            "tid": engine,
+            "ts": _microseconds(moment, origin_s),
+            "args": {"requests": count},
+        }
+
+
+def _slice(name: str, start_s: float, end_s: float, *, row: int, origin_s: float) -> Event:
+    start, end = _microseconds(start_s, origin_s), _microseconds(end_s, origin_s)
+    return {"name": name, "ph": "X", "pid": _PID, "tid": row, "ts": start, "dur": end - start}
+
+
+def _microseconds(at_s: float, origin_s: float) -> int:
+    return round((at_s - origin_s) * 1e6)
+
+
+def _about(kind: str, row: int, arguments: Event) -> Event:
+    return {"name": kind, "ph": "M", "pid": _PID, "tid": row, "args": arguments}

@@ -1,0 +1,199 @@
+"""The directory of one run: who holds it, what it records, which checkpoint is the newest.
+
+    config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
+    samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
+    wandb/  report.html  timeline.json  LOCK
+
+Invariants: one process writes at a time (`LOCK` is an advisory lock of the kernel, so a killed run leaves none behind);
+`metrics.jsonl` holds each step at most once, in order; rows of steps that a resume repeats are moved aside, never lost;
+`checkpoints/latest` names a complete checkpoint or does not exist; a checkpoint being written bears `.partial`.
+
+`RunLock`: one living process per run directory.
+
+The lock is the kernel's (`flock`), so it ends with its holder, however that ends: a stale LOCK file is simply taken
+over. The file's text (process id, host) is for people and for the message of a refusal. Descriptors are closed on
+exec, so that engines and workers started by a run do not keep its lock alive.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from launcher.checks.paths import folder_problems
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.atomic_files import append_line, drop_torn_line, read_rows, replace_rows, replace_text
+from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.forward_traces import drop_torn_record
+
+
+class RunLock:
+    """Holds the lock of `path` from construction to `release`."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock; raises `RunDirectoryError` naming the process that has it."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._descriptor, 4096).decode(errors="replace")
+            os.close(self._descriptor)
+            raise RunDirectoryError(
+                f"run_dir `{path.parent}` is in use by {_describe(holder)}; "
+                "wait for it, end it, or give another run_dir"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+
+    def release(self) -> None:
+        """Gives the lock back; a second call does nothing. The file stays, so that a waiting opener locks the same."""
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing alone would wait for a child between fork and exec
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _describe(holder: str) -> str:
+    try:
+        fields = json.loads(holder)
+    except ValueError:
+        return "another process"
+    return f"process {fields['pid']} on {fields['host']}"
+
+
+FOLDERS = ("samples", "traces", "logs", "checkpoints", "wandb")
+Row = Mapping[str, object]
+
+
+class RunDirectory:
+    """An open run directory; a context manager that holds its lock."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Creates the directory where it is missing and takes its lock.
+
+        Raises `RunDirectoryError` if a living process holds it, naming that process.
+        """
+        self.path = Path(path).absolute()
+        if problems := folder_problems("run_dir", str(path)):
+            raise RunDirectoryError(problems[0])
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, PermissionError) as error:
+            raise RunDirectoryError(f"`run_dir` = {path} cannot be made: {error.strerror}; name another one") from error
+        self._lock = RunLock(self.path / "LOCK")
+        self._checkpoints = Checkpoints(self.path / "checkpoints")
+        for folder in FOLDERS:
+            (self.path / folder).mkdir(exist_ok=True)
+        for name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl"):
+            drop_torn_line(self.path / name)
+        drop_torn_record(self.path / "traces")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.release()
+
+    def write_config(self, text: str) -> None:
+        """Saves the resolved configuration."""
+        replace_text(self.path / "config.yaml", text)
+
+    def write_environment(self, environment: Row) -> None:
+        """Saves versions and machine; those of an earlier start of the same run stay, under `earlier`."""
+        target = self.path / "environment.json"
+        earlier: list[object] = []
+        if target.exists():
+            previous = json.loads(target.read_text(encoding="utf-8"))
+            earlier = [*previous.pop("earlier", []), previous]
+        replace_text(target, json.dumps({**environment, "earlier": earlier}, indent=2) + "\n")
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of `metrics.jsonl`: the step, the wall clock, the metrics."""
+        append_line(self.path / "metrics.jsonl", {"step": step, "time_s": time.time(), **metrics})
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All rows of `metrics.jsonl`."""
+        return _floats(read_rows(self.path / "metrics.jsonl"))
+
+    def resume_at(self, step: int) -> int:
+        """Makes the record end before `step`, the next one to run; returns how many rows were abandoned.
+
+        Rows of `metrics.jsonl` and `evaluation.jsonl` that the run will write again move to `*.abandoned.jsonl`; the
+        evaluation of a checkpoint's weights was finished before the checkpoint, so it stays.
+        """
+        moved = 0
+        for name, first in (("metrics", step), ("evaluation", step + 1 if step else 0)):
+            rows = read_rows(self.path / f"{name}.jsonl")
+            kept = [row for row in rows if _step(row) < first]
+            abandoned = [row for row in rows if _step(row) >= first]
+            for row in abandoned:
+                append_line(self.path / f"{name}.abandoned.jsonl", row)
+            if abandoned:
+                replace_rows(self.path / f"{name}.jsonl", kept)
+            moved += len(abandoned)
+        return moved
+
+    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+        """One row of `events.jsonl`: `who` did `what` from `start_s` to `end_s` (wall clock)."""
+        append_line(self.path / "events.jsonl", {"who": who, "what": what, "start_s": start_s, "end_s": end_s})
+
+    @contextmanager
+    def span(self, who: str, what: str) -> Iterator[None]:
+        """Records the time of the body as a span, also when it raises."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.record_span(who, what, start_s, time.time())
+
+    def append_evaluation(self, rows: Iterable[Row]) -> None:
+        """Rows of `evaluation.jsonl`; see `rollout.evaluation.EvaluationRow`."""
+        for row in rows:
+            append_line(self.path / "evaluation.jsonl", row)
+
+    def evaluation(self) -> list[dict[str, object]]:
+        """All rows of `evaluation.jsonl`."""
+        return read_rows(self.path / "evaluation.jsonl")
+
+    def samples_path(self, step: int) -> Path:
+        """`samples/step-N.jsonl`, one row per response; a repeated step replaces its file."""
+        return self.path / "samples" / f"step-{step}.jsonl"
+
+    def traces_path(self, step: int) -> Path:
+        """`traces/step-N.jsonl`, token ids of the step's responses (`history.store.traces`)."""
+        return self.path / "traces" / f"step-{step}.jsonl"
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into; leftovers of an unfinished one are removed."""
+        return self._checkpoints.begin(step)
+
+    def finish_checkpoint(self, step: int, keep_last: int) -> Path:
+        """Gives the folder its final name, points `latest` at it, then removes all but the newest `keep_last`."""
+        return self._checkpoints.finish(step, keep_last)
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint; None before the first."""
+        return self._checkpoints.latest()
+
+
+def _step(row: Mapping[str, object]) -> int:
+    step = row["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _floats(rows: Iterable[Mapping[str, object]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if isinstance(value, int | float)} for row in rows]

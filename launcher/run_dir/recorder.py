@@ -1,0 +1,157 @@
+"""Writes a run down as it goes: the one place where the loop meets the run directory, wandb and the console.
+
+A step's row goes to `metrics.jsonl` first, then to wandb, then to the console; its samples are written
+by the scorer's process (the controller holds no text) while the next step runs, and are waited for
+before the next step's samples and before a checkpoint.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from history.store.service import HistoryService
+from launcher.run_dir.atomic_files import replace_text
+from launcher.run_dir.console import RunProgress
+from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.forward_traces import append_forwards
+from launcher.run_dir.step_timeline import StepTimeline
+from launcher.run_dir.wandb import Tracker
+from megatron_rl.trainer.group import TrainerGroup
+from rollout.evaluation import EvaluationRow
+from rollout.planning.planner import Planner
+from rollout.pool.engine_group import EngineGroup
+from rollout.tracing.draft_savings import seconds_saved
+from rollout.tracing.engine_speed import EngineSpeed
+from rollout.tracing.forwards import FORWARD, Forwards
+from rollout.types import ScoredGroup
+
+STATE = "state.json"
+"""The controller's part of a checkpoint."""
+
+LENGTHS = "lengths.npz"
+"""The lengths of each prompt's responses; absent in checkpoints of older versions."""
+
+HISTORY = "history"
+"""The folder of a checkpoint that holds a snapshot of the history; absent where nothing is remembered."""
+
+
+class RunRecorder:
+    """Satisfies `megatron_rl.controller.controller.Recorder`."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        tracker: Tracker,
+        progress: RunProgress,
+        *,
+        scorer: ray.actor.ActorHandle,
+        engines: EngineGroup,
+        history: HistoryService | None,
+        stock_engines: Sequence[int],
+        table_rows: int,
+        record_traces: bool,
+        keep_last: int,
+    ) -> None:
+        """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay.
+
+        `stock_engines` are those that the drafting ones are compared with.
+        """
+        self._directory = directory
+        self._tracker = tracker
+        self._progress = progress
+        self._scorer = scorer
+        self._engines = engines
+        self._timeline = StepTimeline(len(self._engines))
+        self._history = history
+        self._stock_engines = tuple(stock_engines)
+        self._table_rows = table_rows
+        self._record_traces = record_traces
+        self._keep_last = keep_last
+        self._pending: ray.ObjectRef | None = None
+        self._unlogged: tuple[int, dict[str, float]] | None = None
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """Move the bar."""
+        self._progress.phase(phase, done, total)
+
+    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+        """Keep a span (`megatron_rl.controller.phases.RecordSpan`)."""
+        self._directory.record_span(who, what, start_s, end_s)
+        self._timeline.add_span(who, what, start_s, end_s)
+
+    def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
+        """Keep a step's metrics, samples, traces and forwards."""
+        ended_s = time.time()
+        forwards = self._keep_forwards()
+        metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
+        if self._stock_engines:
+            metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._stock_engines))}
+        self._directory.append_metrics(step, metrics)
+        self._progress.step(step, metrics)
+        self.flush()
+        self._pending = self._scorer.write_samples.remote(
+            groups,
+            samples_path=str(self._directory.samples_path(step)),
+            traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",
+            num_returned=self._table_rows,
+        )
+        self._unlogged = (step, metrics)
+
+    def _keep_forwards(self) -> list[Forwards]:
+        """Append every engine's forwards since the last call to its file in `traces/`."""
+        drained = [np.zeros(0, dtype=FORWARD)] * len(self._engines)
+        for number, forwards in zip(self._engines.there, ray.get(self._engines.begin("drain_trace")), strict=True):
+            drained[number] = forwards
+        for number, forwards in enumerate(drained):
+            append_forwards(self._directory.path / "traces", number, forwards)
+        self._timeline.add_forwards(drained)
+        return drained
+
+    @property
+    def engine_speed(self) -> EngineSpeed | None:
+        """What forwards cost, as of the last step; None while there is too little evidence."""
+        return self._timeline.speed
+
+    def flush(self) -> None:
+        """Wait for the samples that are being written, and log their step."""
+        if self._pending is None or self._unlogged is None:
+            return
+        rows: list[dict[str, object]] = ray.get(self._pending)
+        step, metrics = self._unlogged
+        self._tracker.log_step(step, metrics, rows)
+        self._pending = self._unlogged = None
+
+    def on_evaluation(self, rows: list[EvaluationRow]) -> None:
+        """Keep an evaluation, and the forwards that it took: after the last one no step comes to fetch them."""
+        self._keep_forwards()
+        self._directory.append_evaluation([row.as_row() for row in rows])
+        self._progress.evaluation(rows)
+
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+        """Write a checkpoint and make it the newest."""
+        self.flush()
+        folder = self._directory.begin_checkpoint(finished_steps)
+        trainer.save(str(folder / "trainer"))
+        state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
+        replace_text(folder / STATE, json.dumps(state) + "\n")
+        planner.lengths.save(folder / LENGTHS)
+        if self._history is not None:
+            self._history.save(folder / HISTORY)
+        final = self._directory.finish_checkpoint(finished_steps, self._keep_last)
+        if self._history is not None:
+            self._history.saved(final / HISTORY)
+
+
+def _saving(seconds: float) -> dict[str, float]:
+    return {} if math.isnan(seconds) else {"history/saved_s_measured": seconds}
+
+
+def read_state(checkpoint: Path) -> dict[str, object]:
+    """The controller's part of a checkpoint: `finished_steps` and `prompt_order`."""
+    state: dict[str, object] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state

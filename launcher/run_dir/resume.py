@@ -1,0 +1,44 @@
+"""What may change between the starts of one run, and what may not.
+
+A resumed run continues the same prompt order, the same seeds and the same weights; a configuration that says otherwise
+belongs into another run directory. Everything else may change (more steps, other engines, another partition), and is
+said.
+"""
+
+from pathlib import Path
+
+import yaml
+
+from launcher.config.schema import RunConfig
+from launcher.config.yaml_source import Value
+from launcher.errors import RunDirectoryError
+
+FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
+"""Keys that a resume must find as they were."""
+
+
+def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
+    """`key: before -> now` for each key of the saved configuration that differs from `config`; none before a first run.
+
+    Raises `RunDirectoryError` if one of `FIXED` differs.
+    """
+    saved = run_dir / "config.yaml"
+    if not saved.exists():
+        return []
+    before = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    now = _flat(config.model_dump(mode="json"))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
+    lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
+    if fixed := [line for key, line in zip(changed, lines, strict=True) if key in FIXED]:
+        raise RunDirectoryError(
+            f"run_dir `{run_dir}` holds a run with another configuration: {'; '.join(fixed)}; "
+            "give another run_dir, or the old values to resume it"
+        )
+    return lines
+
+
+def _flat(value: Value, prefix: str = "") -> dict[str, Value]:
+    """Dotted keys of nested tables; lists stay whole."""
+    if not isinstance(value, dict):
+        return {prefix.rstrip("."): value}
+    return {key: one for name, inner in value.items() for key, one in _flat(inner, f"{prefix}{name}.").items()}

@@ -1,0 +1,111 @@
+"""Weights & Biases for a run: offline unless told otherwise, one wandb run per run directory, no step twice.
+
+The wandb run id and the last logged step lie in `wandb/tracking.json`. A resumed run continues under the same id and
+skips the steps that were logged before it was interrupted, since wandb keeps the first value of a step for ever. The
+step is written down before it is logged: after a kill in between it is missing in wandb, never double; `metrics.jsonl`
+has it in either case.
+
+wandb is imported here, lazily, and nowhere else. In offline mode it neither asks anything nor opens a connection.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from launcher.config.schema import WandbConfig
+from launcher.run_dir.atomic_files import replace_text
+
+SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
+
+
+class _WandbRun(Protocol):
+    """The part of `wandb.Run` that is used."""
+
+    def log(self, data: Mapping[str, object], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Tracker:
+    """A wandb run; does nothing in mode `disabled`."""
+
+    def __init__(self, run: _WandbRun | None, state_path: Path, last_step: int, run_id: str) -> None:
+        """Use `Tracker.start`."""
+        self._run = run
+        self._state_path = state_path
+        self._last_step = last_step
+        self.run_id = run_id
+        """The same after every resume; empty when disabled."""
+
+    @classmethod
+    def start(cls, config: WandbConfig, run_dir: Path, settings: Mapping[str, object]) -> Self:
+        """Starts or continues the wandb run of `run_dir`; `settings` is the resolved configuration."""
+        state_path = run_dir / "wandb" / "tracking.json"
+        if config.mode == "disabled":
+            return cls(None, state_path, -1, "")
+        state = json.loads(state_path.read_text(encoding="utf-8")) if state_path.exists() else {}
+        run_id = state.get("run_id") or secrets.token_hex(4)
+        tracker = cls(None, state_path, state.get("last_step", -1), run_id)
+        tracker._save()
+        tracker._run = _start_run(config, run_dir, run_id, settings)
+        return tracker
+
+    def log_step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> bool:
+        """Logs the metrics and a table of `samples` of `step`; False if that step was logged before."""
+        if self._run is None or step <= self._last_step:
+            return False
+        self._last_step = step
+        self._save()
+        self._run.log({**metrics, **({"samples": _table(step, samples)} if samples else {})}, step=step)
+        return True
+
+    def finish(self) -> None:
+        """Ends the wandb run; what was logged is on disk (offline) or uploaded (online)."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _save(self) -> None:
+        self._state_path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._state_path, json.dumps({"run_id": self.run_id, "last_step": self._last_step}) + "\n")
+
+
+def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # a service inherited from a parent process outlives us, and keeps the id of a killed run in use
+    os.environ.pop("WANDB_SERVICE", None)
+    import wandb
+
+    run: _WandbRun = wandb.init(
+        project=config.project,
+        name=config.name or run_dir.name,
+        id=run_id,
+        resume="allow" if config.mode == "online" else None,
+        mode=config.mode,
+        dir=str(run_dir),
+        config=dict(settings),
+        settings=wandb.Settings(
+            silent=config.mode == "offline",
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
+        ),
+    )
+    return run
+
+
+def _table(step: int, samples: Sequence[Mapping[str, object]]) -> object:
+    import wandb
+
+    rows = [[step, *(_cell(sample.get(column)) for column in SAMPLE_COLUMNS[1:])] for sample in samples]
+    table: object = wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)
+    return table
+
+
+def _cell(value: object) -> str | int | float | None:
+    return value if isinstance(value, str | int | float) or value is None else json.dumps(value)

@@ -1,0 +1,1 @@
+"""Pure functions of tokens: advantages, losses, correction and mismatch."""

@@ -1,0 +1,168 @@
+"""Policy losses on packed response tokens.
+
+T: response tokens of a micro batch, sequence after sequence (no prompt, no padding); B: its sequences.
+
+A loss takes the tokens of one micro batch and returns a scalar whose *sum* over the micro batches and data-parallel
+ranks of a mini batch is the mini batch's loss. That works because every token brings its share of the mean
+(`coefficients`, made from denominators that the plan counted over all ranks), so no split changes the gradient.
+Metrics follow the same rule: sum them. Their names are verl's where the meaning is the same.
+
+* `clipped_surrogate`: PPO's objective (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476,
+  section 3.1), times the detached correction weight; optionally dual clip (arXiv 1912.09729, equation 5).
+* `cispo`: clipped, detached ratio times log-probability (arXiv 2506.13585, section 3.1).
+* `gspo`: length-normalised sequence ratio (arXiv 2507.18071, section 4); its clip bounds are about 1e-4.
+* `sft_loss`: negative log-probability.
+
+Invariants: `weights` and ratios that only scale are detached; at logprobs = old_logprobs the gradient of all three is
+-coefficient * weight * advantage; an empty micro batch gives zero loss that still has a gradient path.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from history.config import load_dotted
+from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The tokens of one micro batch; float32 unless said."""
+
+    logprobs: Tensor
+    """[T], under autograd."""
+    entropy: Tensor
+    """[T], of the trainer's distribution, in nats; under autograd where the bonus is on."""
+    old_logprobs: Tensor
+    """[T]; with a single mini batch, `logprobs.detach()`."""
+    advantages: Tensor
+    """[T]"""
+    weights: Tensor
+    """[T], detached correction weights; 0 where rejected, 1 without correction."""
+    coefficients: Tensor
+    """[T], each token's share of the mini batch's mean; see `coefficients`."""
+    lengths: Tensor
+    """[B] int64 response tokens per sequence; sums to T."""
+    num_tokens: int
+    """Response tokens of the mini batch over all ranks: denominator of metrics and of the entropy bonus."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The numbers that a policy loss reads; see `AlgorithmConfig`."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    entropy_bonus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """What a loss returns for one micro batch."""
+
+    loss: Tensor
+    """Scalar, to be back-propagated as it is."""
+    metrics: dict[str, Tensor]
+    """Detached scalars; their sums over micro batches and data-parallel ranks are the mini batch's metrics."""
+
+
+PolicyLoss = Callable[[LossInputs, LossSettings], LossOutput]
+
+
+def load_loss(path: str) -> PolicyLoss:
+    """The policy loss at a dotted path; raises ValueError when there is none."""
+    return cast(PolicyLoss, load_dotted(path, field="algorithm.loss"))
+
+
+def coefficients(
+    lengths: Tensor, *, aggregation: Literal["token_mean", "sequence_mean"], num_tokens: int, num_sequences: int
+) -> Tensor:
+    """Share of each token in the mini batch's mean, [T] float32; sums to 1 over the mini batch.
+
+    `lengths` is [B] int64; `num_tokens` and `num_sequences` count the mini batch over all ranks. `token_mean` weighs
+    every token alike, `sequence_mean` every sequence.
+    """
+    shares = torch.ones_like(lengths, dtype=torch.float32) / max(num_tokens, 1)
+    if aggregation == "sequence_mean":
+        shares = 1.0 / (lengths.clamp(min=1).float() * max(num_sequences, 1))
+    return shares.repeat_interleave(lengths)
+
+
+def clipped_surrogate(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """-w * min(ratio * A, clip(ratio) * A) per token, ratio = exp(logprobs - old_logprobs)."""
+    log_ratio = _clamped_log_ratio(inputs)
+    surrogate, metrics = _clipped(inputs, settings, ratio=log_ratio.exp())
+    return _finish(inputs, settings, token_losses=surrogate, log_ratio=log_ratio, metrics=metrics)
+
+
+def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """The clipped surrogate with one ratio a sequence: exp of the mean log ratio over its tokens."""
+    log_ratio = _clamped_log_ratio(inputs)
+    if len(inputs.lengths) == 0:
+        sequence_ratio = log_ratio.exp()
+    else:
+        means = torch.segment_reduce(log_ratio, "mean", lengths=inputs.lengths, initial=0.0)
+        sequence_log_ratio = means.detach().repeat_interleave(inputs.lengths)
+        # Value of the sequence's ratio; gradient of each of its own tokens (GSPO-token, equation 14).
+        sequence_ratio = (inputs.logprobs - inputs.logprobs.detach() + sequence_log_ratio).exp()
+    surrogate, metrics = _clipped(inputs, settings, ratio=sequence_ratio)
+    return _finish(inputs, settings, token_losses=surrogate, log_ratio=log_ratio, metrics=metrics)
+
+
+def cispo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """-w * detach(clip(ratio)) * A * logprobs per token: clipped tokens keep a gradient."""
+    log_ratio = _clamped_log_ratio(inputs)
+    ratio = log_ratio.detach().exp()
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    token_losses = -inputs.weights * clipped * inputs.advantages * inputs.logprobs
+    metrics = {"actor/pg_clipfrac": _token_mean(clipped != ratio, inputs.num_tokens)}
+    return _finish(inputs, settings, token_losses=token_losses, log_ratio=log_ratio, metrics=metrics)
+
+
+def sft_loss(logprobs: Tensor, *, coefficients: Tensor) -> LossOutput:
+    """Negative log-probability, weighted by each token's share of the mean; both are [T] float32."""
+    loss = -(coefficients * logprobs).sum()
+    return LossOutput(loss=loss, metrics={"sft/loss": loss.detach()})
+
+
+def _clamped_log_ratio(inputs: LossInputs) -> Tensor:
+    return (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _clipped(inputs: LossInputs, settings: LossSettings, *, ratio: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    unclipped = -ratio * inputs.advantages
+    clipped = -ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * inputs.advantages
+    losses = torch.maximum(unclipped, clipped)
+    lower = torch.zeros_like(losses, dtype=torch.bool)
+    if settings.dual_clip > 0:
+        bound = -settings.dual_clip * inputs.advantages
+        lower = (inputs.advantages < 0) & (losses > bound)
+        losses = torch.where(lower, bound, losses)
+    metrics = {
+        "actor/pg_clipfrac": _token_mean(clipped > unclipped, inputs.num_tokens),
+        "actor/pg_clipfrac_lower": _token_mean(lower, inputs.num_tokens),
+    }
+    return losses * inputs.weights, metrics
+
+
+def _finish(
+    inputs: LossInputs, settings: LossSettings, *, token_losses: Tensor, log_ratio: Tensor, metrics: dict[str, Tensor]
+) -> LossOutput:
+    """Sums token losses by their shares, subtracts the entropy bonus, adds the metrics that all losses have."""
+    policy_loss = (inputs.coefficients * token_losses).sum()
+    entropy = inputs.entropy.sum() / max(inputs.num_tokens, 1)
+    loss = policy_loss - settings.entropy_bonus * entropy if settings.entropy_bonus > 0 else policy_loss
+    common = {
+        "actor/pg_loss": policy_loss.detach(),
+        "actor/entropy": entropy.detach(),
+        "actor/ppo_kl": _token_mean(-log_ratio, inputs.num_tokens),
+    }
+    return LossOutput(loss=loss, metrics=common | metrics)
+
+
+def _token_mean(values: Tensor, num_tokens: int) -> Tensor:
+    return values.detach().float().sum() / max(num_tokens, 1)

@@ -1,0 +1,162 @@
+"""Measures the gap between sampler and trainer over a step, piece by piece.
+
+A step's tokens never lie in one place: every micro batch on every rank adds its part. `MismatchSums` is that part:
+three vectors (sums, maxima, a histogram of |lr|) that merge by adding and by taking maxima, also through an
+all-reduce (`MismatchSums.vectors` and `from_vectors`). `finalize` turns the merged vectors into metrics.
+
+Names and definitions are those of verl 0.9.1 (`rollout_corr/...`) where the meaning is the same; ours are
+`ratio_*`, `clip_fraction`, `kept_fraction`, `veto_seq_fraction`, `abs_log_ratio_*` (quantiles exact to a 4 % bin).
+All sums are float64. T: response tokens of a micro batch, B: its sequences, lr = old_logprobs - rollout_logprobs.
+
+Invariants: any cut of the same sequences into micro batches, in any order, merges to the same metrics; an empty micro
+batch is the neutral element and has the same entries, so all ranks reduce vectors of equal size.
+
+`SumsByAge`: the gap between sampler and trainer, response by response as old as they are.
+
+Quantisation and staleness both move `old_logprobs` from `rollout_logprobs`, and one weight repairs both. Apart they
+can be told by how old a response is: what those of staleness 0 show is quantisation alone.
+
+Shape legend: T response tokens of a micro batch, B its sequences, A ages (0 .. the step's largest staleness).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithm.correction import LOG_RATIO_BOUND, PackedLogprobs, k3
+from megatron_rl.algorithm.mismatch_terms import metrics_of, terms_of
+from megatron_rl.config import CorrectionConfig
+
+SMALLEST_BIN = 1e-7
+"""|lr| below this counts as this."""
+BINS_PER_DECADE = 60
+NUM_BINS = math.ceil(math.log10(LOG_RATIO_BOUND / SMALLEST_BIN) * BINS_PER_DECADE) + 1
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchSums:
+    """What one or more micro batches contribute to the metrics of a step."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    """-inf where nothing was added yet."""
+    histogram: Tensor
+    """[NUM_BINS] float64 counts of tokens by |lr|."""
+    config: CorrectionConfig
+
+    @classmethod
+    def of(cls, logprobs: PackedLogprobs, *, config: CorrectionConfig) -> "MismatchSums":
+        """The contribution of one micro batch, empty or not."""
+        terms = terms_of(logprobs, config=config)
+        return cls(
+            sums=dict(zip(terms.sums, _to_host(terms.sums.values()), strict=True)),
+            maxima=dict(zip(terms.maxima, _to_host(terms.maxima.values()), strict=True)),
+            histogram=_histogram(logprobs.log_ratio),
+            config=config,
+        )
+
+    @classmethod
+    def empty(cls, *, config: CorrectionConfig) -> "MismatchSums":
+        """The neutral element of `merge`."""
+        nothing = torch.zeros(0)
+        logprobs = PackedLogprobs(old_logprobs=nothing, rollout_logprobs=nothing, lengths=nothing.long())
+        return cls.of(logprobs, config=config)
+
+    def merge(self, other: "MismatchSums") -> "MismatchSums":
+        """Both contributions together."""
+        return MismatchSums(
+            sums={name: value + other.sums[name] for name, value in self.sums.items()},
+            maxima={name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
+            histogram=self.histogram + other.histogram,
+            config=self.config,
+        )
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """(to be summed over ranks, to be maximised over ranks), both 1-D float64 on the CPU."""
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        return torch.cat([sums, self.histogram]), torch.tensor(list(self.maxima.values()), dtype=torch.float64)
+
+    def from_vectors(self, summed: Tensor, maximised: Tensor) -> "MismatchSums":
+        """The names of this contribution with reduced `vectors`."""
+        num_sums = len(self.sums)
+        return MismatchSums(
+            sums=dict(zip(self.sums, summed[:num_sums].tolist(), strict=True)),
+            maxima=dict(zip(self.maxima, maximised.tolist(), strict=True)),
+            histogram=summed[num_sums:].cpu(),
+            config=self.config,
+        )
+
+    def finalize(self) -> dict[str, float]:
+        """The step's metrics; nothing at all for no tokens."""
+        if self.sums["tokens"] == 0:
+            return {}
+        metrics = metrics_of(self.sums, self.maxima, config=self.config) | _quantiles(self.histogram)
+        return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _to_host(values: Iterable[Tensor]) -> list[float]:
+    """All values in one transfer."""
+    return torch.stack([value.double() for value in values]).tolist()
+
+
+def _histogram(log_ratio: Tensor) -> Tensor:
+    """Counts of |lr| in logarithmic bins, [NUM_BINS] float64."""
+    sizes = log_ratio.double().abs().clamp(SMALLEST_BIN, LOG_RATIO_BOUND)
+    bins = (torch.log10(sizes / SMALLEST_BIN) * BINS_PER_DECADE).floor().long()
+    return torch.bincount(bins.cpu(), minlength=NUM_BINS).double()
+
+
+def _quantiles(histogram: Tensor) -> dict[str, float]:
+    """Upper edge of the bin in which each quantile lies."""
+    cumulative = histogram.cumsum(0)
+    ranks = torch.tensor(list(QUANTILES.values()), dtype=torch.float64) * cumulative[-1]
+    bins = torch.searchsorted(cumulative, ranks).tolist()
+    edges = [SMALLEST_BIN * 10 ** ((index + 1) / BINS_PER_DECADE) for index in bins]
+    return {f"abs_log_ratio_{name}": edge for name, edge in zip(QUANTILES, edges, strict=True)}
+
+
+_NUM_SUMS = 4
+
+
+@dataclass(slots=True)
+class SumsByAge:
+    """Tokens, weights, their squares and k3 by age; `add` mutates. Parts of other ranks are added to `sums`."""
+
+    sums: Tensor
+    """[A, 4] float64, on the CPU."""
+
+    @classmethod
+    def empty(cls, max_staleness: int) -> "SumsByAge":
+        """Of a step whose responses are at most so stale."""
+        return cls(torch.zeros(max_staleness + 1, _NUM_SUMS, dtype=torch.float64))
+
+    def add(self, logprobs: PackedLogprobs, weights: Tensor, staleness: Sequence[int]) -> None:
+        """A micro batch: `weights` [T] as they enter the loss, `staleness` [B]."""
+        if not staleness:
+            return
+        ages = torch.tensor(staleness, device=weights.device).repeat_interleave(logprobs.lengths)
+        log_ratio = logprobs.log_ratio.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        of_tokens = torch.stack(
+            [torch.ones_like(log_ratio), weights.double(), weights.double().square(), k3(log_ratio)]
+        )
+        self.sums += torch.zeros_like(self.sums, device=weights.device).index_add(0, ages, of_tokens.T).cpu()
+
+    def metrics(self) -> dict[str, float]:
+        """Mean weight, effective sample size (share) and k3 of each age that occurs; none if all responses are
+        fresh.
+        """
+        found: dict[str, float] = {}
+        if len(self.sums) == 1:
+            return found
+        for age, (tokens, weight, squared, divergence) in enumerate(self.sums.tolist()):
+            if tokens:
+                prefix = f"rollout_corr/stale_{age}"
+                found[f"{prefix}/tokens"] = tokens
+                found[f"{prefix}/weight_mean"] = weight / tokens
+                found[f"{prefix}/eff_sample_size"] = weight**2 / (tokens * squared) if squared else 0.0
+                found[f"{prefix}/k3_kl"] = divergence / tokens
+        return found

@@ -1,0 +1,1 @@
+"""From scored groups to batches that are balanced over trainer ranks."""

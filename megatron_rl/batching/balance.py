@@ -1,0 +1,174 @@
+"""Places samples on ranks and micro batches: which rank, which forward. Pure arithmetic on lengths.
+
+Every data-parallel rank gets the same *number* of micro batches (collectives must line up), but not the same number
+of samples: with few samples a rank, equal counts alone cost up to half of the time. Samples are placed longest first,
+on the fullest micro batch that has room where room is scarce, else on the cheapest; micro batches are dealt to the
+ranks, dearest first; then the slowest rank exchanges micro batches and samples with faster ones until ranks differ by
+less than `TOLERANCE` (`packing_kernels`, `exchange_kernels`).
+
+How many: without a pipeline the fewest, since each costs an overhead and nothing is gained by more. A pipeline of p
+stages is filled and drained for p - 1 times the dearest micro batch, so more and smaller ones may be faster: the
+number with the smallest `sum + (p - 1) x largest` of the slowest rank is taken, each micro batch with its overhead.
+
+In which order: small ones at both ends, since these fill and drain a pipeline, and all ranks alike. So the i-th micro
+batches of all ranks are of similar cost: experts that are spread over data-parallel ranks make these wait for each
+other in every layer. Dense models meet at the optimizer step only and gain nothing by it.
+
+Invariants (checked by one helper in every test)
+1. every sample exactly once
+2. all ranks have equally many micro batches, at least one unless there are no samples; a multiple of the pipeline's
+   size where its schedule is interleaved
+3. a micro batch holds at most `max_tokens`, or one single longer sample
+4. without a pipeline there are as few as best-fit decreasing needs, divided by the ranks and rounded up; with one,
+   never fewer
+5. the result depends on the arguments only
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_rl.batching.cost_model import CostModel
+
+Bins = list[list[int]]
+"""Indices of samples, bin by bin."""
+
+TOLERANCE = 1e-5
+"""Ranks whose times differ by less, relative, are as good as equal."""
+
+_SCARCE = 0.98
+"""Filled to more than this, the cheapest micro batch soon has no room."""
+_CANDIDATES = 3
+"""Counts of micro batches that are tried out, of those that an estimate likes best; pipelines only."""
+
+_Longs = npt.NDArray[np.int64]
+_Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placement:
+    """Samples, longest first, in bins; bins on the seats of ranks."""
+
+    bin_of: _Longs
+    """[n]"""
+    seats: _Longs
+    """[ranks, seats] bin on each seat."""
+    time: float
+    """Of the slowest rank, in tokens."""
+
+
+def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: CostModel) -> list[Bins]:
+    """Indices of `lengths` (tokens), by rank and micro batch. Some micro batches may be empty; no samples, none at all.
+
+    The first call of a process imports numba; see `load_kernels`.
+
+    Raises ValueError when `num_ranks` or `max_tokens` is not positive, or a length is negative.
+    """
+    if num_ranks <= 0 or max_tokens <= 0:
+        raise ValueError(f"num_ranks {num_ranks} and max_tokens {max_tokens} must both be positive")
+    if not lengths:
+        return [[] for _ in range(num_ranks)]
+    # late: trainer ranks import the types of a batch only
+    from megatron_rl.batching.exchange_kernels import exchange
+    from megatron_rl.batching.packing_kernels import best_fit, group
+
+    unsorted = np.asarray(lengths, dtype=np.int64)
+    if (shortest := int(unsorted.min())) < 0:
+        raise ValueError(f"a sample has {shortest} tokens; lengths must not be negative")
+    longest = int(unsorted.max())
+    order, _ = group(longest - unsorted, longest + 1)
+    tokens = unsorted[order]
+    sample_costs = costs.sample_costs(tokens)
+    max_tokens = min(max_tokens, int(tokens.sum()) + 1)
+    tight, num_bins = best_fit(tokens, max_tokens)
+    counts = _counts(sample_costs, -(-num_bins // num_ranks), num_ranks=num_ranks, costs=costs)
+    tried = [
+        _place(tokens, sample_costs, tight, count=count, num_ranks=num_ranks, max_tokens=max_tokens, costs=costs)
+        for count in counts
+    ]
+    best = min(tried, key=lambda placement: placement.time)
+    exchange(tokens, sample_costs, best.bin_of, best.seats, max_tokens, costs.fill_bins, TOLERANCE)
+    return _lists(best, order, sample_costs)
+
+
+def load_kernels() -> None:
+    """Import numba and the compiled loops (the first time on a machine: compile them), which costs about a second.
+
+    For a moment at which a process waits for others anyway; otherwise the first `balance` does it.
+    """
+    balance([3, 2, 1], num_ranks=1, max_tokens=4, costs=CostModel(parity_tokens=1))
+
+
+def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostModel) -> list[int]:
+    """Micro batches a rank to try: the fewest, and with a pipeline those with the smallest estimated times."""
+    step = costs.count_multiple
+    fewest = -(-fewest // step) * step
+    if costs.fill_bins == 0:
+        return [fewest]
+    total = float(sample_costs.sum()) / num_ranks
+    most = max(fewest, -(-len(sample_costs) // num_ranks))
+    counts = np.arange(fewest, most + step, step)
+    slowest = np.maximum(total / counts, _dearest_bin(sample_costs, counts * num_ranks))
+    estimates = total + counts * costs.overhead_tokens + costs.fill_bins * (slowest + costs.overhead_tokens)
+    liked = counts[np.argsort(estimates, kind="stable")[:_CANDIDATES]].tolist()
+    return sorted({fewest, *liked})
+
+
+def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
+    """What the dearest of so many bins costs at least, for samples whose costs fall.
+
+    Of the first `(k - 1) x bins + 1` samples some bin has k, and these cost no less than the last k of them.
+    """
+    bounds = np.full(len(num_bins), sample_costs[0])
+    sums = np.concatenate([[0.0], np.cumsum(sample_costs)])
+    for together in (np.full_like(num_bins, 2), -(-len(sample_costs) // num_bins)):
+        ends = np.minimum((together - 1) * num_bins + 1, len(sample_costs))
+        enough = (together - 1) * num_bins < len(sample_costs)
+        bounds = np.maximum(bounds, np.where(enough, sums[ends] - sums[np.maximum(ends - together, 0)], 0.0))
+    return bounds
+
+
+def _place(
+    tokens: _Longs,
+    sample_costs: _Numbers,
+    tight: _Longs,
+    *,
+    count: int,
+    num_ranks: int,
+    max_tokens: int,
+    costs: CostModel,
+) -> _Placement:
+    """`count` micro batches a rank: of like costs if samples find room that way, else those of `tight`."""
+    from megatron_rl.batching.packing_kernels import cheapest_fit, deal
+
+    num_bins = count * num_ranks
+    bin_of, fits = tight, False
+    if tokens.sum() <= _SCARCE * max_tokens * num_bins:
+        bin_of, fits = cheapest_fit(tokens, sample_costs, num_bins, max_tokens)
+    bin_of = bin_of if fits else tight.copy()
+    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=num_bins).astype(np.float64)
+    dearest_first: _Longs = np.argsort(-bin_costs, kind="stable")
+    seats = deal(bin_costs, dearest_first, num_ranks)
+    seated = bin_costs[seats]
+    times = seated.sum(axis=1) + costs.fill_bins * (seated.max(axis=1) + costs.overhead_tokens)
+    return _Placement(bin_of=bin_of, seats=seats, time=float(times.max()) + count * costs.overhead_tokens)
+
+
+def _lists(placement: _Placement, order: _Longs, sample_costs: _Numbers) -> list[Bins]:
+    """Indices by rank and micro batch, small micro batches at both ends."""
+    from megatron_rl.batching.packing_kernels import group
+
+    bin_of, seats = placement.bin_of, placement.seats
+    num_ranks, per_rank = seats.shape
+    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=seats.size)
+    rising = np.take_along_axis(seats, np.argsort(bin_costs[seats], axis=1, kind="stable"), axis=1)
+    arranged = np.concatenate([rising[:, 0::2], rising[:, 1::2][:, ::-1]], axis=1).ravel()
+    places = np.empty(seats.size, dtype=np.int64)
+    places[arranged] = np.arange(seats.size)
+    members, starts = group(places[bin_of], seats.size)
+    flat, bounds = order[members].tolist(), starts.tolist()
+    bins = [flat[start:end] for start, end in pairwise(bounds)]
+    return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]

@@ -1,0 +1,278 @@
+"""Turns the scored groups of a step into a batch: what is learned from, in which mini batch, rank and micro batch.
+
+Pure: it sees lengths, rewards and versions, never tokens; the trainer rank that trains on a sample fetches its
+tokens by the `columns` handle. The same groups, configuration and seed give the same batch in any order of arrival.
+
+What takes part
+* Aborted and empty responses are dropped before anything else: their reward says nothing.
+* Groups whose rewards are all equal carry no gradient and are dropped (`drop_zero_variance`).
+* With `mask_truncated`, responses cut by the limit still count in their group's baseline, but are not trained on.
+
+Where it goes
+* Groups stay whole: they are shuffled by the seed and cut into `num_mini_batches` runs of nearly equally many groups,
+  so that advantages sum to zero within a mini batch. Fewer groups than mini batches give fewer mini batches.
+* Epochs repeat the mini batches as they are, so a sample stays on its rank and its old log-probabilities with it.
+
+Invariants (checked by one helper in every test)
+1. every surviving sample is in exactly one micro batch; dropped + trained responses = all responses
+2. within a mini batch all data-parallel ranks have equally many micro batches, at least one; an empty one
+   contributes neither loss nor gradient: the trainer runs it on a dummy token so that collectives line up
+3. a micro batch holds at most `max_micro_batch_tokens` tokens, or one single longer sample; padding for sequence
+   parallelism comes on top
+4. the denominators of a mini batch are the sums over all of its ranks
+5. no mini batch is empty; a batch without samples has no mini batches, and the trainer skips the step
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, advantages, load_advantage
+from megatron_rl.batching.balance import balance
+from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.config import AlgorithmConfig
+from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One response to train on, by handle."""
+
+    group_id: GroupId
+    sample: int
+    """Which response of the group: `columns.response(sample)`."""
+    columns: ColumnsRef
+    num_prompt_tokens: int
+    num_response_tokens: int
+    reward: float
+    advantage: float
+    """Of every token of the response."""
+    staleness: int
+    """Policy version at consumption minus the oldest weight version in the response."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus response: what a forward costs."""
+        return self.num_prompt_tokens + self.num_response_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples of one forward; may be empty."""
+
+    samples: tuple[TrainingSample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """Samples of one optimizer step."""
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    """[data-parallel rank][micro batch]"""
+    num_sequences: int
+    """Denominator of sequence means: over all ranks."""
+    num_response_tokens: int
+    """Denominator of token means: over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCounts:
+    """What became of the step's groups and responses, and how they are packed; goes to the metrics."""
+
+    groups: int
+    responses: int
+    aborted_responses: int
+    """Dropped because aborted, or empty."""
+    zero_variance_groups: int
+    """Dropped because their rewards are all equal."""
+    zero_variance_responses: int
+    """Responses of those groups."""
+    masked_truncated_responses: int
+    """Left out of the loss because cut by the limit."""
+    trained_responses: int
+    trained_tokens: int
+    """Response tokens."""
+    max_staleness: int
+    """Over trained responses; 0 when there are none."""
+    mean_staleness: float
+    micro_batches: int
+    """Of one data-parallel rank in one epoch."""
+    micro_batch_fill: float
+    """Trained prompt and response tokens over what all ranks' micro batches may hold; 0 without any."""
+    rank_imbalance: float
+    """Predicted time of the slowest data-parallel rank over the mean, minus 1; of the worst mini batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """One step's training data, as handles."""
+
+    policy_version: int
+    """At consumption."""
+    mini_batches: tuple[MiniBatch, ...]
+    """One epoch, in order; the trainer repeats it `num_epochs` times."""
+    counts: BatchCounts
+
+
+def build_batch(
+    groups: Sequence[ScoredGroup],
+    policy_version: int,
+    *,
+    algorithm: AlgorithmConfig,
+    dp_size: int,
+    max_micro_batch_tokens: int,
+    costs: CostModel,
+    seed: int,
+) -> TrainBatch:
+    """The batch of one step; `costs` are what samples are balanced by.
+
+    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or an advantage
+    function that does not return one finite number per response.
+    """
+    ordered = sorted(groups, key=lambda group: group.group.group_id)
+    surveys = [_survey(group, policy_version=policy_version, algorithm=algorithm) for group in ordered]
+    surviving = [survey.samples for survey in surveys if survey.samples]
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(surviving))
+    num_mini_batches = min(algorithm.num_mini_batches, len(surviving))
+    runs = np.array_split(order, num_mini_batches) if num_mini_batches else []
+    mini_batches = tuple(
+        _mini_batch(
+            [sample for group in run for sample in surviving[int(group)]],
+            dp_size=dp_size,
+            max_tokens=max_micro_batch_tokens,
+            costs=costs,
+        )
+        for run in runs
+    )
+    packing = _Packing.of(mini_batches, max_tokens=max_micro_batch_tokens, costs=costs)
+    return TrainBatch(
+        policy_version=policy_version, mini_batches=mini_batches, counts=_counts(ordered, surveys, packing)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Survey:
+    """One group: the samples that survive and why others do not."""
+
+    samples: tuple[TrainingSample, ...] = ()
+    aborted: int = 0
+    zero_variance: int = 0
+    masked_truncated: int = 0
+
+
+def _survey(scored: ScoredGroup, *, policy_version: int, algorithm: AlgorithmConfig) -> _Survey:
+    _check(scored)
+    summary = scored.summary
+    finished = [i for i, n in enumerate(summary.lengths) if n and summary.finish_reasons[i] is not FinishReason.ABORT]
+    aborted = len(summary.lengths) - len(finished)
+    rewards = np.array([scored.rewards[i] for i in finished], dtype=np.float64)
+    if algorithm.drop_zero_variance and (len(finished) == 0 or np.ptp(rewards) == 0):
+        return _Survey(aborted=aborted, zero_variance=len(finished))
+    per_response = dict(zip(finished, _advantages(scored, finished, rewards, algorithm).tolist(), strict=True))
+    kept = [i for i in finished if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
+    return _Survey(
+        samples=tuple(_sample(scored, i, advantage=per_response[i], policy_version=policy_version) for i in kept),
+        aborted=aborted,
+        masked_truncated=len(finished) - len(kept),
+    )
+
+
+def _check(scored: ScoredGroup) -> None:
+    group_id, num_responses = scored.group.group_id, len(scored.summary.lengths)
+    sizes = (len(scored.rewards), len(scored.summary.finish_reasons), len(scored.summary.weight_spans))
+    if any(size != num_responses for size in sizes):
+        raise ValueError(
+            f"group {group_id}: {num_responses} lengths, but {sizes} rewards, finish reasons and weight spans"
+        )
+    if not np.isfinite(scored.rewards).all():
+        raise ValueError(f"group {group_id}: rewards {scored.rewards} must be finite")
+
+
+def _advantages(scored: ScoredGroup, finished: list[int], rewards: Rewards, algorithm: AlgorithmConfig) -> Rewards:
+    if not finished:
+        return rewards
+    outcome = GroupOutcome(
+        rewards=rewards,
+        lengths=np.array([scored.summary.lengths[i] for i in finished], dtype=np.int64),
+        max_response_tokens=scored.group.sampling.max_response_tokens,
+        overlong_buffer_tokens=algorithm.overlong_buffer_tokens,
+        overlong_penalty=algorithm.overlong_penalty,
+    )
+    return advantages(load_advantage(algorithm.advantage), outcome)
+
+
+def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version: int) -> TrainingSample:
+    summary = scored.summary
+    return TrainingSample(
+        group_id=scored.group.group_id,
+        sample=index,
+        columns=scored.columns,
+        num_prompt_tokens=summary.num_prompt_tokens,
+        num_response_tokens=summary.lengths[index],
+        reward=scored.rewards[index],
+        advantage=advantage,
+        staleness=policy_version - min(span.weight_version for span in summary.weight_spans[index]),
+    )
+
+
+def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, costs: CostModel) -> MiniBatch:
+    lengths = [sample.num_tokens for sample in samples]
+    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, costs=costs)
+    return MiniBatch(
+        micro_batches=tuple(
+            tuple(MicroBatch(samples=tuple(samples[i] for i in indices)) for indices in rank) for rank in placed
+        ),
+        num_sequences=len(samples),
+        num_response_tokens=sum(sample.num_response_tokens for sample in samples),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packing:
+    """How mini batches are packed; fields as in `BatchCounts`."""
+
+    micro_batches: int
+    fill: float
+    imbalance: float
+
+    @classmethod
+    def of(cls, mini_batches: Sequence[MiniBatch], *, max_tokens: int, costs: CostModel) -> "_Packing":
+        micro_batches = sum(len(mini.micro_batches[0]) for mini in mini_batches)
+        room = max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
+        held = sum(micro.num_tokens for mini in mini_batches for rank in mini.micro_batches for micro in rank)
+        imbalances = [_imbalance(mini, costs) for mini in mini_batches]
+        return cls(micro_batches=micro_batches, fill=held / room if room else 0.0, imbalance=max(imbalances, default=0))
+
+
+def _imbalance(mini: MiniBatch, costs: CostModel) -> float:
+    times = [
+        costs.rank_time([[sample.num_tokens for sample in micro.samples] for micro in rank])
+        for rank in mini.micro_batches
+    ]
+    return max(times) / (sum(times) / len(times)) - 1
+
+
+def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey], packing: _Packing) -> BatchCounts:
+    trained = [sample for survey in surveys for sample in survey.samples]
+    staleness = [sample.staleness for sample in trained] or [0]
+    return BatchCounts(
+        groups=len(groups),
+        responses=sum(len(group.rewards) for group in groups),
+        aborted_responses=sum(survey.aborted for survey in surveys),
+        zero_variance_groups=sum(survey.zero_variance > 0 for survey in surveys),
+        zero_variance_responses=sum(survey.zero_variance for survey in surveys),
+        masked_truncated_responses=sum(survey.masked_truncated for survey in surveys),
+        trained_responses=len(trained),
+        trained_tokens=sum(sample.num_response_tokens for sample in trained),
+        max_staleness=max(staleness),
+        mean_staleness=sum(staleness) / len(staleness),
+        micro_batches=packing.micro_batches,
+        micro_batch_fill=packing.fill,
+        rank_imbalance=packing.imbalance,
+    )

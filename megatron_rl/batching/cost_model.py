@@ -1,0 +1,138 @@
+"""What a micro batch costs the trainer: an overhead, its tokens, and attention, which grows with squared lengths.
+
+Costs are counted in tokens: what the linear layers spend on one. A sample of L tokens costs `L + L^2 / parity_tokens`;
+at the parity length attention costs as much as the linear layers. `attention_parity_tokens` counts it from the
+architecture; `MeasuredTimes` fits it to what micro batches took, because attention reaches another share of a
+device's peak than matrix products do. What is measured is reported and never changes a run by itself: the same
+configuration has to give the same batches when it is resumed. To use it, put it into `trainer.attention_parity_tokens`.
+
+Pure: imports neither torch nor megatron.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_rl.config import TrainerConfig
+from megatron_rl.model.spec import ModelSpec
+
+Numbers = npt.NDArray[np.float64]
+
+_LEAST_TIMES = 8
+"""Micro batches that are timed before anything is fitted."""
+_WORST_CONDITION = 1e6
+"""Of the normal equations with columns of length 1; micro batches that are too much alike tell nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Coefficients of the time of a rank's micro batches."""
+
+    parity_tokens: int
+    """Length at which attention costs as much as the linear layers."""
+    overhead_tokens: int = 256
+    """What a micro batch costs before its first token; an assumption (launches, and small products in pipelines). It
+    only matters where a pipeline has the choice between few large and many small ones."""
+    pipeline: int = 1
+    """Pipeline-parallel size."""
+    virtual: int = 1
+    """Model chunks on each pipeline rank (interleaved schedule)."""
+
+    def __post_init__(self) -> None:
+        if min(self.parity_tokens, self.pipeline, self.virtual) <= 0 or self.overhead_tokens < 0:
+            raise ValueError(f"{self}: sizes must be positive, and the overhead not negative")
+
+    def sample_costs(self, lengths: npt.NDArray[np.int64]) -> Numbers:
+        """Of samples with that many tokens, in tokens."""
+        costs: Numbers = lengths * (1.0 + lengths / self.parity_tokens)
+        return costs
+
+    def rank_time(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Of one rank, in tokens: lengths of the samples in each of its micro batches (at least one)."""
+        times = [
+            self.overhead_tokens + sum(n * (1.0 + n / self.parity_tokens) for n in micro) for micro in micro_batches
+        ]
+        return sum(times) + self.fill_bins * max(times)
+
+    @property
+    def fill_bins(self) -> float:
+        """A pipeline is filled and drained for so many times a rank's dearest micro batch (1F1B: stages - 1)."""
+        return (self.pipeline - 1) / self.virtual
+
+    @property
+    def count_multiple(self) -> int:
+        """The interleaved schedule takes micro batches in groups of the pipeline's size."""
+        return self.pipeline if self.virtual > 1 else 1
+
+
+def attention_parity_tokens(spec: ModelSpec) -> int:
+    """Length at which causal attention does as many multiply-adds as the linear layers and the output layer.
+
+    A token costs every linear layer's parameters (of experts, those that it is sent to); a sample of L tokens costs
+    `heads x head_dim x L^2` a layer for scores and their use, half of each under a causal mask. A backward pass
+    doubles both.
+    """
+    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    networks = 1 if spec.experts is None else spec.experts.per_token
+    router = 0 if spec.experts is None else spec.experts.count * spec.hidden_size
+    layer = spec.hidden_size * (2 * query + 2 * key_value) + networks * 3 * spec.hidden_size * spec.ffn_size + router
+    linear = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    return max(1, round(linear / (spec.num_layers * query)))
+
+
+def cost_model(spec: ModelSpec, trainer: TrainerConfig) -> CostModel:
+    """What a trainer of `spec` plans with; decided by the configuration alone."""
+    parity = trainer.attention_parity_tokens or attention_parity_tokens(spec)
+    return CostModel(parity_tokens=parity, pipeline=trainer.parallel.pipeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCosts:
+    """seconds = overhead_s + seconds_per_token x tokens + seconds_per_square x sum of squared lengths."""
+
+    overhead_s: float
+    seconds_per_token: float
+    seconds_per_square: float
+
+    @property
+    def parity_tokens(self) -> float:
+        """Length at which the two parts of a sample take equally long."""
+        return self.seconds_per_token / self.seconds_per_square
+
+
+@dataclass(slots=True)
+class MeasuredTimes:
+    """Sums of the normal equations of a least-squares fit; constant memory however long a run is."""
+
+    gram: Numbers = field(default_factory=lambda: np.zeros((3, 3)))
+    """Of (1, tokens, sum of squared lengths)."""
+    moments: Numbers = field(default_factory=lambda: np.zeros(3))
+    """Of the same with seconds."""
+
+    def add(self, lengths: npt.NDArray[np.integer], seconds: float) -> None:
+        """One micro batch of samples with `lengths` took `seconds`."""
+        sizes = lengths.astype(np.float64)
+        row = np.array([1.0, sizes.sum(), np.square(sizes).sum()])
+        self.gram += np.outer(row, row)
+        self.moments += row * seconds
+
+    def fit(self) -> MeasuredCosts | None:
+        """None while too few, or too similar, micro batches were timed to tell the three parts apart.
+
+        An overhead is no less than 0: where least squares says so, the other two are fitted without it.
+        """
+        if self.gram[0, 0] < _LEAST_TIMES:
+            return None
+        scale = np.sqrt(np.diagonal(self.gram))
+        scaled = self.gram / np.outer(scale, scale)
+        if np.linalg.cond(scaled) > _WORST_CONDITION:
+            return None
+        overhead, linear, quadratic = (np.linalg.solve(scaled, self.moments / scale) / scale).tolist()
+        if overhead < 0:
+            overhead = 0.0
+            linear, quadratic = (np.linalg.solve(scaled[1:, 1:], (self.moments / scale)[1:]) / scale[1:]).tolist()
+        if linear <= 0 or quadratic <= 0:
+            return None
+        return MeasuredCosts(overhead_s=overhead, seconds_per_token=linear, seconds_per_square=quadratic)

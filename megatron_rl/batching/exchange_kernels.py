@@ -1,0 +1,222 @@
+"""Compiled local search of `megatron_rl.batching.balance`: the slowest rank exchanges bins and samples with faster
+ones.
+
+Whole micro batches are swapped first, since that changes neither how many a rank has nor what one holds; single
+samples are swapped (or moved) where that comes closer. A step is found when all ranks are within a tolerance, or when
+the slowest one finds no partner. Kernels call kernels of this file alone.
+
+Invariants: the time of the slowest rank never grows; every rank keeps as many bins; no bin that was within
+`max_tokens` leaves it. The result depends on the arguments only.
+"""
+
+import numpy as np
+
+from megatron_rl.batching.packing_kernels import Longs, Numbers, compiled
+
+_PARTNERS = 16
+"""Ranks that the dearest one tries to exchange with before the search ends."""
+_PAIRS = 16_384
+"""Pairs that are looked at for one exchange."""
+_REST = 0.25
+"""Share of the way to the goal that a swap of bins may leave; otherwise samples are looked at too."""
+_LEAST_GAIN = 1e-9
+"""Relative; smaller ones are rounding."""
+
+
+@compiled
+def exchange(
+    tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tokens: int, fill_bins: float, tolerance: float
+) -> None:
+    """Lower the time of the slowest rank; changes `bin_of` [n] and `seats` [ranks, seats] in place.
+
+    The time of a rank is the cost of its bins plus `fill_bins` times its dearest one. Ends once it is within
+    `tolerance` (relative) of the ranks' first mean, or when nothing tried helps the slowest rank.
+    """
+    num_ranks = len(seats)
+    bin_costs, used = np.zeros(seats.size), np.zeros(seats.size, dtype=np.int64)
+    heads = np.full(seats.size, -1, dtype=np.int64)
+    links = np.full((2, len(tokens)), -1, dtype=np.int64)
+    for sample in range(len(tokens) - 1, -1, -1):
+        bin_costs[bin_of[sample]] += costs[sample]
+        used[bin_of[sample]] += tokens[sample]
+        _link(heads, links, bin_of[sample], sample)
+    times = np.empty(num_ranks)
+    for rank in range(num_ranks):
+        times[rank] = _time(bin_costs, seats[rank], fill_bins)
+    goal = times.mean() * (1 + tolerance)
+    for _ in range(64 + 16 * num_ranks):
+        dear = int(np.argmax(times))
+        if times[dear] <= goal:
+            return
+        for attempt in range(_PARTNERS):
+            cheap = _partner(times, dear, attempt)
+            if times[cheap] >= times[dear]:
+                continue
+            ceiling = times[dear] * (1 - _LEAST_GAIN)
+            found, a, b = _bin_swap(bin_costs, seats[dear], seats[cheap], fill_bins, ceiling, goal)
+            is_swap = found < ceiling
+            if found > goal + _REST * (times[dear] - goal):
+                better, x, y, target = _sample_swap(
+                    tokens, costs, heads, links, bin_of, bin_costs, used,
+                    seats[dear], seats[cheap], max_tokens, fill_bins, min(found, ceiling), goal,
+                )  # fmt: skip
+                if better < min(found, ceiling):
+                    _move(tokens, costs, heads, links, bin_of, bin_costs, used, x, y, target)
+                    is_swap = False
+                    found = better
+            if is_swap:
+                seats[dear, a], seats[cheap, b] = seats[cheap, b], seats[dear, a]
+            if found < ceiling:
+                times[dear] = _time(bin_costs, seats[dear], fill_bins)
+                times[cheap] = _time(bin_costs, seats[cheap], fill_bins)
+                break
+        else:
+            return
+
+
+@compiled
+def _partner(times: Numbers, dear: int, attempt: int) -> int:
+    """The fastest rank first, then ranks at equal distances."""
+    if attempt == 0:
+        return int(np.argmin(times))
+    return (dear + attempt * (len(times) // _PARTNERS + 1)) % len(times)
+
+
+@compiled
+def _time(bin_costs: Numbers, seats: Longs, fill_bins: float) -> float:
+    total, dearest = 0.0, 0.0
+    for one in seats:
+        total += bin_costs[one]
+        dearest = max(dearest, bin_costs[one])
+    return total + fill_bins * dearest
+
+
+@compiled
+def _dearest_others(bin_costs: Numbers, seats: Longs) -> Numbers:
+    """For each seat the cost of the dearest bin on any other seat."""
+    first, second, place = 0.0, 0.0, -1
+    for i in range(len(seats)):
+        cost = bin_costs[seats[i]]
+        if cost > first or place < 0:
+            first, second, place = cost, first, i
+        elif cost > second:
+            second = cost
+    others = np.full(len(seats), first)
+    others[place] = second
+    return others
+
+
+@compiled
+def _bin_swap(
+    bin_costs: Numbers, dear: Longs, cheap: Longs, fill_bins: float, ceiling: float, goal: float
+) -> tuple[float, int, int]:
+    """The swap of two bins that leaves the slower of two ranks fastest: its time, and both seats."""
+    best, a, b = ceiling, -1, -1
+    dear_others, cheap_others = _dearest_others(bin_costs, dear), _dearest_others(bin_costs, cheap)
+    dear_sum, cheap_sum = _time(bin_costs, dear, 0.0), _time(bin_costs, cheap, 0.0)
+    num_pairs = 0
+    for i in range(len(dear)):
+        for j in range(len(cheap)):
+            num_pairs += 1
+            ours, theirs = bin_costs[dear[i]], bin_costs[cheap[j]]
+            if ours <= theirs:
+                continue
+            dear_time = dear_sum - ours + theirs + fill_bins * max(dear_others[i], theirs)
+            cheap_time = cheap_sum - theirs + ours + fill_bins * max(cheap_others[j], ours)
+            if max(dear_time, cheap_time) < best:
+                best, a, b = max(dear_time, cheap_time), i, j
+        if best <= goal or num_pairs > _PAIRS:
+            break
+    return best, a, b
+
+
+@compiled
+def _sample_swap(
+    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
+    dear: Longs, cheap: Longs, max_tokens: int, fill_bins: float, ceiling: float, goal: float,
+) -> tuple[float, int, int, int]:  # fmt: skip
+    """The best exchange of a sample for a smaller one (-1: for none) that leaves bins within `max_tokens`.
+
+    Returns the time of the slower rank, both samples, and the bin that the first goes to.
+    """
+    best, x, y, target = ceiling, -1, -1, -1
+    ours, our_seats = _members(heads, links, dear)
+    theirs, their_seats = _members(heads, links, cheap)
+    dear_others, cheap_others = _dearest_others(bin_costs, dear), _dearest_others(bin_costs, cheap)
+    dear_sum, cheap_sum = _time(bin_costs, dear, 0.0), _time(bin_costs, cheap, 0.0)
+    stride = 1 + len(ours) * len(theirs) // _PAIRS
+    for i in range(0, len(ours), stride):
+        sample, source = ours[i], bin_of[ours[i]]
+        if sample < 0 or used[source] > max_tokens:
+            continue
+        for j in range(len(theirs)):
+            other, destination = theirs[j], cheap[their_seats[j]]
+            length = 0 if other < 0 else tokens[other]
+            change = costs[sample] - (0.0 if other < 0 else costs[other])
+            if change <= 0 or used[destination] + tokens[sample] - length > max_tokens:
+                continue
+            left = max(dear_others[our_seats[i]], bin_costs[source] - change)
+            right = max(cheap_others[their_seats[j]], bin_costs[destination] + change)
+            slower = max(dear_sum - change + fill_bins * left, cheap_sum + change + fill_bins * right)
+            if slower < best:
+                best, x, y, target = slower, sample, other, destination
+        if best <= goal:
+            break
+    return best, x, y, target
+
+
+@compiled
+def _members(heads: Longs, links: Longs, seats: Longs) -> tuple[Longs, Longs]:
+    """Samples of some bins, with -1 behind those of each bin, and the seat of each."""
+    size = len(seats)
+    for one in seats:
+        sample = heads[one]
+        while sample >= 0:
+            size += 1
+            sample = links[0, sample]
+    samples, their_seats = np.full(size, -1, dtype=np.int64), np.empty(size, dtype=np.int64)
+    count = 0
+    for seat in range(len(seats)):
+        sample = heads[seats[seat]]
+        while sample >= 0:
+            samples[count], their_seats[count] = sample, seat
+            count += 1
+            sample = links[0, sample]
+        their_seats[count] = seat
+        count += 1
+    return samples, their_seats
+
+
+@compiled
+def _move(
+    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
+    x: int, y: int, target: int,
+) -> None:  # fmt: skip
+    """Sample `x` into bin `target`, sample `y` (or -1) from there to where `x` was."""
+    source = bin_of[x]
+    for sample, destination in ((x, target), (y, source)):
+        if sample < 0:
+            continue
+        origin = bin_of[sample]
+        before, after = links[1, sample], links[0, sample]
+        if before < 0:
+            heads[origin] = after
+        else:
+            links[0, before] = after
+        if after >= 0:
+            links[1, after] = before
+        _link(heads, links, destination, sample)
+        bin_of[sample] = destination
+        bin_costs[origin] -= costs[sample]
+        bin_costs[destination] += costs[sample]
+        used[origin] -= tokens[sample]
+        used[destination] += tokens[sample]
+
+
+@compiled
+def _link(heads: Longs, links: Longs, one: int, sample: int) -> None:
+    """Sample first in the list of a bin; `links` [next or previous, n]."""
+    links[0, sample], links[1, sample] = heads[one], -1
+    if heads[one] >= 0:
+        links[1, heads[one]] = sample
+    heads[one] = sample

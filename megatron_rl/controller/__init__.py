@@ -1,0 +1,1 @@
+"""The training loop, its phases and the publishing of weights."""

@@ -1,0 +1,100 @@
+"""What engines with unfinished responses do while the trainer works: stand still, or go on.
+
+Only with `planner.overlap` or `planner.head_start` is anything unfinished then.
+
+`DeviceTurns`: who holds the devices that trainer and engines share: calls that make room for whoever works next.
+
+A colocated step on GPUs: engines sample while the trainer is in host memory; they sleep while it trains; its gradients
+and optimizer leave again, engines wake their weights and are sent new ones; the trainer's weights leave when the last
+proof that needs them is made, and only then keys and values come back. Nothing here moves weights between the two.
+
+Invariant: engines that slept serve nothing before a publish has brought them weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_rl.trainer.group import TrainerGroup
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
+
+
+class Alternating:
+    """`placement.mode` = colocated: engines stand still, and keep what they have begun."""
+
+    def __init__(self, engines: EngineGroup, *, timeout_s: float, leaves_work: bool) -> None:
+        """Without `leaves_work` all that was admitted is finished when the trainer begins, and nobody is asked."""
+        self._engines = engines
+        self._timeout_s = timeout_s
+        self._leaves_work = leaves_work
+        self._stand_still = False
+
+    @contextmanager
+    def trainer_works(self) -> Iterator[None]:
+        """Engines stand still, and do so until they are waited for."""
+        if self._leaves_work and not self._stand_still:
+            self._engines.tell("stand_still", timeout_s=self._timeout_s)
+            self._stand_still = True
+        yield
+
+    def engines_work(self) -> None:
+        """They go on."""
+        if self._stand_still:
+            self._engines.tell("go_on", timeout_s=self._timeout_s)
+            self._stand_still = False
+
+
+class Apart:
+    """`placement.mode` = disaggregated: engines go on, and are given what waits."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    @contextmanager
+    def trainer_works(self) -> Iterator[None]:
+        """The pool works aside."""
+        with self._pool.aside():
+            yield
+
+    def engines_work(self) -> None:
+        """They never stopped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceTurns:
+    """Turns of one trainer and its engines; satisfies `megatron_rl.controller.phases.Turns`."""
+
+    trainer: TrainerGroup
+    engines: EngineGroup
+    offload: Literal["none", "optimizer", "all"]
+    """What of the trainer leaves while engines sample."""
+    sleep: bool
+    """Whether engines give up their memory while the trainer works."""
+    timeout_s: float
+    asleep: bool = field(default=False)
+    """Engines hold no weights: a publish comes before they serve."""
+
+    def to_trainer(self) -> None:
+        """Before it trains or saves."""
+        if self.sleep and not self.asleep:
+            self.engines.call("sleep", timeout_s=self.timeout_s)
+            self.asleep = True
+        if self.offload != "none":
+            self.trainer.move_in()
+
+    def to_publish(self) -> None:
+        """Before weights are sent: only the trainer's weights and the engines' are there."""
+        if self.offload != "none":
+            self.trainer.move_out(("gradients", "optimizer"))
+        if self.asleep:
+            self.engines.call("wake", "weights", timeout_s=self.timeout_s)
+
+    def to_engines(self) -> None:
+        """When the trainer has no further part in a publish: engines may forward."""
+        if self.offload == "all":
+            self.trainer.move_out(("weights",))
+        if self.asleep:
+            self.engines.call("wake", "kv_cache", timeout_s=self.timeout_s)
+            self.asleep = False

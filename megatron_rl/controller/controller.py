@@ -1,0 +1,216 @@
+"""The loop: one step is one trip round the ring.
+
+Everything that differs between runs is in an object that is passed in: *when* prompts are admitted in
+the planner, *where* engines and trainer live in the phases, *how* weights travel in the publisher, *what*
+is written down in the recorder. The loop itself only fixes the order, which is the protocol: the weights
+of policy version t are published before step t samples, step t trains on them, and the result is
+published as t + 1.
+
+The controller never holds tokens, only handles (`ScoredGroup.columns`), and never imports torch.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_rl.batching.batch import TrainBatch, build_batch
+from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.controller.phases import Phases
+from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.controller.publisher import Publisher
+from megatron_rl.controller.step_metrics import step_metrics
+from megatron_rl.trainer.group import TrainerGroup
+from megatron_rl.trainer.results import StepResult
+from rollout.evaluation import EvaluationRow
+from rollout.planning.planner import Planner
+from rollout.pool.engine_pool import EnginePool
+from rollout.pool.evaluator import Evaluator
+from rollout.pool.history_client import HistoryLink
+from rollout.seeds import derive_seed
+from rollout.types import PromptId, ScoredGroup
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Where a run writes itself down; `launcher.run_dir.recorder.RunRecorder` in a run, a list in tests."""
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """A long phase has come this far."""
+
+    def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
+        """A step is over: its metrics and samples are to be kept."""
+
+    def on_evaluation(self, rows: list[EvaluationRow]) -> None:
+        """An evaluation is over."""
+
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+        """Write a checkpoint that `finished_steps` resumes from."""
+
+
+class Crew(Protocol):
+    """Who brings engines back that have died; `launcher.cluster.engine_restarts.Crew` in a run."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that have been started again in this run."""
+
+    def replace_lost(self) -> int:
+        """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """The few numbers that the loop itself reads."""
+
+    num_steps: int
+    evaluate_every: int
+    """0: before the first and after the last step only."""
+    checkpoint_every: int
+    """0: after the last step only."""
+    max_micro_batch_tokens: int
+    data_parallel: int
+    costs: CostModel
+    """What samples are spread over ranks and micro batches by."""
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """One run, from `first_step` to the end."""
+
+    planner: Planner
+    pool: EnginePool
+    trainer: TrainerGroup
+    publisher: Publisher
+    phases: Phases
+    evaluator: Evaluator
+    recorder: Recorder
+    algorithm: AlgorithmConfig
+    settings: LoopSettings
+    crew: Crew
+    history: HistoryLink | None = None
+    """None: nothing is remembered, engines do not draft."""
+    first_step: int = 0
+    num_repeated_publishes: int = field(default=0, init=False)
+    """Publishes in which an engine died."""
+
+    def run(self) -> None:
+        """Run every remaining step; returns when the last one is published, evaluated and saved."""
+        self.pool.revive = self._revive
+        self._make_ready(self.first_step)
+        self._publish(self.first_step)
+        if self.first_step == 0:
+            self._evaluate(0)
+        for step in range(self.first_step, self.settings.num_steps):
+            self.phases.begin_step()
+            if self.history is not None:
+                self.history.begin_rollout()
+            due = self.planner.due(step, self.pool.loads())
+            self.pool.admit(due.groups, due.plan)
+            with self.phases.rollout():
+                groups = self.pool.take_batch(step, progress=self._progress("rollout"))
+            if self.history is not None:
+                self.history.remember(step, groups)
+            self._make_ready(step + 1)
+            batch = self._batch(groups, step)
+            with self.phases.train():
+                result = self.trainer.train(batch)
+            self.crew.replace_lost()
+            published = self._publish(step + 1)
+            self.planner.consumed(groups)
+            self._record(step, groups, batch, result, published)
+            self._after(step + 1)
+
+    def _publish(self, version: int) -> PublishReport:
+        """Bring every engine to `version`. If one dies meanwhile another takes its place, and all are brought there
+        again.
+
+        Raises:
+            RuntimeError: of another cause, or engines have died too often.
+        """
+        while True:
+            try:
+                with self.phases.publish():
+                    return self.publisher.publish(version)
+            except RuntimeError as error:
+                if not self.crew.replace_lost():
+                    raise
+                self.num_repeated_publishes += 1
+                _log.warning("weight version %d is published again, an engine died in it: %s", version, error)
+
+    def _revive(self) -> None:
+        """No engine is left in the middle of a rollout."""
+        self.crew.replace_lost()
+        with self.phases.revival():
+            self.publisher.publish(self.publisher.version)
+
+    def _make_ready(self, finished_steps: int) -> None:
+        """Have the history ready of what is sampled next: an evaluation if one is due, then a step's prompts.
+
+        Ordered as soon as it is known, while the trainer works; nobody waits for it.
+        """
+        if self.history is None:
+            return
+        evaluated = self.evaluator.prompts if self._evaluates_after(finished_steps) else []
+        is_over = finished_steps == self.settings.num_steps
+        self.history.want([*evaluated, *([] if is_over else self.planner.upcoming(finished_steps))])
+
+    def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
+        return build_batch(
+            groups,
+            step,
+            algorithm=self.algorithm,
+            dp_size=self.settings.data_parallel,
+            max_micro_batch_tokens=self.settings.max_micro_batch_tokens,
+            costs=self.settings.costs,
+            seed=derive_seed(self.settings.seed, purpose="batch", step=step, prompt_id=PromptId(""), sample=0),
+        )
+
+    def _record(
+        self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
+    ) -> None:
+        metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
+        metrics["engine/restarts"] = float(self.crew.num_restarts)
+        metrics["publish/repeated"] = float(self.num_repeated_publishes)
+        metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
+        metrics["planner/moved_groups"] = float(self.pool.moves.num_moved)
+        if self.history is not None:
+            metrics |= self.history.metrics()
+        self.recorder.on_step(step, metrics, groups)
+
+    def _after(self, finished_steps: int) -> None:
+        last = finished_steps == self.settings.num_steps
+        if self._evaluates_after(finished_steps):
+            self._evaluate(finished_steps)
+        if last or _is_due(finished_steps, self.settings.checkpoint_every):
+            with self.phases.checkpoint():
+                self.recorder.save(finished_steps, self.trainer, self.planner)
+            if self.phases.needs_publish and not last:
+                self._publish(finished_steps)
+
+    def _evaluates_after(self, finished_steps: int) -> bool:
+        ends = (0, self.settings.num_steps)
+        return finished_steps in ends or _is_due(finished_steps, self.settings.evaluate_every)
+
+    def _evaluate(self, finished_steps: int) -> None:
+        with self.phases.evaluate():
+            rows = self.evaluator.evaluate(self.pool, finished_steps, progress=self._progress("evaluate"))
+        self.recorder.on_evaluation(rows)
+
+    def _progress(self, phase: str) -> "_PhaseProgress":
+        return _PhaseProgress(recorder=self.recorder, phase=phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PhaseProgress:
+    recorder: Recorder
+    phase: str
+
+    def __call__(self, done: int, total: int) -> None:
+        self.recorder.on_progress(self.phase, done, total)
+
+
+def _is_due(finished_steps: int, every: int) -> bool:
+    return every > 0 and finished_steps % every == 0

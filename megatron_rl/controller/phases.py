@@ -1,0 +1,130 @@
+"""The phases of a step as context managers: who may use the machine now, and how long it took.
+
+What engines do while the trainer works is said by `Sides` (`megatron_rl.controller.colocation`); where both share
+devices, one makes room for the other first (`megatron_rl.controller.colocation`). Every phase is a span (start and end
+on the wall clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+RecordSpan = Callable[[str, str, float, float], None]
+"""Called with (who, what, start_s, end_s), wall clock."""
+
+
+class Turns(Protocol):
+    """Makes room on shared devices for whoever works next (`megatron_rl.controller.colocation`)."""
+
+    asleep: bool
+    """Engines hold no weights: a publish comes before they serve."""
+
+    def to_trainer(self) -> None:
+        """Before the trainer trains or saves."""
+        ...
+
+    def to_publish(self) -> None:
+        """Before weights are sent."""
+        ...
+
+
+class Sides(Protocol):
+    """What engines with unfinished responses do while the trainer works (`megatron_rl.controller.colocation`)."""
+
+    def trainer_works(self) -> AbstractContextManager[None]:
+        """Around training, saving and sending weights."""
+        ...
+
+    def engines_work(self) -> None:
+        """Before engines are waited for."""
+        ...
+
+
+class Phases:
+    """Phases of a run."""
+
+    def __init__(self, record_span: RecordSpan, turns: Turns | None = None, *, sides: Sides) -> None:
+        """Without `turns`, trainer and engines stay in memory side by side."""
+        self._record_span = record_span
+        self._sides = sides
+        self._turns = turns
+        self._seconds: dict[str, float] = {}
+        self._step_started = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Start counting the seconds of a step."""
+        self._seconds = {}
+        self._step_started = time.perf_counter()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since `begin_step`, and `step` for all of it."""
+        return {**self._seconds, "step": time.perf_counter() - self._step_started}
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Engines sample, scorers score."""
+        self._sides.engines_work()
+        with self._phase("engines", "rollout"):
+            yield
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """The trainer computes."""
+        with self._sides.trainer_works():
+            self._make_room()
+            with self._phase("trainer", "train"):
+                yield
+
+    @contextmanager
+    def publish(self) -> Iterator[None]:
+        """Weights travel."""
+        with self._sides.trainer_works():
+            if self._turns is not None:
+                with self._phase("engines", "switch"):
+                    self._turns.to_publish()
+            with self._phase("publisher", "publish"):
+                yield
+
+    @contextmanager
+    def revival(self) -> Iterator[None]:
+        """Weights travel to engines that have come in the middle of a rollout."""
+        if self._turns is not None:
+            self._turns.to_publish()
+        with self._phase("publisher", "publish"):
+            yield
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Engines sample evaluation sets."""
+        self._sides.engines_work()
+        with self._phase("engines", "evaluate"):
+            yield
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """The trainer writes itself to disk."""
+        with self._sides.trainer_works():
+            self._make_room()
+            with self._phase("trainer", "checkpoint"):
+                yield
+
+    @property
+    def needs_publish(self) -> bool:
+        """Whether engines have lost their weights since the last publish."""
+        return self._turns is not None and self._turns.asleep
+
+    def _make_room(self) -> None:
+        if self._turns is not None:
+            with self._phase("trainer", "switch"):
+                self._turns.to_trainer()
+
+    @contextmanager
+    def _phase(self, who: str, what: str) -> Iterator[None]:
+        started_at, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self._seconds[what] = self._seconds.get(what, 0.0) + elapsed
+            self._record_span(who, what, started_at, started_at + elapsed)

@@ -1,0 +1,178 @@
+"""Sequences one publish: check, deliver, prove, resume.
+
+The controller's side; no torch, no bytes. The order is decision 3's: every engine accepts the manifest
+before a byte is sent; the link brings the buckets over, and engines verify before they apply; sums over
+all weights, taken through the engine's kernels, are compared with the trainer's; the probe compares each
+engine's log-probabilities with the trainer's own under the same codes; only then the engine serves the
+new version. Whatever goes wrong is raised with the engine or rank named; an engine
+that could not prove itself stays fenced: no token is sampled from weights that nobody vouches for.
+
+`probe_tokens` is the fixed prompt that every publish is proven with.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from megatron_rl.controller.delivery import Link
+from megatron_rl.controller.publish_refusal import PublishRefusedError
+from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.trainer.group import TrainerGroup
+from megatron_rl.trainer.results import ProbeResult
+from megatron_rl.weights.quantization_stats import together
+from megatron_rl.weights.reshard_plan import ReshardPlan
+from rollout.failures import CallError, Place
+from rollout.pool.engine_group import EngineGroup
+from rollout.types import WeightVersion
+from rollout.weights.fingerprint_sums import add_up, difference
+from rollout.weights.manifest import stack_of
+
+
+def probe_tokens(vocab_size: int, num_tokens: int) -> list[int]:
+    """Token ids spread over the whole vocabulary, the same in every run."""
+    return [(7919 * (index + 1)) % vocab_size for index in range(num_tokens)]
+
+
+MAX_WEIGHT_GAP = 0.02
+"""Of sums of weights (`rollout.weights.fingerprint`): rounding stays below a third of it, few wrong rows of large
+groups do."""
+
+EXPERT_LENIENCY = 12.5
+"""Of an expert in 8 bits, whose kernel rounds activations between its matrices: some hundredths. Another's is at 1."""
+
+
+class Publisher:
+    """Publishes the trainer's weights to all engines of a run."""
+
+    def __init__(
+        self,
+        trainer: TrainerGroup,
+        engines: EngineGroup,
+        link: Link,
+        *,
+        plan: ReshardPlan,
+        run_id: str,
+        vocab_size: int,
+        probe_length: int,
+        max_probe_gap: float,
+        timeout_s: float,
+        drain_timeout_s: float | None = None,
+        make_room: Callable[[], None] | None = None,
+    ) -> None:
+        """`plan` is the trainer's own (`plan_reshard` of the same arguments); `max_probe_gap` in nats.
+
+        With `drain_timeout_s` engines finish their responses before weights move, within so many seconds. `make_room`
+        is called when the trainer has no further part in a publish, and engines forward only afterwards.
+        """
+        self._trainer = trainer
+        self._engines = engines
+        self._link = link
+        self._plan = plan
+        layout = plan.format.layout
+        self._expert_codes = {one.name for one in plan.tensors if one.is_stack and layout and one.dtype == layout.dtype}
+        self._run_id = run_id
+        self._probe_tokens = probe_tokens(vocab_size, probe_length)
+        self._max_probe_gap = max_probe_gap
+        self._timeout_s = timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._make_room = make_room
+        self.version = -1
+        """Of the last publish that was proven."""
+
+    def publish(self, policy_version: int) -> PublishReport:
+        """Bring every engine to `policy_version`; returns when all of them serve it.
+
+        Raises:
+            PublishRefusedError: an engine refused the weights, or did not pass the sums or the probe.
+            RuntimeError: a rank or an engine failed, ended or was late.
+        """
+        try:
+            return self._publish(policy_version)
+        except CallError as error:
+            if error.place.role != "engine":
+                raise
+            raise PublishRefusedError(f"weight version {policy_version}: {error}", error.place) from error
+
+    def _publish(self, policy_version: int) -> PublishReport:
+        version = WeightVersion(policy_version)
+        manifest = self._plan.manifest(self._run_id, version)
+        self._engines.call("check", manifest, timeout_s=self._timeout_s)
+        drained = time.perf_counter()
+        if self._drain_timeout_s is not None:
+            self._engines.call("drain", timeout_s=self._drain_timeout_s)
+        started = time.perf_counter()
+        delivery = self._link.deliver(manifest)
+        delivered = time.perf_counter()
+        weight_gaps = self._compare(version)
+        gaps = self._prove(version)
+        self._engines.call("resume", timeout_s=self._timeout_s)
+        self.version = policy_version
+        return PublishReport(
+            weight_version=version,
+            wire_bytes=sum(part.num_bytes for part in delivery.staged),
+            scales_s=max(part.scales_s for part in delivery.staged),
+            pack_s=max(part.pack_s for part in delivery.staged),
+            send_s=max(part.send_s for part in delivery.staged),
+            drain_s=started - drained,
+            num_in_flight=sum(update.num_in_flight for update in delivery.updates),
+            num_recomputed_tokens=sum(update.num_recomputed_tokens for update in delivery.updates),
+            pause_s=max(update.pause_s for update in delivery.updates),
+            apply_s=max(update.apply_s for update in delivery.updates),
+            deliver_s=delivered - started,
+            probe_s=time.perf_counter() - delivered,
+            weight_gaps=weight_gaps,
+            probe_gaps=gaps,
+            codes=together(part.codes for part in delivery.staged),
+        )
+
+    def _compare(self, version: WeightVersion) -> tuple[float, ...]:
+        """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
+        numbers, summing = self._engines.there, self._engines.begin("loaded_sums")
+        expected = add_up(self._trainer.sent_sums(timeout_s=self._timeout_s))
+        found = self._engines.wait(summing, "loaded_sums", timeout_s=self._timeout_s)
+        judged = [difference(sums, expected, leniency=self._leniency) for sums in found if isinstance(sums, dict)]
+        faults = {
+            engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
+            "what is allowed"
+            for engine, (gap, where) in zip(numbers, judged, strict=True)
+            if not gap <= MAX_WEIGHT_GAP
+        }
+        if faults:
+            self._fence(faults)
+        return tuple(gap for gap, _ in judged)
+
+    def _leniency(self, name: str) -> float:
+        return EXPERT_LENIENCY if stack_of(name) in self._expert_codes else 1.0
+
+    def _fence(self, faults: Mapping[int, str]) -> NoReturn:
+        fencing = [self._engines.actors[engine].fence.remote(fault) for engine, fault in faults.items()]
+        self._engines.wait(fencing, "fence", timeout_s=self._timeout_s)
+        raise PublishRefusedError(
+            f"engine(s) {list(faults)} are fenced: {next(iter(faults.values()))}",
+            Place(role="engine", ranks=tuple(faults)),
+        )
+
+    def _prove(self, version: WeightVersion) -> tuple[float, ...]:
+        proving = None if self._make_room is not None else self._engines.begin("probe", self._probe_tokens)
+        reference = self._trainer.probe(self._probe_tokens, timeout_s=self._timeout_s)
+        if self._make_room is not None:
+            self._make_room()
+        numbers, proving = self._engines.there, proving or self._engines.begin("probe", self._probe_tokens)
+        found = self._engines.wait(proving, "probe", timeout_s=self._timeout_s)
+        gaps = tuple(_gap(logprobs, reference) for logprobs in found)
+        bad = {engine: gap for engine, gap in zip(numbers, gaps, strict=True) if not gap <= self._max_probe_gap}
+        if bad:
+            fault = (
+                f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
+                f"{max(bad.values()):.3g} nats on average, {self._max_probe_gap} are allowed "
+                "(engine.probe_max_logprob_gap)"
+            )
+            self._fence(dict.fromkeys(bad, fault))
+        return gaps
+
+
+def _gap(found: object, reference: ProbeResult) -> float:
+    """Mean absolute difference in nats; NaN if the engine's are not finite."""
+    return float(np.abs(np.asarray(found, dtype=np.float64) - reference.logprobs).mean())

@@ -1,0 +1,68 @@
+"""The metrics of one step, flat, by verl's names where the meaning is the same.
+
+Pure. Counters of what was dropped, substituted or cut are always present, zero included: an absent
+number would look like an absent problem.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean, pstdev
+
+from megatron_rl.batching.batch import BatchCounts
+from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.trainer.results import StepResult
+from rollout.types import FinishReason, ScoredGroup, ScoreStatus
+
+
+def step_metrics(
+    groups: Sequence[ScoredGroup],
+    counts: BatchCounts,
+    result: StepResult,
+    published: PublishReport,
+    seconds: dict[str, float],
+) -> dict[str, float]:
+    """Everything that is written down about a step."""
+    return {
+        **_rewards(groups),
+        **_lengths(groups),
+        **{f"batch/{name}": float(value) for name, value in asdict(counts).items()},
+        **result.metrics,
+        "actor/optimizer_steps": float(result.num_optimizer_steps),
+        "actor/skipped_updates": float(result.num_skipped_updates),
+        **published.metrics(),
+        **_speed(groups, seconds),
+    }
+
+
+def _rewards(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group.rewards]
+    statuses = [score.status for group in groups for score in group.scores]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/errors": float(statuses.count(ScoreStatus.ERROR)),
+        "reward/timeouts": float(statuses.count(ScoreStatus.TIMEOUT)),
+    }
+
+
+def _lengths(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    lengths = [length for group in groups for length in group.summary.lengths]
+    reasons = [reason for group in groups for reason in group.summary.finish_reasons]
+    return {
+        "response_length/mean": fmean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/min": float(min(lengths)),
+        "response_length/clip_ratio": reasons.count(FinishReason.LENGTH) / len(reasons),
+        "prompt_length/mean": fmean(group.summary.num_prompt_tokens for group in groups),
+    }
+
+
+def _speed(groups: Sequence[ScoredGroup], seconds: dict[str, float]) -> dict[str, float]:
+    tokens = sum(sum(group.summary.lengths) for group in groups)
+    metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    metrics["perf/response_tokens"] = float(tokens)
+    metrics["perf/rollout_tokens_s"] = tokens / seconds["rollout"]
+    metrics["perf/throughput_tokens_s"] = tokens / seconds["step"]
+    return metrics

@@ -1,0 +1,1 @@
+"""From a Hugging Face configuration to a Megatron GPTModel and its token scores."""

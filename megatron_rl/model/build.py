@@ -1,0 +1,345 @@
+"""Builds the Megatron model; the only file that knows Megatron's version and its model classes.
+
+`build` gives this rank's part of the policy as a list of model chunks (one today; one per virtual
+pipeline stage when there are some). A chunk is a Megatron `GPTModel` whose last stage ends in token
+scores instead of logits (`megatron_rl.model.logprobs`), so that logits for the whole batch never exist.
+
+What a caller does:
+
+* every stage of the pipeline calls `chunk(batch, temperature=t)` with the same `PackedBatch`, on this
+  rank's device; Megatron's schedules pass hidden states between stages by themselves (variable lengths
+  are on). Stages before the last return hidden states, the last returns `TokenScores`.
+* with sequence parallelism (on when tensor > 1) rows must be a multiple of the tensor-parallel size:
+  `pack_batch(..., multiple_of=parallel.tensor)`.
+* `calculate_per_token_loss` is on: the loss function of a schedule returns (loss, number of tokens,
+  metrics), and nothing is divided by the number of micro batches.
+* after backward, `finalize_model_grads` of Megatron sums what tensor-parallel ranks hold in parts
+  (norms under sequence parallelism, q/k norms always) and the two copies of a tied embedding.
+* `overlap_param_gather` of Megatron's DDP stays off: the output layer's weight is read without calling
+  the layer, so its gather would not be waited for.
+
+Transformer Engine's layers on CUDA, Megatron's local ones with our norm and attention elsewhere. What FP8 asks of them
+is in `megatron_rl.model.fp8_compute`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config import Fp8, ParallelConfig
+from megatron_rl.model import fp8_compute
+from megatron_rl.model.attention import PackedAttention
+from megatron_rl.model.logprobs import TokenScores, token_scores, vocab_shard
+from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.packed_batch import PackedBatch
+from megatron_rl.model.parallel import Position
+from megatron_rl.model.rotary import rotate_packed, scaled_frequencies
+from megatron_rl.model.spec import Experts, ModelSpec, stage_layers
+
+Dtype = Literal["bf16", "fp32"]
+Recompute = Literal["none", "selective", "full"]
+LayerNames = Literal["te", "local"]
+
+INITIAL_STD = 0.02
+"""Standard deviation of random weights."""
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """One chunk of the policy: a GPTModel over packed batches that ends in token scores."""
+
+    spec: ModelSpec
+    chunk_tokens: int
+
+    def forward(  # type: ignore[override]
+        self, batch: PackedBatch, *, temperature: float | None = None
+    ) -> torch.Tensor | TokenScores:
+        """Hidden states [T, 1, H] (rows cut by rank under sequence parallelism), or scores on the last stage.
+
+        Without a temperature the last stage, too, gives hidden states.
+        """
+        hidden: torch.Tensor = super().forward(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=_packed_seq_params(batch),
+        )
+        if temperature is None or not self.post_process:
+            return hidden
+        return self.scores(hidden, batch, temperature=temperature)
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        """Stop where GPTModel would go on to logits."""
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """Rows of the output layer that this rank holds, [V, H], padding included; last stage only."""
+        weight: torch.Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return weight
+
+    def scores(self, hidden: torch.Tensor, batch: PackedBatch, *, temperature: float) -> TokenScores:
+        """Scores of the batch's response tokens from the last stage's hidden states."""
+        group = self.pg_collection.tp
+        gather = (
+            gather_from_sequence_parallel_region
+            if self.config.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        rows_TH = gather(hidden, group=group)[:, 0]
+        weight_VH = self.output_weight()
+        return token_scores(
+            rows_TH.index_select(0, batch.score_rows),
+            weight_VH,
+            batch.targets,
+            shard=vocab_shard(
+                vocab_size=self.spec.vocab_size,
+                num_rows=len(weight_VH),
+                tensor_rank=group.rank(),
+                group=group if group.size() > 1 else None,
+            ),
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+
+def _packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+
+
+def layer_names() -> LayerNames:
+    """Whose layers, and so whose parameter names, `build` uses on this machine."""
+    return "te" if torch.cuda.is_available() and find_spec("transformer_engine") is not None else "local"
+
+
+def build(
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    position: Position,
+    *,
+    dtype: Dtype,
+    fp8: Fp8 = "none",
+    recompute: Recompute = "none",
+    chunk_tokens: int = 1024,
+    sequence_parallel: bool | None = None,
+    random_weights: bool = False,
+    megatron: Mapping[str, str | int | float | bool] | None = None,
+) -> list[PolicyModel]:
+    """Build the model chunks of this rank, on its device, in train mode; every rank of the partition calls it.
+
+    Weights are uninitialised unless `random_weights`: load them (`megatron_rl.weights.hf_load`).
+    `sequence_parallel` defaults to "tensor > 1". `megatron` are further fields of `TransformerConfig`.
+
+    Raises:
+        ValueError: a key of `megatron` is unknown or not the user's to set; there are no kernels for `fp8` here.
+    """
+    fp8_compute.check_machine(fp8)
+    if layer_names() == "local":
+        rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
+    config = transformer_config(
+        spec,
+        parallel,
+        dtype=dtype,
+        fp8=fp8,
+        recompute=recompute,
+        sequence_parallel=parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
+        random_weights=random_weights,
+        megatron=megatron or {},
+    )
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config),
+        vocab_size=spec.padded_vocab_size(parallel.tensor),
+        max_sequence_length=spec.max_positions,
+        pre_process=position.pipeline == 0,
+        post_process=position.pipeline == parallel.pipeline - 1,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+    )
+    fp8_compute.check_parameters(model, fp8)
+    model.spec, model.chunk_tokens = spec, chunk_tokens
+    if spec.rope_scaling is not None:
+        model.rotary_pos_emb.inv_freq = scaled_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
+    return [model]
+
+
+def transformer_config(
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    *,
+    dtype: Dtype,
+    fp8: Fp8,
+    recompute: Recompute,
+    sequence_parallel: bool,
+    random_weights: bool,
+    megatron: Mapping[str, str | int | float | bool],
+) -> TransformerConfig:
+    """Megatron's configuration of the model.
+
+    Raises:
+        ValueError: see `build`.
+    """
+    ours = {
+        **_architecture(spec),
+        **_partition(spec, parallel, sequence_parallel=sequence_parallel),
+        **_numbers(dtype, random_weights=random_weights),
+        **fp8_compute.config_fields(fp8),
+    }
+    _check_passthrough(megatron, ours)
+    return TransformerConfig(**{**ours, **_kernels(), **_recompute(recompute), **megatron})
+
+
+def _architecture(spec: ModelSpec) -> dict[str, object]:
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "ffn_hidden_size": spec.ffn_size,
+        "layernorm_epsilon": spec.rms_eps,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **(_experts(spec.experts) if spec.experts is not None else {}),
+    }
+
+
+def _experts(experts: Experts) -> dict[str, object]:
+    """Softmax over all experts, then the best; or, where their probabilities are normalised, softmax over the best."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_score_function": "softmax",
+        # an auxiliary loss would be another objective than the policy's
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": layer_names() == "te",
+    }
+
+
+def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: bool) -> dict[str, object]:
+    stages = stage_layers(spec.num_layers, parallel.pipeline)
+    uneven = len({len(stage) for stage in stages}) > 1
+    layout = [["decoder"] * len(stage) for stage in stages]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_layout": layout if uneven else None,
+        "sequence_parallel": sequence_parallel,
+        "variable_seq_lengths": True,
+        # Checked against variable lengths even where there are no experts.
+        "moe_token_dispatcher_type": "alltoall",
+        "calculate_per_token_loss": True,
+    }
+
+
+def _numbers(dtype: Dtype, *, random_weights: bool) -> dict[str, object]:
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    # Megatron marks tensor-parallel parameters (the gradient norm counts by that mark) only while it
+    # initialises them, so "uninitialised" is an initialiser that leaves the memory alone.
+    initialise = _normal if random_weights else _leave
+    return {
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": dtype == "bf16",
+        "init_method": initialise,
+        "output_layer_init_method": initialise,
+        "perform_initialization": True,
+    }
+
+
+def _normal(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.init.normal_(weight, std=INITIAL_STD)
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _kernels() -> dict[str, object]:
+    """Which fused kernels and which way of sending there are; a user may override these."""
+    te = layer_names() == "te"
+    return {
+        "bias_activation_fusion": te,
+        "bias_dropout_fusion": te,
+        "apply_rope_fusion": True,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        # gloo mixes up batched sends and receives between the same two ranks.
+        "batch_p2p_comm": torch.cuda.is_available(),
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _recompute(recompute: Recompute) -> dict[str, object]:
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective"}
+    return {}
+
+
+def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object]) -> None:
+    known = [field.name for field in fields(TransformerConfig) if field.init]
+    for key in megatron:
+        if key in ours:
+            raise ValueError(
+                f"trainer.megatron.{key} is not free: it follows from the model's config.json and the other keys of "
+                "trainer; remove it"
+            )
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"trainer.megatron.{key} is no field of Megatron's TransformerConfig; the nearest is {nearest}"
+            )
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers, or the local ones with our norm and attention put in."""
+    if layer_names() == "te":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = RMSNorm
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        attention = layer.submodules.self_attention.submodules
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+        attention.core_attention = PackedAttention
+    return block

@@ -1,0 +1,127 @@
+"""FP8 (e4m3) codes of weights, byte for byte those that Transformer Engine makes, on any device.
+
+`fp8_block`: one scale for each block of 128 x 128 weights, `X.weight` e4m3 [N, K] and `X.weight_scale_inv` float32
+[ceil(N / 128), ceil(K / 128)]. `fp8_channel`: one for each output channel, `X.weight_scale` float32 [N, 1];
+Transformer Engine has no such quantiser, so the rule of its blocks is applied to rows. A weight is its code times
+the inverse scale, which is what travels.
+
+The rule (transformer_engine 2.12, `common/recipe/recipe_common.cuh` and `quantize_transpose_square_blockwise.cu`):
+scale = 448 / amax as IEEE division; 1 where amax is 0; the largest finite number of the weights' dtype where it would
+be infinite; rounded down to a power of two if asked for; inverse = 1 / scale; code = e4m3(float(w) x scale),
+nearest even, saturating.
+
+One rule for every trainer layout, as in `quantize`: codes of a slice, given the scales of the whole tensor's blocks,
+equal the same slice of the whole tensor's codes. A slice therefore says where it begins, and a block that is
+cut by a shard's border needs the maximum over its owners first.
+
+Shape legend: N output channels, K inputs; P x Q blocks that a slice touches.
+"""
+
+from typing import Final
+
+import torch
+
+from megatron_rl.cpu import code_loops
+from megatron_rl.cpu.code_loops import BLOCK, magnitudes, numbers_of
+from rollout.cpu.e4m3 import e4m3_numbers
+
+E4M3_MAX: Final = 448.0
+_EXPONENT_BITS: Final = -(1 << 23)
+"""Sign and exponent of a float32, the mantissa cleared."""
+
+
+def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
+    """Largest magnitude in each block that a slice touches, float32 [P, Q].
+
+    Args:
+        weight_NK: the slice.
+        start: its first row and column in the whole tensor, which the blocks are counted from.
+    """
+    if code_loops.takes(weight_NK):
+        return code_loops.amax_of(weight_NK, start)
+    rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
+    above, before = start[0] % BLOCK, start[1] % BLOCK
+    below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
+    found = magnitudes(weight_NK)
+    if above or below or before or behind:
+        found = torch.nn.functional.pad(found, (before, behind, above, below))
+    of_columns = found.reshape(rows, BLOCK, columns * BLOCK).amax(dim=1)
+    return numbers_of(of_columns.view(rows, columns, BLOCK).amax(dim=2))
+
+
+def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
+    """What weights with these largest magnitudes are multiplied by before the cast, float32 of the same shape.
+
+    Args:
+        amax: any shape, float32, finite.
+        power_of_two: round scales down to powers of two, Transformer Engine's default for blocks.
+        dtype: of the weights.
+    """
+    # `448.0 / tensor` is a reciprocal times 448 in torch, and differs in a quarter of all values
+    scale = torch.full_like(amax, E4M3_MAX) / amax
+    scale = torch.where(amax == 0, 1.0, scale)
+    scale = torch.where(torch.isinf(scale), torch.finfo(dtype).max, scale)
+    return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32) if power_of_two else scale
+
+
+def fp8_block_codes(
+    weight_NK: torch.Tensor,
+    scale_PQ: torch.Tensor,
+    start: tuple[int, ...] = (0, 0),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of a slice whose blocks have these scales: e4m3 [N, K]; `start` as in `block_amax`.
+
+    Written to `out` (of that shape and dtype, contiguous) if there is one.
+    """
+    if code_loops.takes(weight_NK):
+        return code_loops.e4m3_of(weight_NK, scale_PQ, start, out)
+    return kept(_cast(_times(weight_NK, scale_PQ, start)), out)
+
+
+def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
+    """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
+    if code_loops.takes(codes_NK):
+        return code_loops.values_of(codes_NK, inverse_PQ, start)
+    return _times(e4m3_numbers(codes_NK), inverse_PQ, start)
+
+
+def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes of a slice whose rows have these scales: e4m3 [N, K]; `out` as in `fp8_block_codes`."""
+    if code_loops.takes(weight_NK):
+        return code_loops.e4m3_of(weight_NK, scale_N1, None, out)
+    return kept(_cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1)), out)
+
+
+def kept(codes: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Codes, in `out` if there is one."""
+    return codes if out is None else out.copy_(codes)
+
+
+def _blocks(first: int, size: int) -> int:
+    """Blocks that `size` rows from `first` on touch."""
+    return -(-(first % BLOCK + size) // BLOCK)
+
+
+def _times(slice_NK: torch.Tensor, grid_PQ: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+    """Each number times its block's, float32 [N, K]."""
+    found = slice_NK.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if any(number % BLOCK for number in (*start, *slice_NK.shape)):
+        return found.mul_(_spread(grid_PQ, slice_NK.shape, start))
+    rows, columns = (size // BLOCK for size in slice_NK.shape)
+    found.view(rows, BLOCK, columns, BLOCK).mul_(grid_PQ[:, None, :, None])
+    return found
+
+
+def _spread(grid_PQ: torch.Tensor, shape: torch.Size, start: tuple[int, ...]) -> torch.Tensor:
+    """The grid's value at each place of a slice, [N, K]."""
+    above, before = (first % BLOCK for first in start)
+    rows = (torch.arange(shape[0], device=grid_PQ.device) + above) // BLOCK
+    of_columns = grid_PQ.repeat_interleave(BLOCK, 1)[:, before : before + shape[1]]
+    return of_columns[rows]
+
+
+def _cast(scaled_NK: torch.Tensor) -> torch.Tensor:
+    """Codes of float32 numbers, which are used up."""
+    # clamped: torch casts what is too large to NaN
+    return scaled_NK.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,0 +1,49 @@
+"""`fp8_block` codes by Transformer Engine's own kernel, for boxes of whole blocks on a CUDA device.
+
+The same bytes as `megatron_rl.quantization.fp8` (a test compares), in one kernel. What the kernel cannot be given is a
+block that is cut by a trainer's border, since it finds the largest magnitude by itself.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from megatron_rl.cpu.code_loops import BLOCK
+
+
+def takes(weight_NK: torch.Tensor, start: tuple[int, ...]) -> bool:
+    """Whether a slice is of whole blocks, on a device that Transformer Engine has kernels for."""
+    whole = not any(number % BLOCK for number in (*start, *weight_NK.shape))
+    return weight_NK.is_cuda and whole and _installed()
+
+
+def block_codes(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Codes of a slice of whole blocks under power-of-two scales, e4m3 [N, K]."""
+    quantised = _quantizer()(weight_NK.contiguous())
+    codes: torch.Tensor = quantised._rowwise_data.view(torch.float8_e4m3fn)
+    return codes
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("transformer_engine_torch") is not None
+
+
+@cache
+def _quantizer() -> Callable[[torch.Tensor], Any]:
+    import transformer_engine.pytorch  # noqa: F401  loads the library that the next one needs
+    import transformer_engine_torch
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    quantizer: Callable[[torch.Tensor], Any] = Float8BlockQuantizer(
+        fp8_dtype=transformer_engine_torch.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=False,
+        amax_epsilon=0.0,
+        force_pow_2_scales=True,
+        block_scaling_dim=2,
+    )
+    return quantizer

@@ -1,0 +1,1 @@
+"""One trainer rank, and the group of all ranks."""

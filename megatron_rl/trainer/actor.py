@@ -1,0 +1,212 @@
+"""A trainer rank as a Ray actor: joins the world, then passes every call on to `Trainer`.
+
+Importing this module is cheap: torch and Megatron come with `join`, in the actor's own process, after
+the CPU shim. Nothing is decided here.
+"""
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ray
+
+from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer.spec import TrainerSpec
+from rollout.data.sft_rows import ImitationRows
+from rollout.processes import redirect_output
+from rollout.transports.base import Backend, GroupChannel, Memory
+from rollout.types import ColumnsRef, GroupColumns, WeightVersion
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Wanted
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+    from megatron_rl.trainer.offload import Part
+    from megatron_rl.trainer.trainer import Trainer
+    from rollout.transports.base import Sender
+
+
+class TrainerActor:
+    """One trainer rank in a process of its own."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        from megatron_rl.cpu import shim
+
+        redirect_output()
+        shim.install()
+        self._spec = spec
+        self._rank = rank
+        self._trainer: Trainer | None = None
+        self._sender: Sender | None = None
+        self._rows: ImitationRows | None = None
+        self._world: TCPStore | None = None
+        self._stores: list[TCPStore] = []
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Import what `join` needs, on all ranks at once; rank 0 opens the store where all meet: (host, port)."""
+        from megatron_rl.model.parallel import open_store
+
+        if self._rank:
+            return "", 0
+        host = ray.util.get_node_ip_address()
+        self._world = open_store(host, self._spec.config.timeout_s)
+        return host, self._world.port
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks at rank 0's store, build the model, load the directory."""
+        import torch
+
+        from megatron_rl.model.parallel import initialize, join_store
+        from megatron_rl.trainer.trainer import Trainer
+
+        config = self._spec.config
+        torch.set_num_threads(config.cpu_threads)
+        position = initialize(
+            config.parallel,
+            rank=self._rank,
+            world_size=config.parallel.world_size,
+            store=self._world or join_store(host, port, config.timeout_s),
+            timeout_s=config.timeout_s,
+            seed=self._spec.seed,
+        )
+        self._trainer = Trainer(self._spec, position)
+        # what has been imported stays: looked through again and again, it would stop everything for 0.4 s
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def _joined(self) -> "Trainer":
+        if self._trainer is None:
+            raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
+        return self._trainer
+
+    def te_names(self) -> bool:
+        """Whether parameters bear Transformer Engine's names (`model.layer_names`)."""
+        from megatron_rl.model.build import layer_names
+
+        return layer_names() == "te"
+
+    def train(self, batch: TrainBatch) -> StepResult:
+        """See `Trainer.train`."""
+        return self._joined.train(batch, _fetch)
+
+    def load_rows(self, rows: ImitationRows) -> None:
+        """Keep the rows of a warm start."""
+        self._rows = rows
+
+    def imitate(self, batch: ImitationBatch) -> StepResult:
+        """See `Trainer.imitate`; `load_rows` comes first."""
+        assert self._rows is not None, "load_rows comes first"
+        return self._joined.imitate(batch, self._rows)
+
+    def open_shm(self) -> None:
+        """Publish through shared memory from now on."""
+        from rollout.transports.shm import ShmSender
+
+        self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
+
+    def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
+        """On `first_rank`: one store per engine, where its process group will meet; (host, port) of each."""
+        from rollout.transports.rendezvous import open_store
+
+        if self._rank != first_rank:
+            return []
+        host = ray.util.get_node_ip_address()
+        self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
+        return [(host, store.port) for store in self._stores]
+
+    def attach_group(self, engine: int, channel: GroupChannel) -> None:
+        """Publish through the process group of an engine, the first of its chain, from now on."""
+        from rollout.transports.streaming import GroupSender
+
+        publish = self._spec.publish
+        sender = GroupSender(
+            rank=self._rank,
+            backend=channel.backend,
+            timeout_s=publish.timeout_s,
+            delta=publish.delta,
+            full_every=publish.delta_full_every,
+        )
+        if self._rank in channel.source_ranks:
+            sender.attach(engine, channel)
+        self._sender = sender
+
+    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
+        """Publish by handing over on each device from now on; `plan_publishes` comes first.
+
+        Args:
+            hosted: by trainer rank, the engine ranks on its device.
+            memory: where what is handed over lies.
+        """
+        import torch.distributed as dist
+
+        from rollout.transports.colocated import HandOverSender, Segment, ShmSegment
+
+        if memory == "shm":
+            segment: Segment = ShmSegment(run_id=self._spec.run_id, rank=self._rank)
+        else:
+            from rollout.transports.cuda_ipc import CudaSegment
+
+            segment = CudaSegment()
+        alone = len(hosted) == 1
+        backend: Backend = "gloo" if memory == "shm" else "nccl"
+        self._sender = HandOverSender(
+            segment,
+            None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
+            rank=self._rank,
+            hosted=hosted,
+            buckets=self._joined.plan.buckets,
+            backend=backend,
+            timeout_s=self._spec.publish.timeout_s,
+        )
+
+    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+        """See `Trainer.plan_publishes`."""
+        self._joined.plan_publishes(wanted)
+
+    def stage(self, weight_version: WeightVersion) -> StagedWeights:
+        """See `Trainer.stage`."""
+        if self._sender is None:
+            raise RuntimeError(f"trainer rank {self._rank} has no transport; open one before the first publish")
+        return self._joined.stage(weight_version, self._sender)
+
+    def unstage(self) -> None:
+        """Let go of the staged publish."""
+        if self._sender is not None:
+            self._sender.abandon()
+
+    def sent_sums(self) -> Sums:
+        """See `Trainer.sent_sums`."""
+        return self._joined.sent_sums()
+
+    def probe(self, token_ids: list[int]) -> ProbeResult | None:
+        """See `Trainer.probe`."""
+        return self._joined.probe(token_ids)
+
+    def move_out(self, parts: "Sequence[Part]") -> int:
+        """See `Trainer.move_out`."""
+        return self._joined.move_out(parts)
+
+    def move_in(self) -> None:
+        """See `Trainer.move_in`."""
+        self._joined.move_in()
+
+    def save(self, path: str) -> None:
+        """See `Trainer.save`."""
+        self._joined.save(path)
+
+    def load(self, path: str) -> None:
+        """See `Trainer.load`."""
+        self._joined.load(path)
+
+    def export(self, path: str) -> None:
+        """See `Trainer.export`."""
+        self._joined.export(path)
+
+
+def _fetch(refs: Sequence[ColumnsRef]) -> list[GroupColumns]:
+    columns: list[GroupColumns] = ray.get(list(refs))
+    return columns

@@ -1,0 +1,140 @@
+"""Saves and restores the trainer by Megatron's distributed checkpointing.
+
+Parameters, FP32 masters and Adam's moments are sharded tensors with global shapes, so that a run may go
+on under another tensor, pipeline or data partition. Generator states belong to ranks, not to tensors:
+they are restored only under the partition that they were saved under (nothing in training draws from
+them: dropout is 0).
+
+Parameters that are FP8 are saved as the BF16 numbers that they stand for, and quantised when they are loaded. That
+changes no number: a block whose largest code is 224 may come back with all codes doubled and its scale halved. The next
+update quantises the masters, as it would have.
+
+The folder is complete when `save` returns on every rank; making it *the* checkpoint is the run
+directory's business.
+"""
+
+import queue
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from megatron_rl.quantization.fp8_parameters import decoded, is_primary
+from megatron_rl.trainer.learner import Learner
+from megatron_rl.trainer.optimizer import loadable
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the optimizer is laid out on disk: independent of the partition."""
+
+
+def save(path: Path, learner: Learner) -> None:
+    """Write below the empty or missing directory `path`; a collective."""
+    path.mkdir(parents=True, exist_ok=True)
+    _gather_results_here()
+    state = _sharded_state(learner, is_loading=False)
+    state["generators"] = _generators()
+    dist_checkpointing.save(state, str(path), content_metadata=METADATA)
+
+
+def _gather_results_here() -> None:
+    """Let Megatron's writers report to this process, which waits for them.
+
+    For saves that go on in the background Megatron starts a process of its own for that, in seconds.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def load(path: Path, learner: Learner) -> None:
+    """Restore what `save` wrote; a collective.
+
+    Raises:
+        ValueError: the directory holds no checkpoint, or one whose experts were spread where ours are not (or are not
+            where ours are): Megatron keeps an optimizer of their own for spread experts.
+    """
+    if not (path / "metadata.json").exists():
+        raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    saved, own = common.get("spread_experts", False), _spread_experts()
+    if saved != own:
+        raise ValueError(
+            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
+            f"{'above 1' if own else '1'} now; go on with experts spread or not as they were"
+        )
+    same_partition = common["partition"] == _partition()
+    with loadable(learner.optimizer):
+        state = _sharded_state(learner, is_loading=True)
+        if same_partition:
+            state["generators"] = _generators()
+        restored = dist_checkpointing.load(state, str(path))
+        for chunk in learner.chunks:
+            chunk.module.load_state_dict(restored["model"], strict=True)
+        learner.optimizer.load_state_dict(restored["optimizer"])
+    learner.schedule.load_state_dict(restored["schedule"])
+    if same_partition:
+        _restore_generators(restored["generators"])
+
+
+def _spread_experts() -> bool:
+    return int(parallel_state.get_expert_model_parallel_world_size()) > 1
+
+
+def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
+    (chunk,) = learner.chunks
+    model = chunk.module.sharded_state_dict()
+    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
+    _decode(model)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": learner.schedule.state_dict(),
+        "partition": _partition(),
+        "spread_experts": _spread_experts(),
+    }
+
+
+def _decode(model: dict[str, object]) -> None:
+    """Put BF16 numbers, on the CPU, in the place of FP8 parameters.
+
+    Megatron does so when it loads (`force_all_tensors_to_non_fp8`), on the device; saving takes them as they come.
+    After the optimizer's part is made: that finds its parameters by identity.
+    """
+    for one in nested_values(model):
+        if is_primary(data := getattr(one, "data", None)):
+            one.data = decoded(data).cpu()
+
+
+def _partition() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _generators() -> ShardedObject:
+    """This rank's generator states, one object per (pipeline, tensor, data) coordinate."""
+    tensor, pipeline, data = _partition()
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    offset = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("generators", states, (pipeline, tensor, data), offset, replica_id=0)
+
+
+def _restore_generators(states: dict[str, object]) -> None:
+    own, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
+    assert isinstance(own, torch.Tensor) and isinstance(cuda, torch.Tensor)
+    torch.set_rng_state(own)
+    if torch.cuda.is_available() and len(cuda):
+        torch.cuda.set_rng_state(cuda)
+    tensor_parallel.get_cuda_rng_tracker().set_states(megatron)

@@ -1,0 +1,223 @@
+"""The controller's view of the trainer: typed calls on all ranks at once.
+
+`SpmdGroup`: actors that are called all at once or not at all.
+
+Every method of a trainer rank is SPMD: it enters collectives, so it must be entered by all ranks or by
+none. A call therefore goes to all ranks together and has one deadline. If a rank fails or is late, its
+peers may wait for ever inside a collective; the whole group is killed, and the error names who failed
+or who was late. Nothing is repaired in place: a group is rebuilt from the checkpoint.
+
+Must not import torch: the controller lives in this process.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import ray
+
+from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.ranks import TrainerSlot
+from megatron_rl.trainer.actor import TrainerActor
+from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer.spec import TrainerSpec
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Wanted
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.offload import Part
+
+PEER_DEATH_S = 2.0
+"""How long a rank that raised waits for news of a peer's death, which is then the reason of its error."""
+
+
+class SpmdGroup:
+    """Ray actors in rank order; `name` stands in errors."""
+
+    def __init__(self, name: str, actors: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
+        self._name = name
+        self._actors = tuple(actors)
+        self._timeout_s = timeout_s
+
+    @property
+    def num_ranks(self) -> int:
+        """Actors of the group."""
+        return len(self._actors)
+
+    def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[object]:
+        """Call `method(*args)` on every rank; results in rank order.
+
+        The group is dead after any error.
+
+        Raises:
+            CallError: a rank raised; the error names it.
+            ProcessLostError: a rank's process ended.
+            DeadlineError: a rank had not returned after `timeout_s`.
+        """
+        return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
+
+    def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
+        """Start `method(*args)` on every rank and return at once; pass the result to `wait`."""
+        return [getattr(actor, method).remote(*args) for actor in self._actors]
+
+    def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float | None = None) -> list[object]:
+        """Results of a call that `begin` started, in rank order; errors as for `call`."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            for ref in done:
+                self._raise_if_failed(refs, refs.index(ref), method)
+            if not done:
+                late = [refs.index(ref) for ref in pending]
+                self.kill()
+                raise DeadlineError(
+                    f"{self._name}.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s, for "
+                    "which the controller waited; the group was killed, resume the run from its last checkpoint",
+                    Place(role=self._name, ranks=tuple(late)),
+                )
+        return list(ray.get(list(refs)))
+
+    def _raise_if_failed(self, refs: Sequence[ray.ObjectRef], rank: int, method: str) -> None:
+        try:
+            ray.get(refs[rank])
+        except ray.exceptions.RayError as error:
+            failed, reason = self._first_death(refs, rank, error)
+            self.kill()
+            kind = ProcessLostError if isinstance(reason, ray.exceptions.RayActorError) else CallError
+            raise kind(
+                f"{self._name}.{method} failed on rank {failed} of {self.num_ranks}: {brief(reason)}",
+                Place(role=self._name, ranks=(failed,), node=node_of(reason)),
+            ) from reason
+
+    def _first_death(
+        self, refs: Sequence[ray.ObjectRef], rank: int, error: ray.exceptions.RayError
+    ) -> tuple[int, ray.exceptions.RayError]:
+        """Rank and error of a process that ended, if there is one: its peers' collectives fail because of it."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            return rank, error
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=PEER_DEATH_S, fetch_local=False)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError as death:
+                return refs.index(ref), death
+            except ray.exceptions.RayError:
+                continue
+        return rank, error
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+
+Result = TypeVar("Result")
+
+
+class TrainerGroup:
+    """All trainer ranks of a run; errors of any call kill the group (see `SpmdGroup`)."""
+
+    def __init__(self, ranks: SpmdGroup) -> None:
+        self.ranks = ranks
+        self._unstaging: Sequence[ray.ObjectRef] = ()
+
+    def te_names(self) -> bool:
+        """Whether the ranks' parameters bear Transformer Engine's names."""
+        return _results(self.ranks.call("te_names"), bool)[0]
+
+    def train(self, batch: TrainBatch) -> StepResult:
+        """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
+        handle = ray.put(batch)
+        return _results(self.ranks.call("train", handle), StepResult)[-1]
+
+    def load_rows(self, rows: ray.ObjectRef) -> None:
+        """Give every rank the rows of a warm start (an `ImitationRows` in the object store)."""
+        self.ranks.call("load_rows", rows)
+
+    def imitate(self, batch: ImitationBatch) -> StepResult:
+        """One optimizer step of a warm start."""
+        return _results(self.ranks.call("imitate", batch), StepResult)[-1]
+
+    def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
+        """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
+        found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
+        return list(found[first_rank])
+
+    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+        """Tell every rank what the engines' ranks take."""
+        self.ranks.call("plan_publishes", ray.put(list(wanted)))
+
+    def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
+        """Quantise and stage a publish on every rank."""
+        self.ranks.wait(self._unstaging, "unstage", timeout_s=timeout_s)
+        return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)
+
+    def unstage(self) -> None:
+        """Have every rank let go of the staged publish ahead of whatever it is asked next; waits for none.
+
+        What goes wrong there is raised by the next `stage`.
+        """
+        self._unstaging = self.ranks.begin("unstage")
+
+    def sent_sums(self, *, timeout_s: float) -> list[Sums]:
+        """Sums of what each rank published last."""
+        return list(_results(self.ranks.call("sent_sums", timeout_s=timeout_s), dict))
+
+    def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
+        """Log-probabilities of the probe prompt under the weights as staged."""
+        found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
+        return _results([result for result in found if result is not None], ProbeResult)[0]
+
+    def move_out(self, parts: "Sequence[Part]") -> None:
+        """Move parts of every rank to host memory; see `HostCopies`."""
+        self.ranks.call("move_out", tuple(parts))
+
+    def move_in(self) -> None:
+        """Bring back what every rank has in host memory."""
+        self.ranks.call("move_in")
+
+    def save(self, path: str) -> None:
+        """Write the trainer's part of a checkpoint."""
+        self.ranks.call("save", path)
+
+    def load(self, path: str) -> None:
+        """Restore the trainer's part of a checkpoint."""
+        self.ranks.call("load", path)
+
+    def export(self, path: str) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self.ranks.call("export", path)
+
+    def kill(self) -> None:
+        """End every rank."""
+        self.ranks.kill()
+
+
+def start_trainer(
+    spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environments: Sequence[Mapping[str, str]]
+) -> TrainerGroup:
+    """Start one actor per slot in its own environment; returns when all have met and loaded their weights."""
+    remote = ray.remote(TrainerActor)
+    actors = [
+        remote.options(
+            num_cpus=1,
+            num_gpus=0 if slot.devices else slot.num_gpus,
+            runtime_env={"env_vars": dict(environment)},
+        ).remote(spec, slot.rank)
+        for slot, environment in zip(slots, environments, strict=True)
+    ]
+    ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
+    (address, *_) = ranks.call("rendezvous")
+    assert isinstance(address, tuple)
+    ranks.call("join", *address)
+    return TrainerGroup(ranks)
+
+
+def _results(found: Sequence[object], kind: type[Result]) -> list[Result]:
+    checked = [result for result in found if isinstance(result, kind)]
+    assert len(checked) == len(found), f"a rank returned something else than {kind.__name__}"
+    return checked

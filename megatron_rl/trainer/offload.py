@@ -1,0 +1,104 @@
+"""Moves what a trainer rank holds to host memory and back, so that an engine may have its device.
+
+A tensor keeps its identity: its storage is emptied (resized to no bytes) and later filled again, so views, optimizer
+states and gradient hooks that refer to it stay what they are. Storages are moved whole and once, however many tensors
+look into them; Megatron's parameters and gradients are views of a few large buffers.
+
+Of parameters that are FP8, codes and scales in both orientations are moved; FP8 copies of BF16 weights are dropped.
+
+Invariants: what is away is not computed with (a kernel would fail on an empty storage); what comes back is bit for bit
+what went. Gradients are not kept: they are zero between steps.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megatron_rl.model.fp8_compute import drop_copies
+from megatron_rl.quantization.fp8_parameters import buffers
+
+Part = Literal["weights", "gradients", "optimizer"]
+"""What is moved as one."""
+
+
+@dataclass(slots=True)
+class _Away:
+    """A storage that was emptied."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    host: torch.Tensor | None
+    """Its bytes; None where zeros will do."""
+
+
+class HostCopies:
+    """The parts of one trainer rank, each on its device or in host memory."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._away: dict[Part, list[_Away]] = {}
+
+    def move_out(self, parts: Iterable[Part]) -> int:
+        """Empty these parts, but for those that are away; returns how many bytes the device has got back."""
+        return sum(self._move_out(part) for part in parts if part not in self._away)
+
+    def _move_out(self, part: Part) -> int:
+        away = []
+        dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
+        for storage in _storages(self._tensors(part)):
+            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            host = None
+            if part != "gradients":
+                host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
+                host.copy_(content)
+            away.append(_Away(storage, storage.nbytes(), host))
+            del content
+            storage.resize_(0)
+        self._away[part] = away
+        return dropped + sum(one.num_bytes for one in away)
+
+    def move_in(self) -> None:
+        """Bring back everything that is away."""
+        for away in self._away.values():
+            for one in away:
+                one.storage.resize_(one.num_bytes)
+                content = torch.empty(0, dtype=torch.uint8, device=one.storage.device).set_(one.storage)  # type: ignore[call-overload]
+                content.zero_() if one.host is None else content.copy_(one.host)
+        self._away = {}
+
+    def _tensors(self, part: Part) -> Iterator[torch.Tensor]:
+        match part:
+            case "weights":
+                yield from self._weights()
+            case "gradients":
+                for chunk in self._chunks:
+                    yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+            case "optimizer":
+                known = {storage.data_ptr() for storage in _storages(self._weights())}
+                own = (one for one in self._optimizer_tensors() if one.untyped_storage().data_ptr() not in known)
+                yield from own
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                yield from buffers(parameter)
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """FP32 masters and Adam's moments."""
+        chained = isinstance(self._optimizer, ChainedOptimizer)
+        for one in self._optimizer.chained_optimizers if chained else [self._optimizer]:
+            for group in one.optimizer.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in one.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Distinct ones that hold anything."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]

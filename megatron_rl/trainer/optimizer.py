@@ -1,0 +1,154 @@
+"""Megatron's gradient buffers, Adam and learning-rate schedule, wired for reinforcement learning.
+
+The loss arrives already divided by the mini batch's global denominator (`TrainBatch`), so gradients are
+*summed* over micro batches and data-parallel ranks and never averaged: `calculate_per_token_loss`
+keeps Megatron's own divisions away, and `finalize` ignores its token count.
+
+`gradients_are_finite` looks at Megatron's gradient buffers before an optimizer does.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import Fp8, OptimizerConfig
+from megatron_rl.quantization.fp8_parameters import forget_first_weights
+
+
+def wrap(
+    chunks: Sequence[GPTModel], *, distributed_optimizer: bool, fp8: Fp8 = "none"
+) -> list[DistributedDataParallel]:
+    """Give every chunk Megatron's contiguous FP32 gradient buffers, and itself the finaliser that reduces them.
+
+    Parameters that are FP8 move their codes by rows into a buffer of bytes, which data-parallel ranks gather.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        fp8_param_gather=fp8 == "blockwise_param",
+        check_for_nan_in_grad=False,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = finalize
+        wrapped.append(
+            DistributedDataParallel(config=chunk.config, ddp_config=config, module=chunk, disable_bucketing=index > 0)
+        )
+    return wrapped
+
+
+def finalize(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: object | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Reduce gradients over data, sequence-parallel and tied-embedding groups; divide by nothing."""
+    del num_tokens
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def build_optimizer(
+    config: OptimizerConfig, model: list[DistributedDataParallel], *, params_dtype: torch.dtype, fp8: Fp8 = "none"
+) -> MegatronOptimizer:
+    """Adam over FP32 masters, with global-norm clipping."""
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        bf16=params_dtype == torch.bfloat16,
+        fp16=False,
+        params_dtype=params_dtype,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=config.distributed,
+        fp8_recipe=None if fp8 == "none" else "blockwise",
+    )
+    optimizer = get_megatron_optimizer(config=megatron_config, model_chunks=model)
+    for chunk in model:
+        forget_first_weights(chunk.parameters())
+    return optimizer
+
+
+@contextmanager
+def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """While a checkpoint is loaded: torch's Adam in a distributed optimizer has what Megatron 0.16 looks for.
+
+    Without Transformer Engine that is torch's own Adam, whose count of updates is part of a parameter's state. Megatron
+    expects moments before it loads any, finds no count among those that it has saved, and gives one tensor to
+    all parameters, which each of them would advance.
+    """
+    found = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
+    for part in found:
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            if not (state := part.optimizer.state[parameter]):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        part._set_main_param_and_optimizer_states = partial(_set_with_count, part)
+    try:
+        yield
+    finally:
+        for part in found:
+            del part._set_main_param_and_optimizer_states
+    for part in found:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
+    adams = (torch.optim.Adam, torch.optim.AdamW)
+    return isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, adams)
+
+
+def _set_with_count(
+    optimizer: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+) -> None:
+    group, place = optimizer.model_param_group_index_map[model_param]
+    count = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]["step"]
+    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, model_param, {**tensors, "step": count})
+
+
+def build_schedule(
+    config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then the configured decay; counted in optimizer steps, the first of which is 1."""
+    decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
+    return OptimizerParamScheduler(
+        optimizer=optimizer,
+        init_lr=0.0,
+        max_lr=config.learning_rate,
+        min_lr=min(config.min_learning_rate, config.learning_rate),
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> bool:
+    """Whether every gradient on every rank is finite; a collective over the whole world, after the reduction."""
+    bad = torch.zeros(1, device=next(chunks[0].parameters()).device)
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            bad += (~torch.isfinite(buffer.grad_data.sum())).float()
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return float(bad) == 0.0

@@ -1,0 +1,98 @@
+"""Runs Megatron's pipeline schedule over packed micro batches.
+
+One function serves training, old log-probabilities and probes: the caller gives the micro batches and
+says what to do with the scores of each on the last stage. Losses arrive divided by their global
+denominator, so the token count that a schedule wants back is always zero (see `optimizer.finalize`).
+
+`MicroBatchClock`: seconds of each micro batch's forward and backward, taken where they are one after the other.
+
+Without a pipeline a micro batch's backward ends before the next one's forward begins, so the time from forward to
+forward is a micro batch's own. (In a pipeline passes of different micro batches interleave; nothing is timed there.)
+The last one of an optimizer step is left out: gradients are reduced over ranks within it. On CUDA events are recorded
+in the stream, and nobody waits for them before the step is over.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_rl.model.logprobs import TokenScores
+from megatron_rl.model.packed_batch import PackedBatch
+
+
+class MicroBatchClock:
+    """Of one optimizer step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def begin(self) -> None:
+        """A micro batch's forward is about to begin."""
+        if self._on_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of every micro batch but the last, in order."""
+        if self._events:
+            self._events[-1].synchronize()
+        milliseconds = [before.elapsed_time(after) for before, after in pairwise(self._events)]
+        on_host = [after - before for before, after in pairwise(self._times)]
+        return [value / 1000 for value in milliseconds] if self._on_cuda else on_host
+
+
+Outcome = TypeVar("Outcome")
+
+OnScores = Callable[[int, TokenScores], tuple[torch.Tensor, Outcome]]
+"""(number of the micro batch, its scores) -> (scalar loss, what to keep)."""
+
+
+def run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[PackedBatch],
+    on_scores: OnScores[Outcome],
+    *,
+    temperature: float,
+    backward: bool,
+    clock: MicroBatchClock | None = None,
+) -> list[Outcome]:
+    """Forward, and backward if asked, over all micro batches; entered by every rank of the pipeline at once.
+
+    Every data-parallel rank must bring equally many micro batches, at least one. Returns what `on_scores`
+    kept, in order, on the last stage; an empty list elsewhere. `clock` is told when each forward begins.
+    """
+
+    def forward_step(
+        numbered: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
+    ) -> tuple[object, Callable[[TokenScores], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
+        number, batch = next(numbered)
+        if clock is not None:
+            clock.begin()
+
+        def loss(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
+            value, outcome = on_scores(number, scores)
+            return value, torch.zeros([], dtype=torch.int, device=value.device), outcome
+
+        return model(batch, temperature=temperature), loss
+
+    iterators = [iter(list(enumerate(micro_batches))) for _ in chunks]
+    with torch.set_grad_enabled(backward):
+        outcomes: list[Outcome] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(batch.tokens) for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+    return outcomes

@@ -1,0 +1,125 @@
+"""The trainer's half of a publish's proof: log-probabilities under the weights as the engines hold them.
+
+A fixed prompt goes through the trainer's own model with every parameter replaced by its published value
+(after the round trip through the wire format). The embedding and decoder layers are replaced one at a time, around
+their own forward, so that no second copy of the model exists; the output layer, which is read without being called,
+when the last layer is done.
+
+It is parameters that are replaced, in their modules, and not their contents: what is assigned to one that is FP8
+would be quantised into it and stay. Products are not in FP8 here, whatever they are in training: weights would be
+quantised once more for them, and engines did not do that.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from megatron_rl.model.build import PolicyModel
+from megatron_rl.model.fp8_compute import without_fp8
+from megatron_rl.model.logprobs import TokenScores
+from megatron_rl.model.packed_batch import pack_batch
+from megatron_rl.trainer.pipeline import run_schedule
+from megatron_rl.trainer.results import ProbeResult
+
+PublishedValues = Callable[[str], torch.Tensor]
+"""Published value of a parameter, by its name inside the chunk."""
+
+Swapped = list[tuple[torch.nn.Module, str, torch.nn.Parameter]]
+"""Module, name of its parameter, and the parameter that belongs there."""
+
+
+def probe(
+    chunks: Sequence[torch.nn.Module],
+    published: PublishedValues,
+    token_ids: Sequence[int],
+    *,
+    row_multiple: int,
+    device: torch.device,
+) -> ProbeResult | None:
+    """Log-probabilities of `token_ids[1:]` at temperature 1 under published weights; None before the last stage.
+
+    `chunks` are wrapped by Megatron's DDP (`chunk.module` is the model). Every rank of the pipeline enters.
+    """
+    ids = np.asarray(token_ids, dtype=np.int32)
+    batch = pack_batch([(ids[:1], ids[1:])], multiple_of=row_multiple).to(device)
+
+    def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
+        del number
+        return scores.logprobs.sum() * 0.0, scores.logprobs
+
+    models = [_policy(chunk) for chunk in chunks]
+    with torch.no_grad(), without_fp8(models), _published(models, published):
+        outcomes = run_schedule(chunks, [batch], keep, temperature=1.0, backward=False)
+    return ProbeResult(logprobs=outcomes[0].float().cpu().numpy()) if outcomes else None
+
+
+def _policy(chunk: torch.nn.Module) -> PolicyModel:
+    model = chunk.module
+    assert isinstance(model, PolicyModel)
+    return model
+
+
+@contextmanager
+def _published(models: Sequence[PolicyModel], published: PublishedValues) -> Iterator[None]:
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    outer: Swapped = []
+    try:
+        for model in models:
+            layers = {f"decoder.layers.{index}.": layer for index, layer in enumerate(model.decoder.layers)}
+            embedding = {"embedding.": model.embedding} if model.pre_process else {}
+            for prefix, module in (embedding | layers).items():
+                handles += _hook(module, prefix, published)
+            outer += _swap(model, "", published, but=("embedding.", "output_layer.", *layers))
+            if model.post_process:
+                handles.append(model.decoder.register_forward_hook(_output(model, published, outer)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        _restore(outer)
+
+
+def _output(model: PolicyModel, published: PublishedValues, outer: Swapped) -> Callable[..., None]:
+    """Put published values into what the output is computed with, once the decoder is done with."""
+    prefix, module = "output_layer.", getattr(model, "output_layer", None)
+    if model.pre_process and model.share_embeddings_and_output_weights:
+        prefix, module = "embedding.", model.embedding
+
+    def swap(*_: object) -> None:
+        if module is not None:
+            outer.extend(_swap(module, prefix, published))
+
+    return swap
+
+
+def _hook(module: torch.nn.Module, prefix: str, published: PublishedValues) -> list[torch.utils.hooks.RemovableHandle]:
+    own: Swapped = []
+
+    def enter(*_: object) -> None:
+        own.extend(_swap(module, prefix, published))
+
+    def leave(*_: object) -> None:
+        _restore(own)
+        own.clear()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _swap(root: torch.nn.Module, prefix: str, published: PublishedValues, *, but: tuple[str, ...] = ()) -> Swapped:
+    """Put published values into every parameter below `root`, but for those whose names begin with one of `but`."""
+    swapped: Swapped = []
+    for path, parameter in list(root.named_parameters()):
+        if path.startswith(but):
+            continue
+        owner_path, _, leaf = path.rpartition(".")
+        owner = root.get_submodule(owner_path)
+        swapped.append((owner, leaf, parameter))
+        owner.register_parameter(leaf, torch.nn.Parameter(published(prefix + path), parameter.requires_grad))
+    return swapped
+
+
+def _restore(swapped: Swapped) -> None:
+    for owner, leaf, parameter in reversed(swapped):
+        owner.register_parameter(leaf, parameter)

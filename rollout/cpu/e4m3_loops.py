@@ -1,0 +1,60 @@
+"""Compiled loops over e4m3 codes, by one thread.
+
+Whoever imports this imports numba, which an engine may not do before vLLM's CPU worker has initialised.
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from rollout.weights.format import FP8_BLOCK
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
+
+_UPPER, _ALMOST_HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
+"""What BF16 keeps of a float32's bits; half of the last bit of it, but for a tie."""
+
+
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, compiled at its first call or loaded from the cache."""
+    typed: Callable[P, T] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    return typed
+
+
+@compiled
+def look_up(codes: Bytes, of_code: Halves, found: Halves) -> None:
+    """found[i] = of_code[codes[i]]; `of_code` has 256 entries."""
+    for i in range(len(codes)):
+        found[i] = of_code[codes[i]]
+
+
+@compiled
+def scaled(codes: Bytes, of_code: Floats, scales: Floats, found: Halves) -> None:
+    """Numbers of codes times their block's scale, rounded to BF16, half to even.
+
+    Args:
+        codes: e4m3 by their bits, [N, K].
+        of_code: [256].
+        scales: of 128 x 128 codes each, [P, Q].
+        found: BF16 by its bits, [N, K], written.
+    """
+    products = np.empty(FP8_BLOCK, dtype=np.float32)
+    bits = products.view(np.uint32)
+    for n in range(codes.shape[0]):
+        for q in range(scales.shape[1]):
+            scale = scales[n // FP8_BLOCK, q]
+            part = codes[n, q * FP8_BLOCK : (q + 1) * FP8_BLOCK]
+            rounded = found[n, q * FP8_BLOCK : (q + 1) * FP8_BLOCK]
+            for k in range(len(part)):
+                products[k] = of_code[part[k]] * scale
+            for k in range(len(part)):
+                odd = np.uint32(np.uint32(bits[k] >> _UPPER) & _ONE)
+                rounded[k] = np.uint16(np.uint32(bits[k] + _ALMOST_HALF + odd) >> _UPPER)

@@ -1,0 +1,1 @@
+"""Prompts: rows of files, their order and the tokenizer."""

@@ -1,0 +1,149 @@
+"""Reads rows of a data set as they lie in a file, `.jsonl` or `.parquet`, and checks their shape.
+
+Column shapes (those of common data sets)
+* `prompt`: text, or chat messages `[{"role": ..., "content": ...}, ...]`
+* ground truth, the first that is there: `reward_model.ground_truth`, `ground_truth`, `answer`; numbers become text,
+  lists and objects become JSON text
+* `data_source`: text, optional; the data set's name where absent
+* `extra_info`: anything, optional
+
+Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, from 1).
+"""
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.data.tokenizer import ChatMessage
+
+RawRows = Generator[tuple[str, object], None, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One row, not tokenised."""
+
+    where: str
+    """File and line, for errors."""
+    prompt: str | tuple[ChatMessage, ...]
+    data_source: str
+    """Empty where the row has none."""
+    ground_truth: str
+    extra_info_json: str
+
+
+def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
+    """The rows of a file in order, only the first `limit` if it is positive; blank lines are skipped.
+
+    Raises ValueError for a file that is missing, of another kind or empty, and for any row of the wrong shape.
+    """
+    rows: list[PromptRow] = []
+    with closing(raw_rows(path)) as found:
+        for where, values in found:
+            rows.append(_row(values, where=where))
+            if len(rows) == limit:
+                break
+    if not rows:
+        raise ValueError(f"{path}: holds no rows")
+    return rows
+
+
+def raw_rows(path: str) -> RawRows:
+    """(file and line, row) of a jsonl or parquet file; close it when you stop early.
+
+    Raises ValueError for a missing or unreadable file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path}: no such file")
+    if file.suffix == ".jsonl":
+        return _json_lines(file)
+    if file.suffix == ".parquet":
+        return _parquet_rows(file)
+    raise ValueError(f"{path}: ends with {file.suffix!r}; data sets are .jsonl or .parquet")
+
+
+def _json_lines(file: Path) -> RawRows:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                yield where, json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not valid JSON: {error}") from error
+
+
+def _parquet_rows(file: Path) -> RawRows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: not a parquet file: {error}") from error
+    number = 0
+    try:
+        for batch in batches:
+            for values in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}, behind row {number}: the parquet file is corrupt: {error}") from error
+
+
+def _row(values: object, *, where: str) -> PromptRow:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: a row must be an object with `prompt` and a ground truth, not {_brief(values)}")
+    source = values.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"{where}: `data_source` {_brief(source)} must be text")
+    return PromptRow(
+        where=where,
+        prompt=prompt_of(values, where=where),
+        data_source=source or "",
+        ground_truth=_ground_truth(values, where=where),
+        extra_info_json=json.dumps(values.get("extra_info"), default=str, ensure_ascii=False),
+    )
+
+
+def prompt_of(values: Mapping[str, object], *, where: str) -> str | tuple[ChatMessage, ...]:
+    """The `prompt` column of a row; ValueError when it is neither text nor chat messages."""
+    prompt = values.get("prompt")
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        return tuple(_message(entry, where=where) for entry in prompt)
+    columns = ", ".join(map(str, values))
+    raise ValueError(
+        f"{where}: `prompt` {_brief(prompt)} must be text or a list of chat messages, not empty; the row has {columns}"
+    )
+
+
+def _message(entry: object, *, where: str) -> ChatMessage:
+    if isinstance(entry, dict):
+        role, content = entry.get("role"), entry.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return ChatMessage(role=role, content=content)
+    raise ValueError(f'{where}: chat message {_brief(entry)} must be {{"role": text, "content": text}}')
+
+
+def _ground_truth(values: Mapping[str, object], *, where: str) -> str:
+    reward_model = values.get("reward_model")
+    candidates = [
+        reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
+        values.get("ground_truth"),
+        values.get("answer"),
+    ]
+    found = next((value for value in candidates if value is not None), None)
+    if found is None:
+        raise ValueError(f"{where}: no ground truth; give `answer`, `ground_truth` or `reward_model.ground_truth`")
+    return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

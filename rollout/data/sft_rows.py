@@ -1,0 +1,61 @@
+"""Reads what a warm start imitates: prompts with the responses that should follow them.
+
+Rows are `prompt` (text or chat messages) and `response` (text), in jsonl or parquet. The response ends
+in the tokenizer's end-of-sequence token, as a sampled one would.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.data.prompts import render
+from rollout.data.rows import prompt_of, raw_rows
+from rollout.data.tokenizer import Tokenizer, check_fits_model
+from rollout.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImitationRows:
+    """Tokenised rows, in file order."""
+
+    prompts: tuple[TokenIds, ...]
+    """[P] each"""
+    responses: tuple[TokenIds, ...]
+    """[T] each, end-of-sequence token included."""
+
+    def lengths(self) -> list[int]:
+        """Prompt plus response tokens of each row."""
+        return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
+
+
+def load_imitation_rows(path: str, model_directory: str, *, max_tokens: int) -> ImitationRows:
+    """Read and tokenise a file.
+
+    Raises:
+        ValueError: naming file and line: a row of the wrong shape or with more than `max_tokens` tokens; or there is
+            no row, or the tokenizer does not fit the model.
+    """
+    tokenizer = Tokenizer(model_directory)
+    facts = tokenizer.facts()
+    check_fits_model(facts, model_directory)
+    places, prompts, responses = [], [], []
+    with closing(raw_rows(path)) as found:
+        for where, values in found:
+            if not isinstance(values, dict) or not isinstance(values.get("response"), str):
+                raise ValueError(f"{where}: a row must be an object with `prompt` and `response` (text)")
+            places.append(where)
+            prompts.append(render(prompt_of(values, where=where), tokenizer, where=where))
+            responses.append(values["response"])
+    if not places:
+        raise ValueError(f"{path}: no rows")
+    prompt_ids = tokenizer.encode(prompts, add_special_tokens=not tokenizer.has_chat_template)
+    end = np.array([facts.eos_token_id], dtype=np.int32)
+    response_ids = [np.concatenate([ids, end]) for ids in tokenizer.encode(responses, add_special_tokens=False)]
+    for where, prompt, response in zip(places, prompt_ids, response_ids, strict=True):
+        if len(prompt) + len(response) > max_tokens:
+            raise ValueError(
+                f"{where}: prompt and response have {len(prompt) + len(response)} tokens, data.max_tokens is "
+                f"{max_tokens}; raise it or shorten the row"
+            )
+    return ImitationRows(prompts=tuple(prompt_ids), responses=tuple(response_ids))

@@ -1,0 +1,1 @@
+"""The engine actor around vLLM's AsyncLLM."""

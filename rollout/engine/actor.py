@@ -1,0 +1,171 @@
+"""The engine as a Ray actor: the same methods, reachable from other processes.
+
+Importing this module is cheap: vLLM comes with the actor's construction, in its own process.
+
+Invariant: nothing is decided here. A group comes back as two objects, so that the controller fetches
+the summary and keeps only a reference to the tokens.
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import ray
+
+from history.drafting.stats import DraftStats
+from rollout.engine.history_sender import HistoryOutbox
+from rollout.engine.spec import EngineSpec
+from rollout.engine.state import EngineState, EngineStats, UpdateTimes
+from rollout.planning.migration import InFlight
+from rollout.processes import redirect_output
+from rollout.tracing.forwards import Forwards
+from rollout.transports.base import Channel
+from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Wanted, WeightManifest
+
+MAX_CONCURRENCY = 1 << 16
+"""Calls in flight at one engine: every group that waits is one."""
+
+
+@ray.remote(max_concurrency=MAX_CONCURRENCY)
+class EngineActor:
+    """One engine in a process of its own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        redirect_output()
+        from rollout.engine.engine import Engine
+
+        self._engine = Engine(spec)
+        self._outbox: HistoryOutbox | None = None
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        await self._engine.start()
+        # what has been imported stays: looked through again and again, it would stop everything for 0.4 s
+        gc.collect()
+        gc.freeze()
+
+    async def close(self) -> None:
+        """See `Engine.shutdown`."""
+        self._engine.shutdown()
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    async def generate_group(
+        self, group: PromptGroup, summary: GroupSummary | None = None, columns_so_far: GroupColumns | None = None
+    ) -> tuple[GroupSummary, GroupColumns]:
+        """See `Engine.generate_group`."""
+        return await self._engine.generate_group(group, summary, columns_so_far)
+
+    async def ended_at_least(self, count: int) -> int:
+        """See `Engine.ended_at_least`."""
+        return await self._engine.ended_at_least(count)
+
+    async def in_flight(self) -> list[InFlight]:
+        """See `Engine.in_flight`."""
+        return self._engine.in_flight()
+
+    async def abort(self, group_id: GroupId) -> int:
+        """See `Engine.abort`."""
+        return await self._engine.abort(group_id)
+
+    async def hold(self) -> None:
+        """See `Engine.hold`."""
+        await self._engine.hold()
+
+    async def release(self, group_ids: Sequence[GroupId]) -> None:
+        """See `Engine.release`."""
+        await self._engine.release(group_ids)
+
+    async def stand_still(self) -> None:
+        """See `Engine.stand_still`."""
+        await self._engine.stand_still()
+
+    async def go_on(self) -> None:
+        """See `Engine.go_on`."""
+        await self._engine.go_on()
+
+    async def init_transport(self, channel: Channel) -> None:
+        """See `EngineWeights.init_transport`."""
+        await self._engine.weights.init_transport(channel)
+
+    async def wanted(self) -> list[Wanted]:
+        """See `EngineWeights.wanted`."""
+        return self._engine.weights.wanted
+
+    async def check(self, manifest: WeightManifest) -> None:
+        """See `EngineWeights.check`."""
+        self._engine.weights.check(manifest)
+
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> UpdateTimes:
+        """See `EngineWeights.update`."""
+        return await self._engine.weights.update(manifest, segments)
+
+    async def sleep(self) -> None:
+        """See `EngineWeights.sleep`."""
+        await self._engine.weights.sleep()
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """See `EngineWeights.wake`."""
+        await self._engine.weights.wake(what)
+
+    async def drain(self) -> None:
+        """See `EngineWeights.drain`."""
+        await self._engine.weights.drain()
+
+    async def loaded_sums(self) -> Sums:
+        """See `EngineWeights.loaded_sums`."""
+        return await self._engine.weights.loaded_sums()
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """See `EngineWeights.probe`."""
+        return await self._engine.weights.probe(token_ids)
+
+    async def resume(self) -> None:
+        """See `EngineWeights.resume`."""
+        await self._engine.weights.resume()
+
+    async def fence(self, fault: str) -> None:
+        """See `EngineWeights.fence`."""
+        await self._engine.weights.fence(fault)
+
+    async def node_id(self) -> str:
+        """Ray's name of the node that the engine is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def fault(self) -> str:
+        """See `Engine.fault`."""
+        return self._engine.fault()
+
+    async def state(self) -> EngineState:
+        """See `Engine.state`."""
+        return self._engine.state()
+
+    async def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return self._engine.stats()
+
+    async def drain_trace(self) -> Forwards:
+        """See `Engine.drain_trace`."""
+        return await self._engine.drain_trace()
+
+    async def draft_stats(self) -> DraftStats:
+        """See `Engine.draft_stats`."""
+        return await self._engine.draft_stats()
+
+    async def connect_history(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Send finished responses to these shards from now on; see `HistoryOutbox`."""
+        self._outbox = HistoryOutbox(shards)
+        self._engine.tell_ended(self._outbox.put)
+
+    async def lost_history_calls(self) -> int:
+        """Batches of finished responses that no shard took, ever."""
+        return self._outbox.num_lost_calls if self._outbox is not None else 0
+
+    async def kernel_classes(self) -> dict[str, str]:
+        """See `Engine.kernel_classes`."""
+        return await self._engine.kernel_classes()
+
+    async def kernel_notes(self) -> list[str]:
+        """See `Engine.kernel_notes`."""
+        return await self._engine.kernel_notes()

@@ -1,0 +1,277 @@
+"""The responses in flight inside one engine, and which weights sampled which of their tokens.
+
+A response may have begun elsewhere: what it had then (`Finished`, aborted) is part of its prompt here, and comes
+before what is sampled now when it is finished.
+
+Invariants: the spans of a response are in order and sum to its length (one span of length 0 if it was
+aborted before its first token); a response that has ended keeps the version it ended under, however
+late somebody looks at it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from history.types import prompt_key
+from rollout.seeds import continued_seed
+from rollout.types import (
+    FinishReason,
+    GroupColumns,
+    GroupId,
+    GroupSummary,
+    Logprobs,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    TokenIds,
+    WeightSpan,
+    WeightVersion,
+)
+from rollout.worker.proposer import PROMPT_KEY, STEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One response at its end; with the reason `ABORT` it can go on."""
+
+    response_ids: TokenIds
+    """[T]"""
+    rollout_logprobs: Logprobs
+    """[T]"""
+    reason: FinishReason
+    weight_spans: tuple[WeightSpan, ...]
+
+    def followed_by(self, rest: "Finished") -> "Finished":
+        """The same response, gone on."""
+        return Finished(
+            response_ids=np.concatenate([self.response_ids, rest.response_ids]),
+            rollout_logprobs=np.concatenate([self.rollout_logprobs, rest.rollout_logprobs]),
+            reason=rest.reason,
+            weight_spans=_joined_spans([*self.weight_spans, *rest.weight_spans]),
+        )
+
+
+NOTHING = Finished(
+    response_ids=np.zeros(0, dtype=np.int32),
+    rollout_logprobs=np.zeros(0, dtype=np.float32),
+    reason=FinishReason.ABORT,
+    weight_spans=(),
+)
+"""What a response has that was never begun."""
+
+
+def begun(summary: GroupSummary | None, columns: GroupColumns | None, size: int) -> list[Finished]:
+    """What each of a group's `size` responses had when they left another engine; `NOTHING` without one."""
+    if summary is None or columns is None:
+        return [NOTHING] * size
+    return [
+        Finished(
+            response_ids=columns.response(sample),
+            rollout_logprobs=columns.logprobs(sample),
+            reason=summary.finish_reasons[sample],
+            weight_spans=summary.weight_spans[sample],
+        )
+        for sample in range(size)
+    ]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Response:
+    """One response in flight."""
+
+    group_id: GroupId
+    num_prompt_tokens: int
+    queue: RequestOutputCollector
+    before: Finished = NOTHING
+    """What it had when it came here."""
+    stamps: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    """(version, tokens emitted when it ended) of every weight version that has ended since the response began."""
+    ended_under: WeightVersion | None = None
+    """Set if the response had ended when its last version did."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request inside vLLM."""
+        return str(self.queue.request_id)
+
+
+def sampling_params(
+    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId, step: int, *, num_begun: int = 0
+) -> SamplingParams:
+    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids, `num_begun` tokens are
+    there.
+    """
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens - num_begun,
+        seed=continued_seed(seed, num_begun),
+        stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={PROMPT_KEY: prompt_key(prompt_id), STEP: step},
+    )
+
+
+def token_prompt(token_ids: TokenIds, *, salt: str) -> TokensPrompt:
+    """A prompt for vLLM; prefixes are shared between equal salts only."""
+    prompt = TokensPrompt(prompt_token_ids=[int(token) for token in token_ids])
+    if salt:
+        prompt["cache_salt"] = salt
+    return prompt
+
+
+def check_length(group: PromptGroup, max_model_len: int) -> None:
+    """Raise `ValueError` if a group's prompt and response do not fit an engine's longest request."""
+    prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
+    if prompt + limit > max_model_len:
+        raise ValueError(
+            f"group {group.group_id}: prompt of {prompt} tokens and {limit} response tokens exceed max_model_len "
+            f"{max_model_len}; shorten one or raise it"
+        )
+
+
+class ResponseLedger:
+    """All responses in flight."""
+
+    def __init__(self) -> None:
+        self._running: set[Response] = set()
+        self.num_finished = 0
+        self.num_tokens = 0
+        """Of finished responses."""
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, response: Response) -> None:
+        """Take a response that vLLM has accepted."""
+        self._running.add(response)
+
+    def of_group(self, group_id: GroupId) -> list[str]:
+        """Request ids of a group's responses that are still in flight."""
+        return sorted(r.request_id for r in self._running if r.group_id == group_id)
+
+    def by_group(self) -> dict[GroupId, list[Response]]:
+        """All responses in flight."""
+        found: dict[GroupId, list[Response]] = {}
+        for response in self._running:
+            found.setdefault(response.group_id, []).append(response)
+        return found
+
+    def request_ids(self) -> list[str]:
+        """Of all responses in flight."""
+        return [response.request_id for response in self._running]
+
+    def stamp(self, ending: WeightVersion, emitted: Callable[[str], int | None]) -> None:
+        """Note for every response how far it came under the version that ends now.
+
+        Args:
+            ending: the weight version that no further token will be sampled from.
+            emitted: tokens of a request so far, None if it has ended.
+        """
+        for response in self._running:
+            count = emitted(response.request_id)
+            if count is not None:
+                response.stamps.append((ending, count))
+            elif response.ended_under is None:
+                response.ended_under = ending
+
+    def finish(self, response: Response, output: RequestOutput, current: WeightVersion) -> Finished:
+        """Close a response with its final output; `current` is the engine's version now."""
+        self._running.discard(response)
+        completion = output.outputs[0]
+        response_ids = np.array(completion.token_ids, dtype=np.int32)
+        logprobs = np.array(completion.logprobs.logprobs if len(response_ids) else [], dtype=np.float32)
+        if len(logprobs) != len(response_ids):
+            raise RuntimeError(f"vLLM returned {len(logprobs)} log-probabilities for {len(response_ids)} tokens")
+        last = current if response.ended_under is None else response.ended_under
+        self.num_finished += 1
+        self.num_tokens += len(response_ids)
+        rest = Finished(
+            response_ids=response_ids,
+            rollout_logprobs=logprobs,
+            reason=FinishReason(completion.finish_reason),
+            weight_spans=spans(response.stamps, last, len(response_ids)),
+        )
+        return response.before.followed_by(rest)
+
+    def cut_off(self, response: Response, emitted: tuple[TokenIds, Logprobs], current: WeightVersion) -> Finished:
+        """Close a response whose engine has died, with the tokens and log-probabilities that had come from it."""
+        self._running.discard(response)
+        last = current if response.ended_under is None else response.ended_under
+        ids, logprobs = emitted
+        rest = Finished(
+            response_ids=ids,
+            rollout_logprobs=logprobs,
+            reason=FinishReason.ABORT,
+            weight_spans=spans(response.stamps, last, len(ids)),
+        )
+        return response.before.followed_by(rest)
+
+    def drop(self, responses: Iterable[Response]) -> None:
+        """Forget responses whose engine has failed."""
+        self._running.difference_update(responses)
+
+
+def spans(stamps: list[tuple[WeightVersion, int]], last: WeightVersion, length: int) -> tuple[WeightSpan, ...]:
+    """Version spans of a response of `length` tokens from the stamps of the versions that ended before `last`."""
+    found: list[WeightSpan] = []
+    start = 0
+    for version, end in [*stamps, (last, length)]:
+        if end > start:
+            found.append(WeightSpan(weight_version=version, num_tokens=end - start))
+            start = end
+    return tuple(found) or (WeightSpan(weight_version=last, num_tokens=0),)
+
+
+def _joined_spans(parts: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
+    """Neighbours of one version as one span, and none without tokens; the last one if there are no tokens at all."""
+    found: list[WeightSpan] = []
+    for part in parts:
+        if found and found[-1].weight_version == part.weight_version:
+            found[-1] = replace(part, num_tokens=found[-1].num_tokens + part.num_tokens)
+        elif part.num_tokens:
+            found.append(part)
+    return tuple(found) or tuple(parts[-1:])
+
+
+def _check_finite(group: PromptGroup, sample: int, finished: Finished) -> None:
+    wrong = np.flatnonzero(~np.isfinite(finished.rollout_logprobs))
+    if len(wrong) == 0:
+        return
+    ends = np.cumsum([span.num_tokens for span in finished.weight_spans])
+    version = finished.weight_spans[int(np.searchsorted(ends, wrong[0], side="right"))].weight_version
+    raise RuntimeError(
+        f"group {group.group_id}: {len(wrong)} of {len(finished.response_ids)} log-probabilities of response {sample} "
+        f"are not finite, the first of token {wrong[0]}, sampled from weight version {version}: the engine's numbers "
+        "overflow or its weights are broken; engine.format=bf16 tells whether it is the 8-bit format"
+    )
+
+
+def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:
+    """Join the responses of a group into one columnar object, its arrays read-only.
+
+    Raises:
+        RuntimeError: a log-probability is not finite; a trainer would turn it into a gradient that is not.
+    """
+    for sample, one in enumerate(finished):
+        _check_finite(group, sample, one)
+    offsets = np.zeros(len(finished) + 1, dtype=np.int64)
+    np.cumsum([len(f.response_ids) for f in finished], out=offsets[1:])
+    joined = GroupColumns(
+        prompt_ids=np.array(group.prompt.token_ids, dtype=np.int32),
+        response_ids=np.concatenate([f.response_ids for f in finished]),
+        rollout_logprobs=np.concatenate([f.rollout_logprobs for f in finished]),
+        offsets=offsets,
+    )
+    for array in (joined.prompt_ids, joined.response_ids, joined.rollout_logprobs, joined.offsets):
+        array.flags.writeable = False
+    return joined

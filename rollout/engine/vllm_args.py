@@ -1,0 +1,220 @@
+"""From our configuration of an engine to vLLM's arguments.
+
+An engine starts from a directory's `config.json` alone: weights are dummies until publish 0, and the
+quantised layout comes from overrides of that configuration, not from a checkpoint. Only an engine
+that evaluates a directory as it is reads weights from it.
+
+Invariant: `engine_arguments` refuses a user's key that vLLM does not know and one that we own, naming
+what to do instead.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from rollout.config import Format
+from rollout.engine.spec import DraftSpec, EngineSpec
+from rollout.weights.format import FP8_BLOCK
+from rollout.worker.receiver import BACKEND
+
+WORKER = "rollout.worker.worker.Worker"
+EXECUTOR = "rollout.cpu.executor.CpuExecutor"
+PROPOSER = "rollout.worker.proposer.HistoryProposer"
+
+_FP8_GPU = 89
+"""Least compute capability, times ten, of GPUs that multiply in FP8."""
+
+OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "nothing: engines see token ids only",
+    "load_format": "nothing: the first publish brings the weights",
+    "quantization": "engine.format",
+    "hf_overrides": "engine.format",
+    "dtype": "engine.format",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "nothing: engines have no pipeline",
+    "data_parallel_size": "engine.num_engines",
+    "max_num_seqs": "engine.max_num_seqs",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "max_model_len": "data.max_prompt_tokens and sampling.max_response_tokens",
+    "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
+    "enable_sleep_mode": "engine.sleep_level",
+    "worker_cls": "nothing: the worker receives the weights",
+    "weight_transfer_config": "publish.transport",
+    "additional_config": "nothing: it is our own word to the worker",
+    "speculative_config": "history.drafts",
+    "seed": "seed",
+    "generation_config": "sampling",
+}
+"""Arguments of vLLM that we set ourselves, and the field of our configuration to use instead."""
+
+
+class QuantizationGroup(TypedDict):
+    """One group of a compressed-tensors configuration."""
+
+    targets: list[str]
+    weights: dict[str, str | int | bool]
+    input_activations: dict[str, str | int | bool]
+
+
+class ChannelConfig(TypedDict):
+    """The part of `config.json` that a compressed-tensors checkpoint carries."""
+
+    quant_method: str
+    format: str
+    quantization_status: str
+    ignore: list[str]
+    config_groups: dict[str, QuantizationGroup]
+
+
+class BlockConfig(TypedDict):
+    """The part of `config.json` that a checkpoint with FP8 blocks carries."""
+
+    quant_method: str
+    activation_scheme: str
+    weight_block_size: list[int]
+    modules_to_not_convert: list[str]
+
+
+def quantization_config(format: Format, bf16_modules: Sequence[str] = ()) -> ChannelConfig | BlockConfig | None:
+    """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing.
+
+    Args:
+        format: of the checkpoint.
+        bf16_modules: names of linears of decoder layers that have no codes.
+    """
+    if format == "bf16":
+        return None
+    if format == "fp8_block":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": ["lm_head", *bf16_modules],
+        }
+    kind, name = ("int", "int-quantized") if format == "int8" else ("float", "float-quantized")
+    number: dict[str, str | int | bool] = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *bf16_modules],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": number | {"strategy": "channel", "dynamic": False},
+                "input_activations": number | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+
+
+def check_device(format: Format) -> None:
+    """Refuse a format that this machine's GPUs would only decompress.
+
+    Raises:
+        ValueError: FP8 on a GPU without FP8 matrix products; INT8 is the fix.
+    """
+    if format.startswith("fp8") and current_platform.is_cuda() and not current_platform.has_device_capability(_FP8_GPU):
+        capability = current_platform.get_device_capability()
+        raise ValueError(
+            f"engine.format {format}: {current_platform.get_device_name()} (compute capability "
+            f"{capability and capability.as_version_str()}) has no FP8 matrix products, which need 8.9; use int8"
+        )
+
+
+def speculation(drafts: DraftSpec) -> dict[str, str | int]:
+    """What makes vLLM ask our proposer for drafts, and verify them exactly."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
+
+
+def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
+    """Refuse keys of the `vllm` table that vLLM does not know or that we own.
+
+    Raises:
+        ValueError: naming the key and what to use instead.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for key in table:
+        if key in OWNED:
+            raise ValueError(f"engine.vllm.{key} is set by this program; use {OWNED[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"engine.vllm.{key} is no argument of vLLM's engine{hint}")
+
+
+def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> AsyncEngineArgs:
+    """Build vLLM's arguments of one engine, with the linears that have no codes in its 8-bit format.
+
+    Raises:
+        ValueError: a key of the `vllm` table is unknown or owned, or the device cannot multiply in the format.
+    """
+    config = spec.config
+    check_passthrough(config.vllm)
+    check_device(config.format)
+    quantization = None if spec.load_from_directory else quantization_config(config.format, bf16_modules)
+    arguments = AsyncEngineArgs(
+        model=spec.directory,
+        skip_tokenizer_init=True,
+        load_format="auto" if spec.load_from_directory else "dummy",
+        hf_overrides={} if quantization is None else {"quantization_config": quantization},
+        dtype="bfloat16",
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend=_executor(config.tensor_parallel),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=spec.max_model_len,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enable_sleep_mode=config.sleep_level > 0,
+        enforce_eager=bool(current_platform.is_cpu()),
+        # a probe comes between two forwards of responses that are kept, and vLLM would take their next tokens from a
+        # buffer that the probe has written to
+        async_scheduling=False if spec.in_flight == "keep_kv" else None,
+        logprobs_mode="processed_logprobs",
+        worker_cls=WORKER,
+        weight_transfer_config={"backend": BACKEND},
+        speculative_config=None if spec.drafts is None else speculation(spec.drafts),
+        additional_config={"owner_pid": os.getpid(), "drafts": spec.drafts and dataclasses.asdict(spec.drafts)},
+        generation_config="vllm",
+        seed=0,
+        disable_log_stats=True,
+        enable_log_requests=False,
+    )
+    for key, value in config.vllm.items():
+        setattr(arguments, key, value)
+    return arguments
+
+
+def _executor(num_ranks: int) -> str | None:
+    if num_ranks == 1:
+        return None
+    return EXECUTOR if current_platform.is_cpu() else "mp"
+
+
+def end_of_sequence_ids(directory: str) -> tuple[int, ...]:
+    """Token ids that end a response: those of `config.json`, `generation_config.json` and the tokenizer, sorted."""
+    root = Path(directory)
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (root / name).exists():
+            found = json.loads((root / name).read_text()).get("eos_token_id")
+            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    return tuple(sorted(ids | _tokenizer_end_ids(root)))
+
+
+def _tokenizer_end_ids(root: Path) -> set[int]:
+    settings, vocabulary = root / "tokenizer_config.json", root / "tokenizer.json"
+    if not (settings.exists() and vocabulary.exists()):
+        return set()
+    token = json.loads(settings.read_text()).get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    added = json.loads(vocabulary.read_text()).get("added_tokens", [])
+    return {entry["id"] for entry in added if entry["content"] == content}

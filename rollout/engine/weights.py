@@ -1,0 +1,298 @@
+"""The weights of one engine: their version, what brings new ones, and when they may be sampled from.
+
+States (decision 3): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
+new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
+keeps its requests: they wait inside vLLM. At an update those that are running go on after their keys and values have
+been recomputed under the new weights, or with the old ones, or are waited for (`EngineSpec.in_flight`).
+
+Versions are stamped here (decision 5): at each update, after the last output of the old weights has
+been counted, every response notes how many tokens it had.
+
+Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault found
+before that byte changes nothing.
+"""
+
+import asyncio
+import pickle
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.engine.async_llm import LlmHandle
+from rollout.engine.responses import ResponseLedger
+from rollout.engine.spec import EngineSpec
+from rollout.engine.state import EngineFencedError, EngineStatus, UpdateTimes, WeightsRefusedError
+from rollout.transports.base import Channel, GroupChannel
+from rollout.types import WeightVersion
+from rollout.weights.checkpoint_tensors import check_manifest
+from rollout.weights.fingerprint_sums import add_up
+from rollout.weights.manifest import Box, TensorSpec, Wanted, WeightManifest
+from rollout.worker import vllm_compat
+from rollout.worker.receiver import UpdateOrder
+
+ARRIVAL_POLL_S = 0.005
+GRACE_S = 30.0
+"""A rank names the peer that is late by itself; the engine waits so much longer before it gives the rank up."""
+
+
+class EngineWeights:
+    """The state of an engine's weights, and all that changes it. One change at a time."""
+
+    def __init__(
+        self, spec: EngineSpec, handle: LlmHandle, ledger: ResponseLedger, settle: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Weights of an engine that has not started: fenced, at version -1.
+
+        Args:
+            spec: of the engine.
+            handle: its vLLM.
+            ledger: its responses in flight, which note what they were sampled from.
+            settle: makes vLLM run exactly if the engine may sample.
+        """
+        self.spec = spec
+        self._handle = handle
+        self._ledger = ledger
+        self._settle = settle
+        self.status = EngineStatus.FENCED
+        self.version = WeightVersion(-1)
+        self.fault = "no weights have been published yet"
+        self.num_updates = self.num_refused = self.num_failed = 0
+        self.wanted: list[Wanted] = []
+        """What each rank takes of a publish, once the engine has started."""
+        self._expected: tuple[TensorSpec, ...] = ()
+        self._channel: Channel | None = None
+        self._asleep: set[str] = set()
+        """What the engine has given up the memory of."""
+        self._updating = asyncio.Lock()
+
+    async def begin(self, expected: tuple[TensorSpec, ...]) -> None:
+        """Once vLLM has started: `expected` are the tensors of a publish, none where it has loaded a directory."""
+        if not expected:
+            self.status, self.version, self.fault = EngineStatus.SERVING, WeightVersion(0), ""
+            return
+        self._expected = expected
+        found = await self._handle.ranks("wanted", pickle.dumps(expected))
+        self.wanted = [pickle.loads(one) for one in found if isinstance(one, bytes)]
+        await self._handle.llm.pause_generation(mode="keep", clear_cache=False)
+
+    @property
+    def salt(self) -> str:
+        """What cached prefixes of new requests are kept apart by; those of old weights stay where caches are kept."""
+        return f"weights {self.version}" if self._keeps_kv else ""
+
+    async def init_transport(self, channel: Channel) -> None:
+        """Join the channel that publishes come through; an earlier one is left.
+
+        Raises:
+            RuntimeError: the other end did not come.
+        """
+        async with self._updating:
+            self._channel = None
+            await self._handle.ranks("open_channel", pickle.dumps(channel))
+            self._channel = channel
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Find the faults that a manifest alone shows; costs nothing, so ask every engine before anything is sent.
+
+        Raises:
+            WeightsRefusedError: of another run or format, stale, inconsistent, not what the model consists of, or
+                lacking a part that a rank takes.
+        """
+        # what was applied and never served may come again: another engine had died before it was proven
+        unproven = self.status is EngineStatus.APPLYING
+        try:
+            check_manifest(
+                manifest,
+                self._expected,
+                run_id=self.spec.run_id,
+                format=self.spec.config.format,
+                current=WeightVersion(self.version - unproven),
+            )
+            for rank, wanted in enumerate(self.wanted):
+                manifest.check_wanted(rank, wanted)
+        except RuntimeError as error:
+            raise self._refusal(manifest, error) from error
+
+    async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> UpdateTimes:
+        """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
+
+        Args:
+            manifest: what comes.
+            segments: for staged transports, as in `UpdateOrder`.
+
+        Raises:
+            WeightsRefusedError: nothing was touched, the engine goes on as before. A streaming channel is closed.
+            EngineFencedError: the weights are mixed, the engine is fenced. A streaming channel is closed.
+        """
+        timeout_s, started = self.spec.config.update_timeout_s, time.perf_counter()
+        order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s)
+        async with self._updating:
+            self._check_awake("weights")
+            try:
+                self.check(manifest)
+                await self._announce(order)
+            except WeightsRefusedError:
+                await self._leave_stream()
+                await self._settle()  # it may have been drained
+                raise
+            arrived = time.perf_counter()
+            in_flight = len(self._ledger)
+            num_thrown = await self._pause(keeps_kv=self._keeps_kv)
+            paused = time.perf_counter()
+            await self._apply(order)
+            done = time.perf_counter()
+        return UpdateTimes(
+            arrive_s=arrived - started,
+            pause_s=paused - arrived,
+            apply_s=done - paused,
+            num_in_flight=in_flight,
+            num_recomputed_tokens=num_thrown,
+        )
+
+    async def sleep(self) -> None:
+        """Give up the memory of weights, keys and values (`engine.sleep_level`); responses in flight wait.
+
+        The engine serves again after `wake` of both and an update: what it held is not what it should serve next.
+        """
+        async with self._updating:
+            await self._pause(keeps_kv=False)
+            await self._handle.ranks("sleep", self.spec.config.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            self.status, self.version = EngineStatus.PAUSED, WeightVersion(-1)
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take memory back; weights before an update, keys and values before the probe that follows it.
+
+        Asked of the ranks themselves: vLLM's own `wake_up` would let requests be scheduled, and nothing is proven yet.
+        """
+        async with self._updating:
+            await self._handle.ranks("wake_up", [what])
+            self._asleep.discard(what)
+
+    def _check_awake(self, *parts: str) -> None:
+        if missing := self._asleep.intersection(parts):
+            raise RuntimeError(f"{self.spec.name} sleeps: {', '.join(sorted(missing))} have to be woken first")
+
+    async def drain(self) -> None:
+        """Start no further response, and return when those that have begun are finished; an update comes next."""
+        async with self._updating:
+            if self.status is EngineStatus.SERVING:
+                await self._handle.llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def _announce(self, order: UpdateOrder) -> None:
+        """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""
+        try:
+            await self._handle.ranks("expect_weights", pickle.dumps(order))
+            while not all(await self._handle.ranks("weights_arrived")):
+                await asyncio.sleep(ARRIVAL_POLL_S)
+        except RuntimeError as error:
+            raise self._refusal(order.manifest, error) from error
+
+    def _refusal(self, manifest: WeightManifest, error: RuntimeError) -> WeightsRefusedError:
+        self.num_refused += 1
+        return WeightsRefusedError(f"{self.spec.name} refused weight version {manifest.weight_version}: {error}")
+
+    async def _leave_stream(self) -> None:
+        """Close a channel whose senders would wait for us in vain."""
+        if isinstance(self._channel, GroupChannel):
+            self._channel = None
+            await self._handle.ranks("close_channel")
+
+    @property
+    def _keeps_kv(self) -> bool:
+        return self.spec.in_flight == "keep_kv"
+
+    async def _pause(self, *, keeps_kv: bool) -> int:
+        """Sample no further token; returns of how many tokens the keys and values were thrown away."""
+        await self._stop(keeps_kv=keeps_kv)
+        await vllm_compat.drain(self._handle.llm)
+        if self.status is EngineStatus.SERVING:
+            self._ledger.stamp(self.version, lambda request: vllm_compat.num_emitted_tokens(self._handle.llm, request))
+            self.status = EngineStatus.PAUSED
+        if keeps_kv:
+            return 0
+        return sum(vllm_compat.num_context_tokens(self._handle.llm, request) for request in self._ledger.request_ids())
+
+    async def _stop(self, *, keeps_kv: bool) -> None:
+        await self._handle.llm.pause_generation(mode="keep", clear_cache=not keeps_kv)
+
+    async def _apply(self, order: UpdateOrder) -> None:
+        version = order.manifest.weight_version
+        self.status = EngineStatus.APPLYING
+        try:
+            async with asyncio.timeout(order.timeout_s + GRACE_S):
+                await self._handle.ranks("apply_weights", version)
+        except (RuntimeError, TimeoutError) as error:
+            self.num_failed += 1
+            self._fence(f"weight version {version} failed: {error or 'the ranks do not answer'}")
+            if isinstance(error, RuntimeError):
+                await self._leave_stream()
+            raise EngineFencedError(f"{self.spec.name} is fenced: {self.fault}") from error
+        await vllm_compat.note_weight_version(self._handle.llm, version)
+        self.num_updates += 1
+        self.version = version
+
+    def _fence(self, fault: str) -> None:
+        self.status, self.fault = EngineStatus.FENCED, fault
+
+    async def fence(self, fault: str) -> None:
+        """Forbid sampling until the next full publish, for a reason found outside, such as a failed probe."""
+        async with self._updating:
+            if self.status is EngineStatus.SERVING:
+                await self._pause(keeps_kv=False)
+            self._fence(fault)
+
+    async def resume(self) -> None:
+        """Serve the weights that the last update applied.
+
+        Raises:
+            RuntimeError: there is no finished update to serve, or the engine sleeps.
+        """
+        async with self._updating:
+            self._check_awake("weights", "kv_cache")
+            if self.status is not EngineStatus.APPLYING:
+                raise RuntimeError(f"{self.spec.name} is {self.status.value}, there is nothing to resume: {self.fault}")
+            self.status, self.fault = EngineStatus.SERVING, ""
+            await self._settle()
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities at temperature 1 of a prompt's tokens given those before them, [len(token_ids) - 1].
+
+        Raises:
+            RuntimeError: the engine is fenced, or sleeps.
+        """
+        async with self._updating:
+            self._check_awake("weights", "kv_cache")
+            if self.status not in (EngineStatus.SERVING, EngineStatus.APPLYING):
+                raise RuntimeError(f"{self.spec.name} is {self.status.value} and cannot be probed: {self.fault}")
+            if self.status is EngineStatus.SERVING:
+                await self._stop(keeps_kv=self._keeps_kv)
+            try:
+                (first, *_) = await self._handle.ranks("probe", list(token_ids))
+            finally:
+                await self._settle()
+            assert isinstance(first, list)
+            return [float(x) for x in first]
+
+    async def loaded_sums(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Sums of all weights in place, through the kernels that sample; see `rollout.weights.fingerprint`.
+
+        Raises:
+            RuntimeError: the engine samples or is fenced: only an update that was just applied is looked at.
+        """
+        async with self._updating:
+            if self.status is not EngineStatus.APPLYING:
+                raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed when just applied")
+            found = await self._handle.ranks("loaded_sums", pickle.dumps(self._counted()))
+            return add_up(pickle.loads(one) for one in found if isinstance(one, bytes))
+
+    def _counted(self) -> list[set[tuple[str, Box]]]:
+        """What each rank answers for: a part that several hold is the first one's."""
+        counted: list[set[tuple[str, Box]]] = []
+        for wanted in self.wanted:
+            own = {(name, box) for name, boxes in wanted.items() for box in boxes}
+            counted.append(own.difference(*counted))
+        return counted

@@ -1,0 +1,1 @@
+"""Forecasts, placement policies, admission, dispatch and migration of groups; no I/O."""

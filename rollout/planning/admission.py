@@ -1,0 +1,220 @@
+"""When a group may start, and which groups make a batch: the two ends between which staleness is kept.
+
+A group that starts under policy version v and is trained on at version u is u - v stale. Nothing is admitted that could
+become too stale, so nothing has to be dropped for its age.
+
+Fixed batches: the batch of step t is the groups drawn for t. At version v the groups of the steps up to v + overlap are
+admitted, and of the step after those the share `head_start` with the longest expected responses. A group is at most
+overlap + (1 if head_start) stale.
+
+Flexible batches: R groups of those that are complete, those that started first before others; at most (overlap + 1) * R
+groups are admitted and not trained on. A group that started under v has to be in batch v + max_staleness at the latest.
+All can be, as long as for every d the groups due by d are at most (d - u + 1) * R when batch u is made up (Hall's
+condition); a batch that would break this for later ones is waited for. What starts under u finds at most
+(overlap + 1) * R groups due by u + max_staleness, which is why the bound must not be below the overlap.
+
+Invariants (`check_batches`, asserted in every test): every group is admitted once and is in one batch; a batch has R
+groups, until fewer are left; no group is staler than `max_staleness`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Protocol
+
+from rollout.planning.plan import GroupForecast
+from rollout.types import GroupId
+
+Draw = Callable[[int], Sequence[GroupForecast]]
+"""The groups drawn for a step; called once for each, in order."""
+
+
+class Admission(Protocol):
+    """Which groups may start, and which are trained on. All methods mutate."""
+
+    def due(self, version: int) -> list[GroupForecast]:
+        """What may start from now on, when `version` has been published."""
+        ...
+
+    def started(self, group_id: GroupId, version: int) -> None:
+        """An engine has begun a group under that version."""
+        ...
+
+    def completed(self, group_id: GroupId) -> None:
+        """A group can be trained on."""
+        ...
+
+    def batch(self, version: int) -> list[GroupId] | None:
+        """The groups of batch `version`, in order of admission, or None if it has to be waited for."""
+        ...
+
+    def progress(self, version: int) -> tuple[int, int]:
+        """(complete groups, groups of batch `version`)"""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """What was drawn for one step."""
+
+    groups: list[GroupForecast]
+    admitted: set[GroupId] = field(default_factory=set)
+    num_missing: int
+
+
+@dataclass(slots=True, kw_only=True)
+class FixedBatches:
+    """The batch of step t is what was drawn for t."""
+
+    draw: Draw
+    num_steps: int
+    overlap: int = 0
+    head_start: float = 0.0
+    """Share of groups that start one step earlier still, 0..1."""
+    _steps: dict[int, _Step] = field(default_factory=dict)
+    _step_of: dict[GroupId, int] = field(default_factory=dict)
+
+    def due(self, version: int) -> list[GroupForecast]:
+        """Whole steps up to `overlap` ahead, and the longest expected of one more."""
+        found: list[GroupForecast] = []
+        for step in range(version, min(version + self.overlap + 1, self.num_steps)):
+            found += self._admit(step, 1.0)
+        ahead = version + self.overlap + 1
+        if self.head_start > 0 and ahead < self.num_steps:
+            found += self._admit(ahead, self.head_start)
+        return found
+
+    def started(self, group_id: GroupId, version: int) -> None:
+        """Which version a group starts under makes no difference here."""
+
+    def completed(self, group_id: GroupId) -> None:
+        """Count it."""
+        self._steps[self._step_of.pop(group_id)].num_missing -= 1
+
+    def batch(self, version: int) -> list[GroupId] | None:
+        """All that was drawn for this step."""
+        step = self._steps[version]
+        if step.num_missing:
+            return None
+        del self._steps[version]
+        return [group.group_id for group in step.groups]
+
+    def progress(self, version: int) -> tuple[int, int]:
+        """Of what was drawn for this step."""
+        step = self._steps[version]
+        return len(step.groups) - step.num_missing, len(step.groups)
+
+    def _admit(self, number: int, share: float) -> list[GroupForecast]:
+        if number not in self._steps:
+            groups = list(self.draw(number))
+            self._steps[number] = _Step(groups=groups, num_missing=len(groups))
+            self._step_of.update((group.group_id, number) for group in groups)
+        step = self._steps[number]
+        longest = sorted(step.groups, key=lambda group: (-group.tokens, group.group_id))
+        new = [g for g in longest[: round(share * len(longest))] if g.group_id not in step.admitted]
+        step.admitted.update(group.group_id for group in new)
+        return sorted(new, key=lambda group: group.group_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Deadline:
+    """Groups that started under one version and were not trained on."""
+
+    num_open: int = 0
+    """Not complete."""
+    complete: deque[GroupId] = field(default_factory=deque)
+    """In the order of completion."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FlexibleBatches:
+    """A batch is the first complete groups, as long as nothing becomes too stale."""
+
+    draw: Draw
+    num_steps: int
+    groups_per_step: int
+    overlap: int
+    max_staleness: int
+    first_step: InitVar[int] = 0
+    num_waits: int = 0
+    """Batches that had enough complete groups and waited for others, which would have become too stale."""
+    _next_step: int = 0
+    _num_outstanding: int = 0
+    _started: dict[GroupId, int] = field(default_factory=dict)
+    _by_start: dict[int, _Deadline] = field(default_factory=dict)
+    """By the version they started under, ascending."""
+    _waits: bool = False
+
+    def __post_init__(self, first_step: int) -> None:
+        self._next_step = first_step
+
+    def due(self, version: int) -> list[GroupForecast]:
+        """As many steps' worth of groups as there is room for."""
+        found: list[GroupForecast] = []
+        while self._next_step < self.num_steps and self._num_outstanding <= self.overlap * self.groups_per_step:
+            new = self.draw(self._next_step)
+            self._num_outstanding += len(new)
+            self._next_step += 1
+            found += new
+        return found
+
+    def started(self, group_id: GroupId, version: int) -> None:
+        """Its deadline is `max_staleness` later; one that starts once more may have tokens of the first time."""
+        if group_id in self._started:
+            return
+        self._started[group_id] = version
+        self._by_start.setdefault(version, _Deadline()).num_open += 1
+
+    def completed(self, group_id: GroupId) -> None:
+        """It may be in the next batch."""
+        of_version = self._by_start[self._started.pop(group_id)]
+        of_version.num_open -= 1
+        of_version.complete.append(group_id)
+
+    def batch(self, version: int) -> list[GroupId] | None:
+        """The first complete groups by the version they started under, if the others can still be in time."""
+        num_complete, size = self.progress(version)
+        if num_complete < size:
+            return None
+        if not self._leaves_room(version, size):
+            self.num_waits += not self._waits
+            self._waits = True
+            return None
+        chosen: list[GroupId] = []
+        for started, one in sorted(self._by_start.items()):
+            while one.complete and len(chosen) < size:
+                chosen.append(one.complete.popleft())
+            if not one.complete and not one.num_open:
+                del self._by_start[started]
+        self._num_outstanding -= size
+        self._waits = False
+        return sorted(chosen)
+
+    def progress(self, version: int) -> tuple[int, int]:
+        """Complete groups count up to a batch."""
+        size = min(self.groups_per_step, self._num_outstanding)
+        return min(sum(len(one.complete) for one in self._by_start.values()), size), size
+
+    def _leaves_room(self, version: int, size: int) -> bool:
+        """Whether all that is left when `size` groups have gone can still be in time."""
+        due = 0
+        for started, one in sorted(self._by_start.items()):
+            taken = min(len(one.complete), size)
+            size -= taken
+            due += one.num_open + len(one.complete) - taken
+            if due > (started + self.max_staleness - version) * self.groups_per_step:
+                return False
+        return True
+
+
+def check_batches(
+    batches: Sequence[Sequence[GroupId]], started: Mapping[GroupId, int], *, groups_per_step: int, max_staleness: int
+) -> None:
+    """Assert the invariants of a run: `batches[u]` was trained on at version u, `started` has every admitted group."""
+    seen = [group_id for batch in batches for group_id in batch]
+    assert len(seen) == len(set(seen)), "a group was trained on twice"
+    assert set(seen) == set(started), "a group was lost, or trained on without having started"
+    assert all(len(batch) == groups_per_step for batch in batches[:-1]), "a batch has another size"
+    for version, batch in enumerate(batches):
+        stale = max((version - started[group_id] for group_id in batch), default=0)
+        assert stale <= max_staleness, f"batch {version} holds a group that is {stale} stale"

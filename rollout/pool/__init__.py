@@ -1,0 +1,1 @@
+"""The controller's side of engines and scorers."""

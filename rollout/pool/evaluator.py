@@ -1,0 +1,49 @@
+"""Runs the evaluation sets on the engines of a pool, as they are."""
+
+from collections.abc import Mapping, Sequence
+
+from rollout.config import EvalSetConfig
+from rollout.evaluation import EvaluationRow, evaluation_groups, evaluation_rows
+from rollout.pool.engine_pool import EnginePool, Progress
+from rollout.types import GroupId, Prompt
+
+FIRST_GROUP_ID = 1 << 48
+"""Evaluation groups are numbered from here, so that training groups keep the same numbers with and without it."""
+
+
+class Evaluator:
+    """Named evaluation sets with their prompts."""
+
+    def __init__(
+        self, sets: Mapping[str, EvalSetConfig], prompts: Mapping[str, Sequence[Prompt]], *, format: str, seed: int
+    ) -> None:
+        self._sets = dict(sets)
+        self._prompts = dict(prompts)
+        self._format = format
+        self._seed = seed
+        self._next_id = FIRST_GROUP_ID
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Of all sets, in the order in which they are sampled."""
+        return [prompt for name in self._sets for prompt in self._prompts[name]]
+
+    def evaluate(
+        self, pool: EnginePool, finished_steps: int, *, progress: Progress | None = None
+    ) -> list[EvaluationRow]:
+        """Sample and score every set; rows in the order of the configuration."""
+        rows: list[EvaluationRow] = []
+        for name, config in self._sets.items():
+            groups = evaluation_groups(
+                name,
+                config,
+                self._prompts[name],
+                run_seed=self._seed,
+                step=finished_steps,
+                first_id=GroupId(self._next_id),
+            )
+            self._next_id += len(groups)
+            pool.admit(groups)
+            scored = pool.take(name, finished_steps, progress=progress)
+            rows += evaluation_rows(name, scored, format=self._format, step=finished_steps)
+        return rows

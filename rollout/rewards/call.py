@@ -1,0 +1,85 @@
+"""Calls a reward function inside a worker process and turns what it returns into plain numbers.
+
+Runs in a process of its own and therefore imports nothing heavy: neither ray nor torch. Whatever the function raises
+becomes text here, because not every exception survives pickling; a return value of the wrong type is the user's
+mistake in every sample alike, so it is reported apart and stops the run.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+
+from history.config import load_dotted
+
+FIELD = "reward.function"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRequest:
+    """The arguments of one call."""
+
+    function: str
+    """Dotted path."""
+    data_source: str
+    solution_str: str
+    ground_truth: str
+    extra_info_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """What came of one call."""
+
+    reward: float = math.nan
+    details: tuple[tuple[str, float], ...] = ()
+    error: str = ""
+    """The function raised, or returned a number that is not finite."""
+    misuse: str = ""
+    """The function returned something that is neither a number nor a dict with `score`."""
+
+
+def load_reward(function: str) -> Callable[..., object]:
+    """The reward function at a dotted path; ValueError when there is none. Also the initialiser of a worker."""
+    return _loaded(function)
+
+
+def call_reward(request: RewardRequest) -> RewardOutcome:
+    """Call the function; never raises for what the function does."""
+    function = _loaded(request.function)
+    try:
+        returned = function(
+            data_source=request.data_source,
+            solution_str=request.solution_str,
+            ground_truth=request.ground_truth,
+            extra_info=json.loads(request.extra_info_json),
+        )
+    except Exception as error:  # the border to the user's code: one sample must not end the run
+        return RewardOutcome(error=f"{type(error).__name__}: {error}")
+    return read_outcome(returned, function=request.function)
+
+
+def read_outcome(returned: object, *, function: str) -> RewardOutcome:
+    """A number, or a dict with a number under `score` and further numbers that are kept as details."""
+    reward = returned.get("score") if isinstance(returned, Mapping) else returned
+    if not isinstance(reward, Real):
+        return RewardOutcome(
+            misuse=f"{FIELD}: {function} returned {returned!r:.200}; it must return a number, or a dict with `score`"
+        )
+    if not math.isfinite(reward):
+        return RewardOutcome(error=f"returned {reward}, which is not finite")
+    return RewardOutcome(reward=float(reward), details=_details(returned))
+
+
+def _details(returned: object) -> tuple[tuple[str, float], ...]:
+    if not isinstance(returned, Mapping):
+        return ()
+    numbers = ((str(name), value) for name, value in returned.items() if name != "score")
+    return tuple((name, float(value)) for name, value in numbers if isinstance(value, Real))
+
+
+@lru_cache(maxsize=1)
+def _loaded(function: str) -> Callable[..., object]:
+    return load_dotted(function, field=FIELD)

@@ -1,0 +1,224 @@
+"""Where the time of each engine went: running forwards, waiting for somebody, or nothing to do.
+
+Computed from what each actor did (forwards of engines, spans of everybody else), not from phases that follow each
+other: an engine that samples while the trainer trains is busy, and one that has nothing to sample then waits for the
+trainer.
+A moment of an engine belongs to the first that holds:
+
+    a forward runs     saturated / underfilled   split by `rollout.tracing.engine_speed`
+    a publish          publish                   weights travel, or devices change hands for it
+    less than GAP_S    gap                       between two forwards: scheduling, drafting, output
+    a checkpoint       checkpoint
+    training           trainer_wait
+    others sample      tail_wait                 other engines are at work and this one has nothing left
+    anything else      other                     rewards that are still missing, the controller, set-up
+
+Invariants: parts are not negative and sum to the time between start and end, whatever overlaps.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.tracing.engine_speed import EngineSpeed
+from rollout.tracing.forwards import Forwards
+
+GAP_S = 0.1
+"""Longest pause between two forwards that is the host's own; beyond it the engine had nothing to do."""
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Part(enum.Enum):
+    """What a moment of an engine was. All but the first are the bubble; all but the first two are idle."""
+
+    SATURATED = "saturated"
+    """The share of forwards that the same tokens would have taken on a saturated engine."""
+    UNDERFILLED = "underfilled"
+    """The rest of forwards: too few requests shared what any forward costs."""
+    TAIL_WAIT = "tail_wait"
+    TRAINER_WAIT = "trainer_wait"
+    PUBLISH = "publish"
+    GAP = "gap"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+
+
+PARTS = tuple(Part)
+
+_WAITS = {
+    ("publisher", "publish"): Part.PUBLISH,
+    ("engines", "switch"): Part.PUBLISH,
+    ("trainer", "checkpoint"): Part.CHECKPOINT,
+    ("trainer", "train"): Part.TRAINER_WAIT,
+    ("trainer", "switch"): Part.TRAINER_WAIT,
+}
+"""What an engine without a forward waits for while somebody does something (`megatron_rl.controller.phases`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Somebody did something; wall clock."""
+
+    who: str
+    what: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimeline:
+    """One engine from `edges_s[0]` to `edges_s[-1]`, cut into K moments that follow each other."""
+
+    edges_s: Floats
+    """[K + 1] wall clock, rising."""
+    shares: Floats
+    """[K, parts] of each moment, in the order of `PARTS`; rows sum to 1, and forwards alone are mixed."""
+
+    def seconds(self) -> dict[Part, float]:
+        """Seconds by part; they sum to the time between the first edge and the last."""
+        return dict(zip(PARTS, (np.diff(self.edges_s) @ self.shares).tolist(), strict=True))
+
+    def binned(self, edges_s: Floats) -> Floats:
+        """Mean share of each part between neighbouring `edges_s`, [bins, parts]; 0 outside of the timeline."""
+        seconds = np.diff(self.edges_s)[:, None] * self.shares
+        until = np.concatenate([np.zeros((1, len(PARTS))), np.cumsum(seconds, axis=0)])
+        at = np.stack([np.interp(edges_s, self.edges_s, column) for column in until.T], axis=1)
+        return np.asarray(np.diff(at, axis=0) / np.diff(edges_s)[:, None])
+
+
+def engine_timelines(
+    forwards: Sequence[Forwards], spans: Sequence[Span], *, start_s: float, end_s: float, speed: EngineSpeed | None
+) -> list[EngineTimeline]:
+    """One timeline for each engine, from `start_s` to `end_s` > `start_s`.
+
+    Args:
+        forwards: of each engine; those outside of the time are ignored.
+        spans: of everybody; unknown ones are ignored, and so is a span that ends before it starts.
+        start_s: wall clock.
+        end_s: wall clock.
+        speed: None where it is not known; then all time of forwards is called saturated.
+    """
+    if not end_s > start_s:
+        raise ValueError(f"a timeline from {start_s} to {end_s} has no length")
+    # wall clocks have ten digits before the point; what is added and compared here is counted from the start
+    length_s = end_s - start_s
+    shifted = [
+        (part, span.start_s - start_s, span.end_s - start_s)
+        for span in spans
+        if (part := _WAITS.get((span.who, span.what))) is not None and span.end_s > span.start_s
+    ]
+    waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
+    ordered = [of_one[np.argsort(of_one["started_at_s"], kind="stable")] for of_one in forwards]
+    shares = [np.ones(len(of_one)) if speed is None else speed.saturated_shares(of_one) for of_one in ordered]
+    runs = [_running(of_one, origin_s=start_s) for of_one in ordered]
+    stretches = [_stretches(run) for run in runs]
+    return [
+        _timeline(
+            run,
+            share,
+            stretch,
+            others=np.concatenate([*stretches[:number], *stretches[number + 1 :], np.zeros((0, 2))]),
+            waits=waits,
+            start_s=start_s,
+            length_s=length_s,
+        )
+        for number, (run, share, stretch) in enumerate(zip(runs, shares, stretches, strict=True))
+    ]
+
+
+_PRIORITY = (Part.PUBLISH, Part.CHECKPOINT, Part.TRAINER_WAIT)
+
+
+def _running(forwards: Forwards, *, origin_s: float) -> Floats:
+    """When each forward ran, [N, 2] seconds since `origin_s`; in order, and none before the one before has ended.
+
+    A device takes forwards one after another, and the next may be launched while one still runs.
+    """
+    seconds = np.maximum(forwards["seconds"].astype(np.float64), 0)
+    launched = forwards["started_at_s"] - origin_s
+    until = np.cumsum(seconds)
+    begins = np.maximum.accumulate(launched - (until - seconds)) + (until - seconds)
+    return np.stack([begins, begins + seconds], axis=1)
+
+
+def _stretches(runs: Floats) -> Floats:
+    """Forwards with less than `GAP_S` between them as one, [S, 2]."""
+    if not len(runs):
+        return runs
+    cuts = np.flatnonzero(runs[1:, 0] - runs[:-1, 1] >= GAP_S) + 1
+    return np.stack([runs[np.r_[0, cuts], 0], runs[np.r_[cuts - 1, len(runs) - 1], 1]], axis=1)
+
+
+def _timeline(
+    runs: Floats,
+    saturated: Floats,
+    stretches: Floats,
+    *,
+    others: Floats,
+    waits: Mapping[Part, Floats],
+    start_s: float,
+    length_s: float,
+) -> EngineTimeline:
+    bounds = [runs, others, *waits.values()]
+    inside = np.concatenate([edges[(edges > 0) & (edges < length_s)] for edges in bounds])
+    edges = np.unique(np.concatenate([[0.0, length_s], inside]))
+    middles = (edges[:-1] + edges[1:]) / 2
+    shares = np.zeros((len(middles), len(PARTS)))
+    number = np.searchsorted(runs[:, 0], middles, side="right") - 1
+    free = np.ones(len(middles), dtype=bool)
+
+    def give(part: Part, holds: Flags) -> None:
+        shares[holds & free, PARTS.index(part)] = 1.0
+        free[holds] = False
+
+    running = _covered(runs, middles)
+    shares[running, PARTS.index(Part.SATURATED)] = saturated[number[running]]
+    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - saturated[number[running]]
+    free[running] = False
+    give(Part.PUBLISH, _covered(waits[Part.PUBLISH], middles))
+    give(Part.GAP, _covered(stretches, middles))
+    give(Part.CHECKPOINT, _covered(waits[Part.CHECKPOINT], middles))
+    give(Part.TRAINER_WAIT, _covered(waits[Part.TRAINER_WAIT], middles))
+    give(Part.TAIL_WAIT, _covered(others, middles))
+    give(Part.OTHER, free.copy())
+    return EngineTimeline(edges_s=edges + start_s, shares=shares)
+
+
+def _covered(intervals: Floats, at: Floats) -> Flags:
+    """Whether any interval holds each moment, [len(at)]."""
+    begun = np.searchsorted(np.sort(intervals[:, 0]), at, side="right")
+    ended = np.searchsorted(np.sort(intervals[:, 1]), at, side="right")
+    return np.asarray(begun > ended)
+
+
+def timeline_metrics(engines: Sequence[EngineTimeline], speed: EngineSpeed | None) -> dict[str, float]:
+    """Flat metrics: shares of the elapsed time, means over the engines; none without engines.
+
+        idle_share = tail_wait_share + trainer_wait_share + publish_share + gap_share + checkpoint_share + other_share
+        bubble     = idle_share + underfilled_share
+        tail_share = tail_wait_share + underfilled_share
+
+    Without a speed there is no telling a full forward from an empty one: `bubble`, `tail_share` and `underfilled_share`
+    are left out.
+    """
+    if not engines:
+        return {}
+    elapsed_s = float(engines[0].edges_s[-1] - engines[0].edges_s[0])
+    by_engine = [engine.seconds() for engine in engines]
+    share = {part: sum(seconds[part] for seconds in by_engine) / (len(engines) * elapsed_s) for part in PARTS}
+    idle = {part: share[part] for part in PARTS if part not in (Part.SATURATED, Part.UNDERFILLED)}
+    metrics = {"timeline/elapsed_s": elapsed_s, "timeline/idle_share": sum(idle.values())}
+    metrics |= {f"timeline/{part.value}_share": value for part, value in idle.items()}
+    if speed is not None:
+        metrics |= {
+            "timeline/bubble": sum(idle.values()) + share[Part.UNDERFILLED],
+            "timeline/underfilled_share": share[Part.UNDERFILLED],
+            "timeline/tail_share": share[Part.UNDERFILLED] + share[Part.TAIL_WAIT],
+            "timeline/saturated_requests": float(speed.saturated_requests),
+        }
+    return metrics

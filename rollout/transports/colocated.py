@@ -1,0 +1,260 @@
+"""Staged transport of colocated engines: ranks exchange buckets until each device holds what its engine ranks take.
+
+Two processes on one device cannot share an NCCL communicator, and an engine rank that sees one device cannot map
+another's memory. So trainer ranks send each other whole buckets over a group of their own; each lays down, in one
+segment, every bucket that an engine rank on its device takes, and those ranks map it there: memory of the device (CUDA
+IPC), or a file in shared memory where there is none. Nothing is applied before every bucket of it has been verified.
+
+Invariants: all ranks enter every publish, with buckets of their own or without; each starts its sends and receives in
+the order of bucket indices, so the transfers of any pair of ranks have one order on both of them, and none waits for
+a later one. A segment holds the buckets that its engine ranks take, in index order, laid out by `bucket_offsets`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from rollout.failures import DeadlineError
+from rollout.transports.base import Backend
+from rollout.transports.checksum import seal, verify
+from rollout.transports.rendezvous import Group, done, start_recv, start_send
+from rollout.transports.shm_files import SegmentFile, bucket_offsets, map_segment
+from rollout.types import WeightVersion
+from rollout.weights.manifest import Bucket, WeightManifest
+
+
+class Segment(Protocol):
+    """Memory of one publish that engine ranks on the same device can map."""
+
+    device: torch.device
+
+    def reserve(self, weight_version: WeightVersion, num_bytes: int) -> torch.Tensor:
+        """Writable memory, uint8 [num_bytes]."""
+        ...
+
+    def show(self) -> str:
+        """Let others map it; returns its address."""
+        ...
+
+    def remove(self) -> None:
+        """Let go of it; whoever has it mapped keeps it."""
+        ...
+
+
+class ShmSegment:
+    """A segment in shared memory; satisfies `Segment`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, run_id: str, rank: int) -> None:
+        self._file = SegmentFile(run_id=run_id, rank=rank)
+
+    def reserve(self, weight_version: WeightVersion, num_bytes: int) -> torch.Tensor:
+        """See `SegmentFile.reserve`."""
+        return torch.frombuffer(self._file.reserve(weight_version, num_bytes), dtype=torch.uint8)
+
+    def show(self) -> str:
+        """See `SegmentFile.show`."""
+        return self._file.show()
+
+    def remove(self) -> None:
+        """See `SegmentFile.remove`."""
+        self._file.remove()
+
+
+def shared_buckets(buckets: Sequence[Bucket], engine_ranks: Sequence[int]) -> list[Bucket]:
+    """Those that any of these engine ranks takes, in index order."""
+    return [bucket for bucket in buckets if any(bucket.wanted_by(rank) for rank in engine_ranks)]
+
+
+class HandOverSender:
+    """A trainer rank's end; satisfies `rollout.transports.base.Sender`."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        group: Group | None,
+        *,
+        rank: int,
+        hosted: Sequence[Sequence[int]],
+        buckets: Sequence[Bucket],
+        backend: Backend,
+        timeout_s: float,
+    ) -> None:
+        """A sender that takes part in every publish of a plan.
+
+        Args:
+            segment: where this rank lays down what it hosts.
+            group: of all trainer ranks, in their order; None where there is one.
+            rank: the trainer rank.
+            hosted: by trainer rank, the numbers of the engine ranks on its device.
+            buckets: of the plan, of all sources.
+            backend: of the group.
+            timeout_s: bounds one publish.
+        """
+        self._segment = segment
+        self._group = group
+        self._rank = rank
+        self._backend: Backend = backend
+        self._timeout_s = timeout_s
+        self._hosted_here = bool(hosted[rank])
+        self._shared = shared_buckets(buckets, hosted[rank])
+        self._offsets, self._size = bucket_offsets(self._shared)
+        self._takers = {
+            bucket.index: [
+                other
+                for other, engine_ranks in enumerate(hosted)
+                if other != rank and shared_buckets([bucket], engine_ranks)
+            ]
+            for bucket in buckets
+            if bucket.source_rank == rank
+        }
+        self._own: dict[int, Bucket] = {}
+        self._memory: torch.Tensor | None = None
+        self._spare: list[torch.Tensor] = []
+        """Two buffers for what no engine rank here takes."""
+        self._turns: dict[int, int] = {}
+        self._sending: dict[int, list[tuple[int, dist.Work | None]]] = {}
+        """By bucket: to whom, and what to wait for."""
+        self._coming: deque[Bucket] = deque()
+        self._receiving: list[tuple[Bucket, dist.Work | None]] = []
+        self._version = WeightVersion(-1)
+        self._deadline = 0.0
+
+    def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
+        """Reserve the segment, and two buffers of the largest bucket that is only sent on."""
+        self.abandon()
+        self._version = weight_version
+        self._deadline = time.monotonic() + self._timeout_s
+        self._own = {bucket.index: bucket for bucket in buckets}
+        if self._hosted_here:
+            self._memory = self._segment.reserve(weight_version, max(self._size, 1))
+        passing = [bucket for bucket in buckets if bucket.index not in self._offsets]
+        self._turns = {bucket.index: turn % 2 for turn, bucket in enumerate(passing)}
+        largest = max((bucket.num_bytes for bucket in passing), default=0)
+        self._spare = [torch.empty(largest, dtype=torch.uint8, device=self._segment.device) for _ in range(2)]
+        self._coming = deque(bucket for bucket in self._shared if bucket.source_rank != self._rank)
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Writable bytes of bucket `index`: its place in the segment, or a buffer that an earlier bucket has left.
+
+        Raises:
+            RuntimeError: naming the trainer rank that did not take the earlier one.
+        """
+        bucket = self._own[index]
+        if index in self._offsets:
+            return self._place(bucket)
+        turn = self._turns[index]
+        for earlier in [one for one in self._sending if one < index and self._turns.get(one) == turn]:
+            self._await_sent(earlier)
+        return self._spare[turn][: bucket.num_bytes]
+
+    def _place(self, bucket: Bucket) -> torch.Tensor:
+        assert self._memory is not None, "open() comes first"
+        start = self._offsets[bucket.index]
+        return self._memory[start : start + bucket.num_bytes]
+
+    def commit(self, index: int) -> None:
+        """Seal a bucket and begin to send it to the other trainer ranks whose engine ranks take it."""
+        bucket = self._own[index]
+        payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
+        seal(payload, self._version)
+        self._receive_before(index)
+        if self._group is not None and self._takers[index]:
+            self._sending[index] = [
+                (other, start_send(self._group, payload, other, index)) for other in self._takers[index]
+            ]
+
+    def _receive_before(self, index: int | None) -> None:
+        """Begin to receive what lies before a bucket in the order that all keep; None for all."""
+        while self._coming and (index is None or self._coming[0].index < index):
+            bucket = self._coming.popleft()
+            assert self._group is not None, "buckets of others come through a group"
+            work = start_recv(self._group, self._place(bucket), bucket.source_rank, bucket.index)
+            self._receiving.append((bucket, work))
+
+    def _await_sent(self, index: int) -> None:
+        for other, work in self._sending.pop(index):
+            if not done(work, self._deadline, self._backend):
+                self._late(f"rank {other} to take bucket {index}")
+
+    def _late(self, what: str) -> None:
+        raise DeadlineError(
+            f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer {what} of "
+            f"weight version {self._version}"
+        )
+
+    def finish(self) -> str:
+        """Wait until all has come and gone; show the segment and return its address.
+
+        Raises:
+            RuntimeError: naming the trainer rank that is late or gone.
+        """
+        self._receive_before(None)
+        for bucket, work in self._receiving:
+            if not done(work, self._deadline, self._backend):
+                self._late(f"rank {bucket.source_rank} to send bucket {bucket.index}")
+        for index in list(self._sending):
+            self._await_sent(index)
+        self._receiving, self._spare = [], []
+        return self._segment.show() if self._hosted_here else ""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's own buckets."""
+        return sum(bucket.num_bytes for bucket in self._own.values())
+
+    def abandon(self) -> None:
+        """Let go of the segment, finished or not."""
+        self._memory = None
+        self._spare, self._receiving, self._sending = [], [], {}
+        self._coming.clear()
+        self._segment.remove()
+
+
+class HandOverInbox:
+    """An engine rank's end: a mapped segment, all of what the rank takes verified; satisfies `AwaitedInbox`."""
+
+    def __init__(
+        self, manifest: WeightManifest, memory: torch.Tensor, *, engine_rank: int, shared_with: Sequence[int]
+    ) -> None:
+        """Verify what `engine_rank` takes.
+
+        Args:
+            manifest: of the publish.
+            memory: of the segment, uint8.
+            engine_rank: whose buckets are looked at.
+            shared_with: the engine ranks, this one among them, whose buckets lie in the segment.
+
+        Raises:
+            RuntimeError: the segment has another size than the manifest says, or a bucket is corrupt.
+        """
+        shared = shared_buckets(manifest.buckets, shared_with)
+        self._offsets, size = bucket_offsets(shared)
+        if memory.numel() != max(size, 1):
+            raise RuntimeError(
+                f"the segment of engine rank {engine_rank} has {memory.numel()} bytes, the manifest says {size}"
+            )
+        self._memory = memory
+        for bucket in shared:
+            if bucket.wanted_by(engine_rank):
+                verify(self.take(bucket), manifest.weight_version, index=bucket.index)
+
+    def arrived(self) -> bool:
+        """It has, and was verified when the inbox was made."""
+        return True
+
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """The bytes of a bucket, which were verified when the inbox was made."""
+        start = self._offsets[bucket.index]
+        return self._memory[start : start + bucket.num_bytes]
+
+
+def map_shm(manifest: WeightManifest, address: str, *, engine_rank: int, shared_with: Sequence[int]) -> torch.Tensor:
+    """The memory of a `ShmSegment`."""
+    _, size = bucket_offsets(shared_buckets(manifest.buckets, shared_with))
+    return torch.frombuffer(map_segment(engine_rank, address, size, manifest.weight_version), dtype=torch.uint8)

@@ -1,0 +1,181 @@
+"""Files in `/dev/shm` that hold what one trainer rank has laid down for engines of its node. Pure: no torch.
+
+A file is written under a temporary name and renamed when it is complete, so a reader sees all of it or nothing. Names
+carry run id and process id; `sweep` removes what a killed run left behind. A file may be unlinked while engines still
+have it mapped.
+
+Invariants: bucket offsets are a function of the sizes alone (`bucket_offsets`), so nothing but the manifest describes a
+segment; a full `/dev/shm` is an error here, not a SIGBUS later: what is mapped is reserved before, the rest is written.
+"""
+
+import errno
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.types import WeightVersion
+from rollout.weights.manifest import PIECE_ALIGNMENT, Bucket
+
+SHM = Path("/dev/shm")
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+_NAME = re.compile(r"\.?mrl-(?P<run_id>.+)-(?P<pid>\d+)-w-?\d+-r\d+(\.part)?")
+
+
+def segment_path(*, run_id: str, pid: int, weight_version: WeightVersion, rank: int) -> Path:
+    """Path of the finished segment of one trainer rank."""
+    return SHM / f"mrl-{run_id}-{pid}-w{weight_version}-r{rank}"
+
+
+def bucket_offsets(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
+    """Where each bucket of one rank starts in its segment, by bucket index, and the segment's size in bytes."""
+    offsets: dict[int, int] = {}
+    end = 0
+    for bucket in buckets:
+        offsets[bucket.index] = end
+        end += -(-bucket.num_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    return offsets, end
+
+
+class SegmentFile:
+    """The segment of one publish of a trainer rank, while it is written and read.
+
+    It is filled through `write`, or where it is mapped (`reserve`), for which the kernel clears every page first and
+    brings in one after the other.
+    """
+
+    def __init__(self, *, run_id: str, rank: int) -> None:
+        self._run_id = run_id
+        self._rank = rank
+        self._path: Path | None = None
+        self._part: Path | None = None
+        self._descriptor: int | None = None
+
+    def begin(self, weight_version: WeightVersion, size: int) -> None:
+        """Create a segment of `size` bytes; what was there before is removed.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for it.
+        """
+        part = self._named(weight_version)
+        free = os.statvfs(SHM)
+        if free.f_bavail * free.f_frsize < size:
+            raise _no_room(size)
+        self._descriptor = os.open(part, _FLAGS, 0o600)
+        os.ftruncate(self._descriptor, max(size, 1))
+
+    def write(self, content: memoryview, offset: int) -> None:
+        """Put bytes into the segment that was begun.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for them.
+        """
+        assert self._descriptor is not None, "begin() comes first"
+        while content:
+            try:
+                written = os.pwrite(self._descriptor, content, offset)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise _no_room(len(content)) from error
+            content, offset = content[written:], offset + written
+
+    def reserve(self, weight_version: WeightVersion, size: int) -> mmap.mmap:
+        """Writable memory of `size` bytes; what was there before is removed.
+
+        Raises:
+            RuntimeError: `/dev/shm` has no room for it.
+        """
+        return _reserve(self._named(weight_version), max(size, 1))
+
+    def _named(self, weight_version: WeightVersion) -> Path:
+        self.remove()
+        pid = os.getpid()
+        self._path = segment_path(run_id=self._run_id, pid=pid, weight_version=weight_version, rank=self._rank)
+        self._part = self._path.with_name(f".{self._path.name}.part")
+        return self._part
+
+    def show(self) -> str:
+        """Make the segment visible and return its path."""
+        assert self._part is not None and self._path is not None, "begin() or reserve() comes first"
+        self._close()
+        self._part.rename(self._path)
+        self._part = None
+        return str(self._path)
+
+    def remove(self) -> None:
+        """Remove the segment, finished or not. Engines that have it mapped keep their view."""
+        self._close()
+        for path in (self._part, self._path):
+            if path is not None:
+                path.unlink(missing_ok=True)
+        self._path = self._part = None
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _reserve(path: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(path, _FLAGS, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _no_room(size) from error
+    finally:
+        os.close(descriptor)
+
+
+def _no_room(size: int) -> RuntimeError:
+    return RuntimeError(f"{SHM} has no room for {size} bytes of a segment: enlarge it, or set publish.transport=gloo")
+
+
+def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) -> mmap.mmap:
+    """Map the segment of `size` bytes that trainer rank `rank` has shown.
+
+    Raises:
+        RuntimeError: it is missing or has another size.
+    """
+    if path is None:
+        raise RuntimeError(f"no segment of trainer rank {rank} came with weight version {version}")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"trainer rank {rank} has no segment of weight version {version} at {path}") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != max(size, 1):
+            raise RuntimeError(f"segment of trainer rank {rank} at {path} has {found} bytes, the manifest says {size}")
+        # private: torch wants writable memory, and nobody can write through to the other engines
+        return mmap.mmap(descriptor, found, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def drop_pages(segment: mmap.mmap, start: int, size: int) -> None:
+    """Let go of the pages that lie wholly in these bytes of a mapped segment; the file has them still."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        segment.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+def sweep(run_id: str | None = None) -> list[Path]:
+    """Remove segments of dead processes and, if `run_id` is given, all of that run; returns what was removed."""
+    removed: list[Path] = []
+    for path in SHM.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        if match["run_id"] == run_id or not Path(f"/proc/{match['pid']}").exists():
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return sorted(removed)

@@ -1,0 +1,357 @@
+"""Streaming transport over a process group, gloo or NCCL: buckets go from trainer ranks to engine ranks in index order.
+
+Each engine incarnation has a process group of its own (`rollout.transports.rendezvous`): those that send, then the
+engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). Engines form a
+chain: trainer ranks send to the first, and every rank passes on what it receives to the same rank of the next engine
+(`Relay`) while it goes on receiving, so nobody sends anything twice. With NCCL buckets lie on the devices of both ends
+and never touch the host.
+
+No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
+be made (`EngineWeights.init_transport`, `GroupSender.attach`).
+
+A bucket is a header and a body: all of it, or what has changed since the receiver's last one
+(`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a
+receiver that is new, or that missed something, gets whole ones. Of engines on one node, only the first in the chain
+keeps buckets (`rollout.transports.delta_baselines`): it makes the new one of the last, and those behind it copy it.
+With NCCL buckets are kept on each device.
+
+Invariants: a bucket's header and body follow each other, and buckets of a pair of ranks their indices, on both ends;
+with gloo the tag of a message also says which it is, so a bucket is never taken for another.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from rollout.failures import DeadlineError
+from rollout.transports.base import Backend, GroupChannel
+from rollout.transports.checksum import seal, verify
+from rollout.transports.delta import HEADER, Kind, Message, apply, encode
+from rollout.transports.delta_baselines import NodeMemory, look, show
+from rollout.transports.rendezvous import Group, device_of, done, join, leave, start_recv, start_send
+from rollout.types import WeightVersion
+from rollout.weights.manifest import Bucket
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A bucket on its way."""
+
+    index: int
+    works: list[tuple[int, int, dist.Work | None]] = field(default_factory=list)
+    """Engine, rank and what to wait for."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Kept until they have been sent."""
+
+
+class GroupSender:
+    """A trainer rank's end for all engines it is attached to; satisfies `rollout.transports.base.Sender`."""
+
+    def __init__(
+        self, *, rank: int, timeout_s: float, backend: Backend = "gloo", delta: bool = False, full_every: int = 0
+    ) -> None:
+        """A sender without engines.
+
+        Args:
+            rank: the trainer rank.
+            backend: of all channels that it will be attached to.
+            timeout_s: bounds one publish, from `open` to the last `commit`.
+            delta: keep what was sent, and send what has changed.
+            full_every: every so many publishes all travels whole; 0 for never again.
+        """
+        self._rank = rank
+        self._backend: Backend = backend
+        self._device = device_of(backend)
+        self._timeout_s = timeout_s
+        self._delta, self._full_every = delta, full_every
+        self._num_publishes = 0
+        self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], WeightVersion] = {}
+        """Weight version of the bucket that an engine keeps, by engine and bucket."""
+        self.sent_bytes = 0
+        self._deadline = 0.0
+        self._groups: dict[int, tuple[GroupChannel, Group]] = {}
+        self._buckets: dict[int, Bucket] = {}
+        self._payloads = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._flights: list[_Flight] = []
+        self._version = WeightVersion(-1)
+
+    def attach(self, engine_id: int, channel: GroupChannel) -> None:
+        """Join the channel of one engine incarnation; the engine's earlier channel is left."""
+        self.detach(engine_id)
+        self._groups[engine_id] = (channel, join(channel, channel.source_ranks.index(self._rank)))
+
+    def detach(self, engine_id: int) -> None:
+        """Leave an engine's channel."""
+        _, group = self._groups.pop(engine_id, (None, None))
+        if group is not None:
+            leave(group, self._backend)
+        self._kept = {key: version for key, version in self._kept.items() if key[0] != engine_id}
+
+    def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
+        """Begin a publish; two buffers of the largest bucket's size are used in turns."""
+        self._version = weight_version
+        self._deadline = time.monotonic() + self._timeout_s
+        self._buckets = {bucket.index: bucket for bucket in buckets}
+        if self._full_every and self._num_publishes % self._full_every == 0:
+            self._baselines = {}
+        self._num_publishes += 1
+        self.sent_bytes = 0
+        self._flights = []
+        size = max((bucket.num_bytes for bucket in buckets), default=0)
+        if self._payloads[0].numel() < size:
+            self._payloads = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._payloads]
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Writable bytes of bucket `index`; the memory of the bucket before the last one."""
+        turn = list(self._buckets).index(index) % len(self._payloads)
+        return self._payloads[turn][: self._buckets[index].num_bytes]
+
+    def commit(self, index: int) -> None:
+        """Seal a bucket and begin to send it to the ranks of every engine that want it; the last one has arrived then.
+
+        Raises:
+            RuntimeError: naming the engine ranks that did not take the last one: late, or gone. Their channel is left;
+                the other engines have it, and sending may go on for them.
+        """
+        payload = self.buffer(index)
+        seal(payload, self._version)
+        base_version, change = self._change(index, payload)
+        whole = Message(kind=Kind.WHOLE, body=payload, num_changed=payload.numel())
+        flight = _Flight(index=index)
+        for engine_id, (channel, group) in self._groups.items():
+            lined_up = change is not None and self._kept.get((engine_id, index)) == base_version
+            message = change if change is not None and lined_up else whole
+            header = message.header(base_version if lined_up else -1, keep=self._delta)
+            parts = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), message.body
+            flight.tensors += parts
+            for rank in range(channel.num_engine_ranks):
+                if self._buckets[index].wanted_by(rank):
+                    peer = len(channel.source_ranks) + rank
+                    for part, tag in zip(parts, _tags(index), strict=True):
+                        if part.numel():
+                            flight.works.append((engine_id, rank, start_send(group, part, peer, tag)))
+        self.sent_bytes += HEADER.size + (change or whole).body.numel()
+        if self._delta:
+            kept = torch.empty_like(payload) if change is None else self._baselines[index][1]
+            self._baselines[index] = self._version, kept.copy_(payload)
+        self._flights.append(flight)
+        if len(self._flights) == len(self._payloads):
+            self._land()
+
+    def _land(self) -> None:
+        """Wait until the oldest bucket under way has arrived."""
+        flight = self._flights.pop(0)
+        late = sorted({(engine, rank) for engine, rank, work in flight.works if not self._done(work)})
+        for engine_id, _ in late:
+            self.detach(engine_id)
+        if self._delta:
+            self._kept |= {(engine_id, flight.index): self._version for engine_id in self._groups}
+        if late:
+            named = ", ".join(f"engine {engine_id} rank {rank}" for engine_id, rank in late)
+            raise DeadlineError(
+                f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for {named} to take "
+                f"bucket {flight.index} of weight version {self._version}"
+            )
+
+    def _done(self, work: dist.Work | None) -> bool:
+        return done(work, self._deadline, self._backend)
+
+    def _change(self, index: int, payload: torch.Tensor) -> tuple[WeightVersion, Message | None]:
+        """What has changed in a bucket, and since which version; nothing where its last bytes are not known."""
+        if index not in self._baselines or self._baselines[index][1].numel() != payload.numel():
+            return WeightVersion(-1), None
+        version, baseline = self._baselines[index]
+        return version, encode(baseline, payload)
+
+    def finish(self) -> str:
+        """Wait for the last bucket to arrive; there is nothing to find.
+
+        Raises:
+            RuntimeError: as `commit` does.
+        """
+        while self._flights:
+            self._land()
+        self._buckets = {}
+        return ""
+
+    def abandon(self) -> None:
+        """End the publish."""
+        self._buckets, self._flights = {}, []
+
+
+def _tags(index: int) -> tuple[int, int]:
+    """Of a bucket's header and body."""
+    return 2 * index, 2 * index + 1
+
+
+class Relay:
+    """Passes on what one engine rank receives to the same rank of the next engine.
+
+    What the next engine does not take in time is not sent any more: it says itself what it has waited for in vain, and
+    this engine goes on. With n engines behind it, it waits for n / (n + 1) of the time that a publish has, so that of a
+    chain with one that hangs only the last one before it gives up, and time is left to all before.
+    """
+
+    def __init__(self, channel: GroupChannel, *, engine_rank: int, memory: NodeMemory | None) -> None:
+        """`memory`: where buckets are kept, to be shown to the next engine."""
+        behind = channel.num_following + 1
+        self._patience = behind / (behind + 1)
+        self._deadline = 0.0
+        self._backend: Backend = channel.backend
+        self._group: Group | None = join(channel, engine_rank)
+        self._peer = len(channel.source_ranks) + engine_rank
+        self.is_seen = memory is not None and show(memory, channel, engine_rank)
+        """Whether the next engine sees what is kept here."""
+        self._flights: list[list[tuple[torch.Tensor, dist.Work | None]]] = []
+
+    def expect(self, timeout_s: float) -> None:
+        """Begin a publish that has so much time; the last one has been passed on then."""
+        self._land(left=0)
+        self._deadline = time.monotonic() + self._patience * timeout_s
+
+    def pass_on(self, index: int, parts: Sequence[torch.Tensor]) -> None:
+        """Begin to send a bucket's header and body; the one before the last has arrived then."""
+        if self._group is None:
+            return
+        self._flights.append(
+            [
+                (part, start_send(self._group, part, self._peer, tag))
+                for part, tag in zip(parts, _tags(index), strict=True)
+                if part.numel()
+            ]
+        )
+        self._land(left=1)
+
+    def _land(self, *, left: int) -> None:
+        """Wait until no more than `left` buckets are under way."""
+        while self._group is not None and len(self._flights) > left:
+            if not all(done(work, self._deadline, self._backend) for _, work in self._flights.pop(0)):
+                self.close()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._group is not None:
+            leave(self._group, self._backend)
+        self._group, self._flights = None, []
+
+
+class GroupInbox:
+    """An engine rank's end; satisfies `rollout.transports.base.Inbox`. Buckets are taken in index order."""
+
+    def __init__(self, channel: GroupChannel, *, engine_rank: int) -> None:
+        self._channel = channel
+        self._engine_rank = engine_rank
+        group_rank = len(channel.source_ranks) + engine_rank
+        self._group = join(channel, group_rank)
+        self._device = device_of(channel.backend)
+        self._version = WeightVersion(-1)
+        self._timeout_s = self._deadline = 0.0
+        self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
+        self._before: NodeMemory | None = None
+        """Of the first engine on this node, where that is another one."""
+        self._shown: NodeMemory | None = None
+        """Where this rank keeps buckets for engines behind it on this node, too."""
+        self._places: dict[int, int] = {}
+        """Where in it each bucket lies."""
+        on_host = channel.backend == "gloo"
+        if on_host and channel.source_engine is not None:
+            self._before = look(channel, group_rank)
+        self._relay: Relay | None = None
+        if channel.onward is not None:
+            memory = (self._before or NodeMemory.make()) if on_host else None
+            self._relay = Relay(channel.onward, engine_rank=engine_rank, memory=memory)
+            if self._before is None and self._relay.is_seen:
+                self._shown = memory
+
+    def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
+        """Begin a publish, all of which has to come within `timeout_s`."""
+        if self._relay is not None:
+            self._relay.expect(timeout_s)
+        self._version, self._timeout_s = weight_version, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """Receive one bucket into memory of its own and verify it; in any thread."""
+        if self._device.type == "cpu":
+            return self._take(bucket)
+        with torch.cuda.device(self._device):  # a thread begins on the first device
+            return self._take(bucket)
+
+    def close(self) -> None:
+        """Leave the channel, and the one that it is passed on to."""
+        leave(self._group, self._channel.backend)
+        if self._relay is not None:
+            self._relay.close()
+
+    def _take(self, bucket: Bucket) -> torch.Tensor:
+        header_tag, body_tag = _tags(bucket.index)
+        header = self._receive(bucket, HEADER.size, header_tag)
+        kind, keep, base_version, num_bytes, num_changed, place = HEADER.unpack(header.cpu().numpy().tobytes())
+        if kind not in tuple(Kind) or not 0 <= num_changed <= num_bytes <= bucket.num_bytes:
+            raise RuntimeError(
+                f"bucket {bucket.index}: the header is corrupt, or not that of a bucket of {bucket.num_bytes}"
+            )
+        body = self._receive(bucket, num_bytes, body_tag)
+        message = Message(kind=Kind(kind), body=body, num_changed=num_changed)
+        place = -1 if self._before is None else place
+        # the next engine is told where the bucket is kept once it is
+        waits = keep and self._relay is not None and self._relay.is_seen
+        if self._relay is not None and not waits:
+            self._relay.pass_on(bucket.index, (header, body))
+        try:
+            payload = self._whole(bucket, message, base_version, place)
+            verify(payload, self._version, index=bucket.index)
+            if keep:
+                place = self._keep(bucket.index, payload, place)
+        finally:
+            if self._relay is not None and waits:
+                told = bytearray(message.header(base_version, keep=keep, place=place))
+                self._relay.pass_on(bucket.index, (torch.frombuffer(told, dtype=torch.uint8), body))
+        return payload
+
+    def _keep(self, index: int, payload: torch.Tensor, place: int) -> int:
+        """Make a bucket the baseline of the next change; returns where engines behind this one find it."""
+        if place >= 0:
+            return place  # kept by the first engine on this node
+        if self._shown is None:
+            self._baselines[index] = self._version, payload
+            return -1
+        if index not in self._places:
+            self._places[index] = self._shown.grow(payload.numel())
+        start = self._places[index]
+        _, kept = self._baselines.get(index) or (None, self._shown.view(start, payload.numel()))
+        # a copy: what was given to the loaders stays as it is
+        self._baselines[index] = self._version, kept.copy_(payload)
+        return start
+
+    def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
+        found = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        source = self._channel.source_of(bucket, self._engine_rank)
+        backend = self._channel.backend
+        if num_bytes and not done(start_recv(self._group, found, source, tag), self._deadline, backend):
+            raise DeadlineError(
+                f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
+                f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"
+            )
+        return found
+
+    def _whole(self, bucket: Bucket, message: Message, base_version: int, place: int) -> torch.Tensor:
+        if message.kind is Kind.WHOLE:
+            if message.body.numel() != bucket.num_bytes:
+                raise RuntimeError(
+                    f"bucket {bucket.index}: {message.body.numel()} bytes came, the manifest says {bucket.num_bytes}"
+                )
+            return message.body
+        if self._before is not None and place >= 0:
+            return self._before.view(place, bucket.num_bytes).clone()
+        version, baseline = self._baselines.get(bucket.index, (None, None))
+        if baseline is None or version != base_version:
+            raise RuntimeError(
+                f"bucket {bucket.index}: what has changed since weight version {base_version} came, but "
+                f"{'none' if version is None else version} is kept here"
+            )
+        return apply(message, baseline)

@@ -1,0 +1,1 @@
+"""The wire format of weights that trainers and engines share: formats, manifest and fingerprints."""

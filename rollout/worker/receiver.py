@@ -1,0 +1,213 @@
+"""The engine's end of a publish, inside each vLLM worker: buckets in, loaded weights out.
+
+It sits in vLLM's seat for weight transfer (`WeightTransferEngine`) and uses layerwise reload, the only
+update path that works for every format on every platform: the model goes back to checkpoint layout on
+the meta device, vLLM's own loaders take unfused tensors in manifest order, of which this rank has been sent
+what they showed that they copy (`rollout.worker.loader_recording`), and each layer is repacked into its old storage
+when its last tensor has come.
+
+The order of one update: `expect` (nothing is touched), `start_weight_update`, `receive_weights`,
+`finish_weight_update`; or, after a failure, `discard`, which leaves a model that is whole but mixed:
+the engine is fenced then, and the next full publish starts from a clean slate.
+
+Invariant: no byte reaches a loader that was not verified against its bucket's trailer.
+"""
+
+import logging
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rollout.transports.base import AwaitedInbox, Channel, GroupChannel, HandOverChannel
+from rollout.transports.colocated import HandOverInbox, map_shm
+from rollout.transports.prefetch import Prefetch
+from rollout.transports.shm import ShmInbox
+from rollout.transports.streaming import GroupInbox
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Box, TensorSpec, Wanted, WeightManifest
+from rollout.worker import loader_replay, vllm_quirks
+from rollout.worker.loaded_sums import loaded_sums
+from rollout.worker.loader_recording import Landing, Recording, StandIns, wanted_of
+from rollout.worker.received_parts import Arrivals
+
+_logger = logging.getLogger(__name__)
+
+BACKEND = "megatron_rl"
+"""Name under which the receiver is registered with vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOrder:
+    """One publish as an engine's ranks are told of it."""
+
+    manifest: WeightManifest
+    segments: Mapping[int, str]
+    """Where what is staged lies: addresses by trainer rank, or by engine rank where it is handed over."""
+    timeout_s: float
+    """Deadline of the whole publish."""
+
+
+@dataclass
+class ChannelInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """How vLLM hands a channel to its workers: as bytes, since its own serialiser knows no foreign types."""
+
+    channel: bytes
+    """Pickled `Channel`."""
+
+
+@dataclass
+class UpdateInit(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """How vLLM starts an update in its workers."""
+
+    weight_version: int
+
+
+class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
+    """Loads publishes into one worker's model."""
+
+    init_info_cls = ChannelInit
+    update_info_cls = UpdateInit
+    supports_draft_weight_update = False
+
+    _channel: Channel | None = None
+    _stream: GroupInbox | None = None
+    _order: UpdateOrder | None = None
+    _specs: tuple[TensorSpec, ...] = ()
+    _recording = Recording((), frozenset())
+    _inbox: AwaitedInbox | None = None
+    _feeding: AbstractContextManager[object] = nullcontext()
+    """In force while loaders copy out of stand-ins."""
+
+    @property
+    def _rank(self) -> int:
+        rank: int = get_tensor_model_parallel_rank()
+        return rank
+
+    def init_transfer_engine(self, init_info: ChannelInit) -> None:
+        """Join a channel; an earlier one is left."""
+        self.shutdown()
+        channel: Channel = pickle.loads(init_info.channel)
+        if isinstance(channel, GroupChannel):
+            self._stream = GroupInbox(channel, engine_rank=self._rank)
+        self._channel = channel
+
+    def expect(self, order: UpdateOrder) -> None:
+        """Open the inbox of a publish without touching the model; a streaming one begins to receive.
+
+        Raises:
+            RuntimeError: what was staged for this rank is missing, or what was handed over to it is corrupt.
+        """
+        if self._channel is None:
+            raise RuntimeError(
+                "there is no channel: init_transport comes before the first publish and after a failed one"
+            )
+        self._order = order
+        if isinstance(self._channel, HandOverChannel):
+            self._inbox = self._handed_over(self._channel, order)
+        elif self._stream is None:
+            self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
+        else:
+            self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
+            own = [bucket for bucket in order.manifest.buckets if bucket.wanted_by(self._rank)]
+            self._inbox = Prefetch(self._stream, own)
+
+    def _handed_over(self, channel: HandOverChannel, order: UpdateOrder) -> HandOverInbox:
+        rank, shared_with = self._rank, channel.shared_with[self._rank]
+        address = order.segments.get(rank)
+        if address is None:
+            raise RuntimeError(f"no trainer rank has laid down anything for engine rank {rank}")
+        if channel.memory == "shm":
+            memory = map_shm(order.manifest, address, engine_rank=rank, shared_with=shared_with)
+        else:
+            from rollout.transports.cuda_ipc import map_cuda  # exists only where there are devices
+
+            memory = map_cuda(address)
+        return HandOverInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
+
+    def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
+        """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
+        self._specs, self._recording = tuple(specs), StandIns(specs).record(self.model)
+        modules = {landing.module for landing in self._recording.landings}
+        if slow := sorted(modules - loader_replay.replayed(self._recording)):
+            _logger.warning("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
+        return wanted_of(self._recording.landings)
+
+    def loaded_sums(self, counted: Collection[tuple[str, Box]]) -> Sums:
+        """Sums of the weights that the model holds now; see `rollout.worker.loaded_sums`. `wanted` comes first."""
+        return loaded_sums(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
+
+    def arrived(self) -> bool:
+        """Whether there is something verified to apply.
+
+        Raises:
+            RuntimeError: it is late, corrupt or of another publish, or none was expected.
+        """
+        if self._inbox is None:
+            raise RuntimeError("no publish was announced to this rank")
+        return self._inbox.arrived()
+
+    def start_weight_update(self) -> None:
+        """Put the model back into checkpoint layout on the meta device."""
+        vllm_quirks.before_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: UpdateInit) -> None:
+        """Load every tensor of the expected publish in manifest order."""
+        order, inbox = self._order, self._inbox
+        if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
+            raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
+        stand_ins = StandIns(order.manifest.tensors)
+        arrivals = Arrivals(order.manifest, inbox, engine_rank=self._rank)
+        self._feeding = stand_ins.feed(arrivals)
+        landings: dict[str, list[Landing]] = {}
+        for landing in self._recording.landings:
+            landings.setdefault(landing.module, []).append(landing)
+        for step in loader_replay.steps(order.manifest.tensors, self._recording):
+            if isinstance(step, str):
+                loader_replay.load(self.model.get_submodule(step), landings[step], arrivals)
+            else:
+                with self._feeding:
+                    self.model.load_weights(stand_ins.items(step))
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Repack what is left (padded tensors are copied only here) and give the model its kernel tensors back."""
+        with self._feeding:
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        vllm_quirks.after_reload(self.model)
+        self._order = self._inbox = None
+        self._feeding = nullcontext()
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget half-loaded layers after a failure, so that the next update begins cleanly."""
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            info.loaded_weights = []
+            info.load_numel = 0
+        self._feeding = nullcontext()
+        self.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the channel; its senders notice at once."""
+        if isinstance(self._inbox, Prefetch):
+            self._inbox.close()
+        if self._stream is not None:
+            self._stream.close()
+        self._channel = self._stream = self._order = self._inbox = None
+
+    @staticmethod
+    def trainer_send_weights(*args: object, **kwargs: object) -> None:
+        """Asked for by vLLM before 0.32; our trainers have senders of their own."""
+        raise NotImplementedError("trainer ranks send through rollout.transports")

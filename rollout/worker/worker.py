@@ -1,0 +1,326 @@
+"""The vLLM worker of our engines. Importing this module is meant to have effects.
+
+vLLM imports it in every worker process by name (`worker_cls`), which makes it the place where the
+weight receiver is registered and where faults of vLLM are worked around before the first kernel runs.
+The subclass adds what the engine asks of its ranks: the two halves of an update that vLLM has no call
+for, a probe that runs while generation is paused, the trace of forwards, the kernels in use.
+"""
+
+import logging
+import math
+import pickle
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from history.drafting.stats import DraftStats
+from rollout.cpu import quirks
+from rollout.processes import die_with
+from rollout.tracing.forwards import ForwardLog, ForwardRecord
+from rollout.worker import exact_int8, sampler, vllm_compat, vllm_quirks
+from rollout.worker.proposer import HistoryProposer
+from rollout.worker.receiver import BACKEND, BucketReceiver
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+    from rollout.cpu import fp8_kernels
+
+    fp8_kernels.register()
+    quirks.who_waits_for_a_rank_keeps_a_core_busy()
+    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+exact_int8.register()
+quirks.first_small_batch_dies_with_illegal_instruction()
+quirks.int8_logits_are_uniform_after_reload()
+vllm_quirks.reload_complains_about_rotary_embeddings()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
+
+PROBE_ID = "probe"
+
+
+Clock = Callable[[], Callable[[], float]]
+"""Stops when it is called, and returns what tells the seconds since its start."""
+
+
+def start_clock() -> Clock:
+    """Start a clock of the work that is submitted from now on: by events on a CUDA device, by wall clock elsewhere."""
+    if not current_platform.is_cuda():
+        start = time.perf_counter()
+        return lambda: partial(float, time.perf_counter() - start)
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+    return lambda: _until_event(first)
+
+
+def _until_event(first: torch.cuda.Event) -> Callable[[], float]:
+    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last.record()
+
+    def seconds() -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    return seconds
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]
+    """One rank of an engine."""
+
+    _log: ForwardLog | None = None
+    _under_way: tuple[SchedulerOutput, float, Clock] | None = None
+
+    def init_device(self) -> None:
+        """Take the device, as a process that ends with its engine's owner."""
+        owner = self.vllm_config.additional_config.get("owner_pid")
+        if owner is not None:
+            die_with(owner)
+        # for what `sampler` leaves to vLLM's own
+        quirks.drafted_rows_are_sampled_at_a_random_temperature()
+        quirks.padding_of_a_draft_is_accepted()
+        super().init_device()
+
+    # -- forwards ----------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> object:
+        """Run one forward and note what it was."""
+        if self._log is None:
+            self._log = ForwardLog()
+        if (proposer := self._proposer()) is not None:
+            proposer.end(scheduler_output.finished_req_ids)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._under_way = scheduler_output, time.time(), start_clock()
+        output = super().execute_model(scheduler_output)
+        if output is not None:
+            self._close_record()
+        return output
+
+    def sample_tokens(self, grammar_output: object) -> object:
+        """Sample after a forward, which ends its record; drafts for the next one are not part of it."""
+        with vllm_quirks.seeded_request_dies_in_partial_prefill(self.model_runner):
+            output = super().sample_tokens(grammar_output)
+        self._close_record()
+        return output
+
+    def _close_record(self) -> None:
+        if self._under_way is not None and self._log is not None:
+            order, started_at_s, clock = self._under_way
+            record = _describe(order, started_at_s, clock())
+            self._log.append(record)
+            self._under_way = None
+            if (proposer := self._proposer()) is not None and _only_decodes(order):
+                proposer.observe(record)
+
+    def drain_trace(self) -> bytes:
+        """Return the forwards since the last call, as bytes of `rollout.tracing.forwards.FORWARD`."""
+        return b"" if self._log is None else self._log.drain()
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def compile_or_warm_up_model(self) -> object:
+        """Take sampling over and bind the proposer, once the model is there and before the first request is."""
+        done = super().compile_or_warm_up_model()
+        sampler.install(self.model_runner)
+        if (proposer := self._proposer()) is not None and self.rank == 0:
+            vllm_quirks.one_request_near_its_end_takes_the_drafts_of_all(self.model_runner)
+            proposer.bind(self.model_runner, forward_ended=self._close_record)
+        return done
+
+    def draft_stats(self) -> bytes:
+        """Return what drafting did since the last call, a pickled `DraftStats`."""
+        proposer = self._proposer()
+        return pickle.dumps(DraftStats() if proposer is None else proposer.drain())
+
+    def _proposer(self) -> HistoryProposer | None:
+        """None in a stock engine."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter if isinstance(drafter, HistoryProposer) else None
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def answer(self, method: str, *args: object) -> list[object]:
+        """Run a method and answer [what it returned, ""] or [None, what it raised].
+
+        An exception must not leave a rank: vLLM raises it as soon as it has read the first rank's answer, and takes the
+        other ranks' answers for those to its next call.
+        """
+        try:
+            return [getattr(self, method)(*args), ""]
+        except Exception as error:  # the border to the engine's process
+            logging.getLogger(__name__).exception("rank %s could not %s", self.rank, method)
+            return [None, f"{type(error).__name__}: {error}"]
+
+    def open_channel(self, channel: bytes) -> None:
+        """Join the channel (a pickled `Channel`) that publishes come through."""
+        self.init_weight_transfer_engine({"channel": channel})
+
+    def close_channel(self) -> None:
+        """Leave the channel."""
+        self.shutdown_weight_transfer_engine()
+
+    def wanted(self, specs: bytes) -> bytes:
+        """What this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`): a pickled `Wanted`."""
+        return pickle.dumps(self._receiver().wanted(pickle.loads(specs)))
+
+    def loaded_sums(self, counted: bytes) -> bytes:
+        """Pickled `rollout.weights.fingerprint.Sums` of the weights in place.
+
+        `counted` is a pickled list: for each rank the tensors and boxes that it answers for.
+        """
+        own = pickle.loads(counted)[self.rank]
+        with set_current_vllm_config(self.vllm_config):
+            return pickle.dumps(self._receiver().loaded_sums(own))
+
+    def expect_weights(self, order: bytes) -> None:
+        """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
+        self._receiver().expect(pickle.loads(order))
+
+    def weights_arrived(self) -> bool:
+        """Whether the announced publish has something verified to apply."""
+        return self._receiver().arrived()
+
+    def apply_weights(self, weight_version: int) -> None:
+        """Apply the announced publish. After a failure the model is whole but mixed, and ready for the next publish."""
+        self.start_weight_update()
+        try:
+            self.update_weights({"weight_version": weight_version})
+            self.finish_weight_update()
+        except Exception:  # whatever failed, no layer may stay half loaded; `answer` reports it to the engine
+            with set_current_vllm_config(self.vllm_config):
+                self._receiver().discard()
+            self._weight_update_active = False
+            raise
+
+    def forget_shared_memory(self) -> None:
+        """See `quirks.segments_of_tensor_parallel_ranks_outlive_their_engine`."""
+        quirks.segments_of_tensor_parallel_ranks_outlive_their_engine()
+
+    def _receiver(self) -> BucketReceiver:
+        receiver = self.weight_transfer_engine
+        assert isinstance(receiver, BucketReceiver)
+        return receiver
+
+    # -- proof -------------------------------------------------------------------------------------
+
+    def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of a prompt's tokens given those before them, at temperature 1, [len - 1].
+
+        Runs one forward outside the scheduler, which must be paused. The blocks of the key-value cache that it writes
+        to have afterwards what they had before: they may be a response's.
+        """
+        limit = self.scheduler_config.max_num_batched_tokens
+        if len(token_ids) > limit:
+            raise ValueError(f"a probe of {len(token_ids)} tokens is longer than one forward ({limit} tokens)")
+        order = _probe_order(token_ids, self._block_sizes())
+        kept = [(place, place.clone()) for place in self._probed_blocks(order)]
+        try:
+            return self._run_probe(order)
+        finally:
+            for place, content in kept:
+                place.copy_(content)
+
+    def _probed_blocks(self, order: SchedulerOutput) -> list[torch.Tensor]:
+        """Where a probe writes, a view for each layer."""
+        (new,) = order.scheduled_new_reqs
+        count = 1 + max(block for blocks in new.block_ids for block in blocks)
+        num_blocks = self.model_runner.kv_cache_config.num_blocks
+        return [vllm_compat.first_blocks(cache, num_blocks, count) for cache in self.model_runner.kv_caches]
+
+    def _run_probe(self, order: SchedulerOutput) -> list[float]:
+        output = super().execute_model(order)
+        if output is None:
+            output = super().sample_tokens(None)
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        leave = SchedulerOutput.make_empty()
+        leave.finished_req_ids = {PROBE_ID}
+        super().execute_model(leave)
+        if self.rank != 0:
+            return []
+        found = output.prompt_logprobs_dict[PROBE_ID]
+        return [float(x) for x in found.logprobs[:, 0]]
+
+    def _block_sizes(self) -> list[int]:
+        return [group.kv_cache_spec.block_size for group in self.model_runner.kv_cache_config.kv_cache_groups]
+
+    def kernel_classes(self) -> list[list[str]]:
+        """Name and kernel of each linear layer, so that 8-bit weights are seen to be multiplied as such."""
+        return [
+            [name, kernel]
+            for name, layer in self.model_runner.get_model().named_modules()
+            if (kernel := _kernel_of(layer)) is not None
+        ]
+
+    def kernel_notes(self) -> list[str]:
+        """What a run should say of these kernels: how INT8 codes are multiplied, where a layer has them."""
+        layers = self.model_runner.get_model().modules()
+        if any(isinstance(_chosen_kernel(layer), Int8ScaledMMLinearKernel) for layer in layers):
+            return [exact_int8.check_vllm_kernel().line()]
+        return []
+
+
+def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[], float]) -> ForwardRecord:
+    context = sum(order.scheduled_cached_reqs.num_computed_tokens)
+    context += sum(new.num_computed_tokens for new in order.scheduled_new_reqs)
+    return ForwardRecord(
+        started_at_s=started_at_s,
+        num_running=len(order.num_scheduled_tokens),
+        num_scheduled_tokens=order.total_num_scheduled_tokens,
+        num_context_tokens=context,
+        seconds=seconds,
+    )
+
+
+def _only_decodes(order: SchedulerOutput) -> bool:
+    """Whether every row computes its newest token and its draft, and no row a part of its prompt."""
+    num_drafted = sum(len(draft) for draft in order.scheduled_spec_decode_tokens.values())
+    return bool(order.total_num_scheduled_tokens == len(order.num_scheduled_tokens) + num_drafted)
+
+
+def _probe_order(token_ids: list[int], block_sizes: list[int]) -> SchedulerOutput:
+    # block 0 is vLLM's null block and never holds anything
+    blocks = tuple(list(range(1, 1 + math.ceil((len(token_ids) + 1) / size))) for size in block_sizes)
+    request = NewRequestData(
+        req_id=PROBE_ID,
+        prompt_token_ids=list(token_ids),
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        pooling_params=None,
+        block_ids=blocks,
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=list(token_ids),
+    )
+    order = SchedulerOutput.make_empty()
+    order.scheduled_new_reqs = [request]
+    order.num_scheduled_tokens = {PROBE_ID: len(token_ids)}
+    order.total_num_scheduled_tokens = len(token_ids)
+    return order
+
+
+def _kernel_of(layer: torch.nn.Module) -> str | None:
+    method = getattr(layer, "quant_method", None)
+    if method is None or not hasattr(layer, "input_size"):
+        return None
+    kernel = _chosen_kernel(layer)
+    if kernel is None:
+        return type(method).__name__
+    chosen = getattr(kernel, "linear_method", None)
+    return type(kernel).__name__ + (f".{chosen.__name__}" if chosen is not None else "")
+
+
+def _chosen_kernel(layer: torch.nn.Module) -> object | None:
+    """The object that multiplies for a layer whose weights are quantised."""
+    scheme = getattr(layer, "scheme", getattr(layer, "quant_method", None))
+    return getattr(scheme, "kernel", getattr(scheme, "fp8_linear", None))

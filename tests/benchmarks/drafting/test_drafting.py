@@ -1,0 +1,146 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.drafting.__main__ import QUICK, generated, goals, modelled, recorded
+from benchmarks.drafting.baselines.histospec import HistoSpecPaper
+from benchmarks.drafting.costs import attach_row, forward_s, load, modelled_row, propose_rows
+from benchmarks.drafting.quality import ARCTIC, OURS, PAPER, Contestant, decode_visits, ours, visits
+from benchmarks.drafting.traces import generate
+from benchmarks.harness.record import Row
+from history.store.traces import write_traces
+from tests.benchmarks.drafting.test_replay import Counting
+from tests.support.traces import trace
+
+TINY = replace(QUICK, lengths={"2k": (200, 1)}, modelled_batches=(2,), modelled_tokens=100)
+
+
+def field(tmp_path: Path) -> list[Contestant]:
+    return [Contestant(name=OURS, make=lambda: ours(tmp_path)), Contestant(name=PAPER, make=HistoSpecPaper)]
+
+
+def test_visits_are_counted_per_prompt_whatever_steps_they_were_at() -> None:
+    a = [replace(trace([step]), step=step, prompt_id="a") for step in (0, 3)]
+    b = [replace(trace([step]), step=step, prompt_id="b") for step in (7, 1, 5)]
+    found = [[(one.prompt_id, one.step) for one in visit] for visit in visits([*b, *a])]
+    assert found == [[("a", 0), ("b", 1)], [("a", 3), ("b", 5)], [("b", 7)]]
+
+
+def test_a_method_remembers_each_visit_before_the_next(tmp_path: Path) -> None:
+    old = [trace(range(1, 60), step=step) for step in (0, 1)]
+    paper = field(tmp_path)[1]
+    cold, warm = decode_visits(paper, [[old[0]], [old[1]]])
+    assert (cold.num_drafted, warm.tokens_per_forward > 4) == (0, True)
+    (later,) = decode_visits(paper, [[old[0]], [old[1]]], first=1)
+    assert later == warm
+
+
+def test_recorded_traces_are_read_from_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for step in range(3):
+        write_traces(folder / f"step-{step}.jsonl", [trace(range(1, 60), step=step)])
+    work = tmp_path / "work"
+    work.mkdir()
+    rows = list(recorded(field(work), folder))
+    assert [(row["method"], row["visit"]) for row in rows] == [(m, v) for m in (OURS, PAPER) for v in range(3)]
+    (goal,) = [goal for goal in goals_of(rows) if goal.startswith("recorded")]
+    assert goal == "recorded: over the best peer"
+
+
+def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no traces"):
+        list(recorded(field(tmp_path), tmp_path))
+
+
+def goals_of(rows: list[Row]) -> list[str]:
+    from benchmarks.drafting.__main__ import _recorded_goals
+
+    return [goal.name for goal in _recorded_goals(rows)]
+
+
+def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
+    found = [row for row in generated(field(tmp_path), TINY) if row["visit"] == 1]
+    rows = [row for row in found if row["what"] == "tokens"]
+    for case in {row["case"] for row in rows}:
+        assert len({row["emitted"] for row in rows if row["case"] == case}) == 1
+    mine = {str(row["case"]): float(row["tokens_per_forward"]) for row in rows if row["method"] == OURS}
+    assert mine["2k, reuse 93 %"] > mine["2k, reuse 60 %"] > mine["2k, reuse 0 %"] == pytest.approx(1.0, abs=0.05)
+    assert mine["2k, reuse 87 %"] > mine["2k, reuse 87 %, history missing"]
+    bounds = {str(row["case"]): float(row["tokens_per_forward"]) for row in found if row["what"] == "bound"}
+    assert bounds.keys() == mine.keys()
+    assert all(bounds[case] > mine[case] for case in mine)
+
+
+def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:
+    # of 8 tokens the prompt's forward emits one, two forwards three each; the last drafts two for the one left
+    row = modelled_row("case", "counting", Counting(2), [trace(range(1, 9))] * 2, 2, max_draft_tokens=4)
+    seconds = 3 * forward_s(2, 6)
+    assert row["forwards"] == 3
+    assert row["tokens_per_s"] == pytest.approx(14 / seconds, rel=1e-3)
+    assert row["over_no_drafts"] == pytest.approx(14 / seconds / (2 / forward_s(2, 2)), rel=1e-3)
+    assert forward_s(1, 2) == pytest.approx((10 + 0.08 + 0.162) / 1000)
+
+
+def test_modelled_rows_exist_for_useless_history_too(tmp_path: Path) -> None:
+    rows = list(modelled(field(tmp_path), TINY, tmp_path))
+    useless = [row for row in rows if row["case"] == "2k, reuse 0 %" and row["method"] == OURS]
+    assert len(useless) == 1
+    assert {row["method"] for row in rows} == {OURS, PAPER, "ours, threshold 0.1"}
+
+
+def test_costs_are_counted_per_token_and_request(tmp_path: Path) -> None:
+    old, new = visits(generate(reuse=0.87, num_tokens=300, num_prompts=1).traces)
+    loaded = [load("case", one, old) for one in field(tmp_path)]
+    assert loaded[0].row["tokens"] == sum(len(one.response_ids) for one in old)
+    assert 8 < float(loaded[0].row["bytes_per_token"]) < 12
+    rows = list(propose_rows("case", loaded, new, 4, rounds=3))
+    assert [row["method"] for row in rows] == [OURS, PAPER]
+    for row in rows:
+        assert float(row["ms_per_batch"]) == pytest.approx(4e-3 * float(row["us_per_request"]), rel=0.1)
+    assert int(attach_row(tmp_path, 1 << 20, repeats=3)["bytes"]) == pytest.approx(1 << 20, rel=0.2)
+
+
+def test_goals_compare_with_the_best_of_arctics_settings_and_name_what_was_missed() -> None:
+    rows: list[Row] = []
+    for length, reuses in (("2k", (93, 87, 76)), ("16k", (93, 87))):
+        for reuse in reuses:
+            case = f"{length}, reuse {reuse} %"
+            rates = ((OURS, 6.0), (ARCTIC, 3.0), ("Arctic, factor 4", 5.0))
+            rows += [tokens_row(case, name, 1, rate) for name, rate in rates]
+        rows += [
+            {"what": "propose", "case": f"{length}, reuse 87 %", "method": name, "batch": 256, **times}
+            for name, times in (
+                (OURS, {"us_per_request": 2.0, "ms_per_batch": 0.5}),
+                (ARCTIC, {"us_per_request": 50.0, "ms_per_batch": 12.8}),
+            )
+        ]
+        rows.append({"what": "insert", "case": length, "method": OURS, "bytes_per_token": 9.0, "ns_per_token": 95.0})
+    rows.append(tokens_row("2k, reuse 93 %", OURS, 0, 2.0))
+    rows.append({"what": "attach", "case": "attach", "method": OURS, "ms": 0.02})
+    for batch in (1, 4, 16, 64):
+        for reuse in (93, 87, 76, 0):
+            case = f"2k, reuse {reuse} %"
+            speeds = ((OURS, 1.4, 0.99), (PAPER, 1.0, 1.0))
+            rows += [
+                {"what": "modelled", "case": case, "method": m, "batch": batch, "tokens_per_s": s, "over_no_drafts": o}
+                for m, s, o in speeds
+            ]
+    found = {goal.name: goal for goal in goals(rows)}
+    assert found["2k, reuse 93 %: over Arctic's best"].value == pytest.approx(1.2)
+    assert found["2k, reuse 93 %: over Arctic's default"].value == pytest.approx(2.0)
+    assert found["2k: time of Arctic's default over ours"].value == 25
+    assert {name for name, goal in found.items() if not goal.met} == {
+        "2k, reuse 93 %: tokens per forward",
+        "16k, reuse 93 %: tokens per forward",
+        "build, worst",
+        *(f"modelled speed over HistoSpec's paper, batch {batch}" for batch in (1, 4, 16)),
+    }
+    assert np.isfinite([goal.value for goal in found.values()]).all()
+
+
+def tokens_row(case: str, method: str, visit: int, rate: float) -> Row:
+    row: Row = {"what": "tokens", "case": case, "method": method, "visit": visit, "tokens_per_forward": rate}
+    return {**row, "emitted": 100, "calibration_error": 0.01}

@@ -1,0 +1,54 @@
+"""Curves of runs with drafts and without are held against each other seed by seed."""
+
+import pytest
+
+from benchmarks.harness.record import Row
+from benchmarks.learning.example_epochs import goals, main
+
+FEWER, REWARD, HELD_OUT = (
+    "tokens per forward after epoch 0",
+    "reward, mean difference in standard errors",
+    "held-out accuracy, mean difference in standard errors",
+)
+
+
+def runs(*, lift: float = 0.0, tokens_per_forward: float = 2.0) -> list[Row]:
+    """Three seeds of two epochs; with drafts everything is `lift` higher, give or take a hundredth."""
+    return [
+        {
+            "seed": seed,
+            "drafts": drafts,
+            "epoch": epoch,
+            "reward": 0.3 + 0.2 * epoch + 0.1 * seed + (lift + noise if drafts else 0.0),
+            "held_out_after": 0.9 + (lift + noise if drafts else 0.0),
+            "tokens_per_forward": tokens_per_forward if drafts and epoch else 1.0,
+        }
+        for seed, noise in ((1, 0.01), (2, -0.012), (3, 0.005))
+        for drafts in (True, False)
+        for epoch in (0, 1)
+    ]
+
+
+def met(rows: list[Row]) -> dict[str, bool]:
+    return {goal.name: goal.met for goal in goals(rows)}
+
+
+def test_differences_by_chance_are_none() -> None:
+    assert met(runs()) == {FEWER: True, REWARD: True, HELD_OUT: True}
+
+
+def test_a_lift_that_every_seed_shows_is_one() -> None:
+    found = {goal.name: goal for goal in goals(runs(lift=0.05))}
+    assert not found[REWARD].met and not found[HELD_OUT].met
+    # by hand: differences .06, .038, .055; mean .051, standard error .00666
+    assert found[REWARD].value == pytest.approx(7.66, abs=0.01)
+
+
+def test_a_forward_that_yields_one_token_saves_none() -> None:
+    assert not met(runs(tokens_per_forward=1.0))[FEWER]
+
+
+def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--json", "unused", "--seeds", "1"])
+    assert "--seeds 1: a difference needs from 2 to 10" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""What formats are held against, and that the control is coarse."""
+
+import torch
+
+from benchmarks.harness.record import Row
+from benchmarks.learning.mismatch import BY_STEP, FORMATS, _by_step, goals, picture
+
+
+def rows(**after: float) -> list[Row]:
+    return [
+        {"seed": seed, "format": name, "correction": mode, "held_out_after": after.get(f"{name} {mode}", 0.9)}
+        for seed in (1, 2)
+        for name in FORMATS
+        for mode in ("tis_token", "none")
+    ]
+
+
+def test_formats_are_held_against_bf16_and_the_control_must_hurt_and_be_helped() -> None:
+    found = {goal.name: goal.met for goal in goals(rows(**{"3 bits none": 0.6, "fp8_block tis_token": 0.8}))}
+    assert found == {
+        "int8 with TIS below bf16, held-out": True,
+        "fp8_channel with TIS below bf16, held-out": True,
+        "fp8_block with TIS below bf16, held-out": False,
+        "3 bits hurts without TIS, held-out": True,
+        "3 bits is helped by TIS, held-out": True,
+    }
+    assert not any(goal.met for goal in goals(rows()) if "3 bits" in goal.name)
+    assert goals([row for row in rows() if row["format"] == "int8"]) == []
+
+
+def test_the_controls_codes_are_multiples_of_32(monkeypatch) -> None:
+    from megatron_rl.quantization import formats
+
+    monkeypatch.setattr(formats, "CODE_FORMATS", dict(formats.CODE_FORMATS))
+    from benchmarks.learning.coarse_codes import Coarse
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    factors = Coarse().factors(Coarse().amax(weight, (0, 0)))
+    codes = Coarse().codes(weight, factors, (0, 0))
+    assert set(codes.unique().tolist()) <= set(range(-96, 97, 32))
+    assert len(codes.unique()) == 7
+
+
+def test_pictures_show_means_over_seeds_of_steps_that_trained() -> None:
+    metrics = [{"rollout_corr/k3_kl": 0.5, "reward/mean": 0.25}, {"reward/mean": 0.0}, {"rollout_corr/k3_kl": 0.125}]
+    assert _by_step(metrics, "rollout_corr/k3_kl") == "0.5 0.125"
+    some = [{**row, "k3_by_step": "1e-3 2e-3", "ess_by_step": "0.9 0.8", "reward_by_step": "0.1"} for row in rows()]
+    for name in BY_STEP:
+        shown = picture(some, name)
+        assert shown.startswith("<svg")
+        assert ("fp8_block" in shown) == (name != "reward")
+        assert ("3 bits, without TIS" in shown) == (name == "reward")

@@ -1,0 +1,178 @@
+"""The record of publishing: what is held against what, and a transfer that really runs."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.harness.record import Row
+from benchmarks.publish.__main__ import CHANGING, _bytes, goals
+from benchmarks.publish.cases import Case
+from benchmarks.publish.parts import asleep, gather_s, quantise_s, transfer_s, write_model
+from benchmarks.publish.peer import Peer, peer_row
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.weights.reshard_plan import plan_reshard
+from rollout.weights.format import WeightFormat
+from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, shards
+
+
+def rows(*, deliver_s: float = 1.0, transfer: float = 0.5, share: float = 1.0) -> list[Row]:
+    case = {"trainer": "TP2", "engines": "1 x TP2", "transport": "shm"}
+    ours = {"kind": "publish", "timing_s/publish_deliver": deliver_s, "transfer_s": transfer, "plain_s": 0.4}
+    ours |= {"rank_bytes_over_own_shard": share, "bytes_over_bf16": 0.501}
+    for role, peak in (("trainer", 90), ("engine", 120)):
+        ours |= {f"peak_extra_bytes/{role}": peak, f"peak_bound_bytes/{role}": 100}
+    return [
+        {**case, **ours, "format": "int8"},
+        {**case, **ours, "format": "bf16", "rank_bytes_over_own_shard": 9.0},
+        {**case, "kind": "peer", "format": "int8", "ours_over_peer": deliver_s / 2},
+        {**case, "kind": "peer", "format": "bf16", "ours_over_peer": 7.0},
+    ]
+
+
+def met(found: list[Row]) -> dict[str, tuple[float, bool]]:
+    return {goal.name: (goal.value, goal.met) for goal in goals(found)}
+
+
+def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> None:
+    assert met(rows()) == {
+        "bytes to a rank over its own 8-bit shard": (1.0, True),
+        "wire bytes over BF16 of what is quantised": (0.501, True),
+        "seconds over the peer's": (0.5, True),
+        "rate over a plain copy's": (0.8, True),
+        "trainer: peak extra over its bound": (0.9, True),
+        "engine: peak extra over its bound": (1.2, False),
+    }
+    found = met(rows(deliver_s=1.5, transfer=1.0, share=1.5))
+    assert [ok for _, ok in found.values()] == [False, True, False, False, True, False]
+
+
+def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> None:
+    wanted = shards(SPEC, INT8, 2)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted
+    )
+    found = _bytes(plan, wanted)
+    assert found["own_shard_bytes"] < found["rank_bytes"] < 1.5 * found["own_shard_bytes"]
+    # rows of 32 to 64 inputs with a scale of four bytes each
+    assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32
+
+
+def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
+    model = write_model(tmp_path / "model", quick=True)
+    plan = plan_reshard(
+        read_model_spec(model), ParallelConfig(), format=WeightFormat(name="int8"), bucket_bytes=8 << 20, te_names=False
+    )
+    for transport, plain in (("gloo", False), ("shm", True)):
+        assert transfer_s(plan, num_engines=1, num_ranks=1, transport=transport, plain=plain) > 0
+    assert quantise_s(model, "int8", num_engines=1, num_ranks=2) > 0
+    assert quantise_s(model, "bf16", num_engines=1, num_ranks=1) == 0
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_gathering_brings_what_one_rank_lacks(tmp_path, by_stage) -> None:
+    assert gather_s(write_model(tmp_path / "model", quick=True), by_stage=by_stage) > 0
+
+
+def test_the_peer_adds_up_its_parts_publish_by_publish() -> None:
+    case = {"trainer": "PP2", "engines": "1 x TP2", "format": "int8", "transport": "gloo"}
+    found = [
+        {"timing_s/publish_deliver": ours, "gather_s": gather_s, "send_s": 2.0, "quantise_s": 4.0, "more": 9.0}
+        for ours, gather_s in ((3.0, 1.0), (15.0, 1.0), (4.0, 10.0))
+    ]
+    row = peer_row({**case, "kind": "publish"}, found, apply_s=8.0)
+    assert row == {
+        **{**case, "kind": "peer", "gather_s": 1.0, "send_s": 2.0, "quantise_s": 4.0, "apply_s": 8.0},
+        **{"deliver_s": 15.0, "ours_over_peer": 3 / 15},
+    }
+
+
+def test_the_peer_measures_what_the_case_asks_for_twice_and_the_second_time_counts(tmp_path, monkeypatch) -> None:
+    measured = []
+    seconds = {"gather_s": iter((9.0, 1.0)), "transfer_s": iter((9.0, 2.0)), "quantise_s": iter((9.0, 4.0))}
+
+    def measure(name: str, _: object, *args: object, **options: object) -> float:
+        measured.append((name, *args, *options.values()))
+        return next(seconds[name])
+
+    for name in seconds:
+        monkeypatch.setattr(f"benchmarks.publish.peer.{name}", partial(measure, name))
+    peer = Peer(write_model(tmp_path / "model", quick=True))
+    case = Case(trainer="PP2", engines="1 x TP2", format="int8")
+    assert peer.measure(case, "gloo") == {"gather_s": 1.0, "send_s": 2.0, "quantise_s": 4.0}
+    asked = [("gather_s", True), ("transfer_s", 1, 2, "gloo", False), ("quantise_s", "int8", 1, 2)]
+    assert measured == [one for one in asked for _ in range(2)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait half a minute at most."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_sleeps_takes_no_time() -> None:
+    script = "import setproctitle\nsetproctitle.setproctitle('sleeper')\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", script]) as sleeper:
+        try:
+            process = psutil.Process(sleeper.pid)
+            until(lambda: process.cmdline()[0] == "sleeper")
+            with asleep({"who": "sleep"}):
+                until(lambda: process.status() == psutil.STATUS_STOPPED)
+                before = sum(process.cpu_times())
+                time.sleep(0.5)
+                assert sum(process.cpu_times()) - before < 0.1  # ticks of before it stopped may be counted late
+            until(lambda: process.status() != psutil.STATUS_STOPPED)
+        finally:
+            sleeper.kill()
+
+
+def test_a_delta_is_held_against_a_whole_publish() -> None:
+    delta = {**rows()[0], "kind": "delta", "bytes_over_whole": 0.3}
+    assert {goal.name: goal.met for goal in goals([*rows(), delta])}["bytes of a delta over those of all"] is False
+
+
+def test_between_publishes_every_20th_weight_of_a_matrix_turns_its_sign() -> None:
+    """In a process of its own: importing the module changes what trainer ranks do."""
+    script = """
+import importlib
+from types import SimpleNamespace
+import torch
+from megatron_rl.weights.packer import WeightPacker
+seen = []
+WeightPacker.refresh_scales = lambda packer: seen.append(packer)
+module = importlib.import_module("CHANGING".rpartition(".")[0])
+matrix, vector = torch.ones(4, 30), torch.ones(30)
+packer = SimpleNamespace(_parameters={"a": matrix, "b": vector})
+WeightPacker.refresh_scales(packer)
+assert (matrix.view(-1) < 0).nonzero().view(-1).tolist() == [0, 20, 40, 60, 80, 100] and vector.eq(1).all()
+WeightPacker.refresh_scales(packer)
+assert matrix.eq(1).all() and seen == [packer, packer]
+""".replace("CHANGING", CHANGING)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_nothing_is_held_against_anything_without_8_bits() -> None:
+    assert goals([row for row in rows() if row["format"] == "bf16"]) == []
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_block"])
+def test_the_model_can_be_published_in(tmp_path, name) -> None:
+    spec = read_model_spec(write_model(tmp_path, quick=True))
+    wanted = shards(spec, WeightFormat(name=name), 2)
+    plan = plan_reshard(
+        spec,
+        ParallelConfig(pipeline=2),
+        format=WeightFormat(name=name),
+        bucket_bytes=16 << 20,
+        te_names=False,
+        wanted=wanted,
+    )
+    assert _bytes(plan, wanted)["rank_bytes_over_own_shard"] < 1.02

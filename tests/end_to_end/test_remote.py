@@ -1,0 +1,344 @@
+"""What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import ray
+
+from megatron_rl.trainer.group import SpmdGroup
+from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
+from rollout.planning.plan import GroupForecast, RolloutPlan
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
+from rollout.types import FinishReason, Score, ScoreStatus
+from tests.support.scored_groups import scored_group
+
+pytestmark = pytest.mark.usefixtures("running")
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def echo(self, value):
+        return self.rank, value
+
+    def sleep_if(self, rank):
+        if rank == self.rank:
+            time.sleep(60)
+
+    def raise_if(self, rank):
+        if rank == self.rank:
+            raise ValueError("the loss is a fish")
+
+    def die_or_raise(self, rank):
+        if rank == self.rank:
+            time.sleep(0.5)
+            os._exit(1)
+        raise ConnectionError("connection closed by peer")
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    """Answers groups after a moment each; notes how many responses it held at once."""
+
+    def __init__(self, answers_after_s=0.0):
+        self.held = self.most = self.ended = 0
+        self.calls = []
+        self.answers_after_s = answers_after_s
+
+    @ray.method(num_returns=2)
+    async def generate_group(self, group):
+        import asyncio
+
+        self.calls.append(("generate", group.group_id))
+        self.held += len(group.seeds)
+        self.most = max(self.most, self.held)
+        await asyncio.sleep(0.02)
+        self.held -= len(group.seeds)
+        self.ended += len(group.seeds)
+        if group.prompt.ground_truth == "poison":
+            raise RuntimeError("out of keys and values")
+        made = scored_group(group.group_id)
+        return made.summary, made.columns
+
+    async def ended_at_least(self, count):
+        import asyncio
+
+        while self.ended < count:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(self.answers_after_s)
+        return self.ended
+
+    async def hold(self):
+        self.calls.append(("hold", None))
+
+    async def release(self, group_ids):
+        self.calls.append(("release", group_ids))
+
+    async def report(self):
+        return self.most, self.calls
+
+
+@ray.remote(num_cpus=0)
+class Scorer:
+    def score(self, group, columns):
+        return tuple(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
+
+
+def group_of(*engines):
+    return EngineGroup(engines, num_ranks=1)
+
+
+def groups(count, **changes):
+    return [replace(scored_group(number).group, **changes) for number in range(count)]
+
+
+def test_an_spmd_call_returns_in_rank_order():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(3)], timeout_s=60)
+    assert group.call("echo", "x") == [(0, "x"), (1, "x"), (2, "x")]
+    group.kill()
+
+
+def test_a_late_rank_is_named_and_the_group_is_killed():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(3)], timeout_s=60)
+    group.call("echo", 0)
+    with pytest.raises(DeadlineError, match=r"trainer\.sleep_if: rank\(s\) \[1\] of 3 had not returned after 1 s"):
+        group.call("sleep_if", 1, timeout_s=1)
+    with pytest.raises(ProcessLostError, match=r"trainer\.echo failed on rank"):
+        group.call("echo", 0)
+
+
+def test_a_rank_that_raises_because_its_peer_died_is_not_blamed():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(2)], timeout_s=60)
+    group.call("echo", 0)
+    with pytest.raises(ProcessLostError, match=r"rank 1 of 2: process \d+ ended") as lost:
+        group.call("die_or_raise", 1)
+    assert lost.value.place.ranks == (1,) and lost.value.place.node
+
+
+def test_a_rank_that_raises_is_named_with_its_error():
+    group = SpmdGroup("trainer", [Rank.remote(rank) for rank in range(2)], timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"(?s)raise_if failed on rank 1 of 2.*a fish"):
+        group.call("raise_if", 1)
+
+
+def test_every_group_comes_back_once_scored_in_the_order_of_admission():
+    engines = [Engine.remote() for _ in range(2)]
+    pool = EnginePool(group_of(*engines), [Scorer.remote(), Scorer.remote()], slots_per_engine=8)
+    seen = []
+    pool.admit(groups(12, purpose="train", step=5))
+    pool.check_integrity()
+    taken = pool.take("train", 5, progress=lambda done, total: seen.append((done, total)))
+    assert [scored.group.group_id for scored in taken] == list(range(12))
+    for scored in taken:
+        assert scored.rewards == tuple(float(n) for n in scored.summary.lengths)
+    assert seen[-1] == (12, 12)
+    assert seen == sorted(seen)
+    assert pool.take("train", 5) == []
+    reports = ray.get([engine.report.remote() for engine in engines])
+    assert all(most <= 8 for most, _ in reports)
+    assert all(calls for _, calls in reports)
+
+
+def test_other_purposes_and_steps_stay_in_the_pool():
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
+    first, second = groups(2, step=0), [replace(group, step=1, group_id=group.group_id + 2) for group in groups(2)]
+    pool.admit(first + second)
+    assert len(pool.take("train", 1)) == 2
+    assert len(pool.take("train", 0)) == 2
+
+
+def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
+    engine = Engine.remote()
+    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4, whole_step=True)
+    pool.admit(groups(6, step=0))
+    assert len(pool.take("train", 0)) == 6
+    _, calls = ray.get(engine.report.remote())
+    assert calls[0] == ("hold", None)
+    assert ("release", list(range(6))) in calls
+    assert sorted(group_id for name, group_id in calls if name == "generate") == list(range(6))
+
+
+def test_an_engine_that_fails_is_named_with_its_group():
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
+    (group,) = groups(1)
+    pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
+    with pytest.raises(RuntimeError, match=r"(?s)engine 0: group 0 failed.*out of keys and values"):
+        pool.take("train", 0)
+
+
+def test_a_second_pool_of_an_engine_that_has_sampled_is_refused():
+    engines = group_of(Engine.remote())
+    EnginePool(engines, [Scorer.remote()], slots_per_engine=12).admit(groups(3))
+    ray.get(engines.actors[0].ended_at_least.remote(12))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4)
+    pool.admit(groups(3))
+    with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began 4"):
+        pool.take("train", 0)
+
+
+class Batches:
+    """Trains on what is complete first, so many groups at a time; notes what it was told."""
+
+    def __init__(self, size):
+        self.size = size
+        self.told = []
+        self.complete = []
+
+    def started(self, group_id):
+        self.told.append(("started", group_id))
+
+    def completed(self, group_id):
+        self.told.append(("completed", group_id))
+        self.complete.append(group_id)
+
+    def progress(self, step):
+        return min(len(self.complete), self.size), self.size
+
+    def batch(self, step):
+        if len(self.complete) < self.size:
+            return None
+        chosen, self.complete = self.complete[: self.size], self.complete[self.size :]
+        return chosen
+
+
+def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
+    batches = Batches(5)
+    engines = group_of(*(Engine.remote() for _ in range(2)))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8, batches=batches)
+    admitted = groups(15)
+    pool.admit(admitted)
+    taken = [scored.group.group_id for step in range(3) for scored in pool.take_batch(step)]
+    assert sorted(taken) == list(range(15))
+    for group_id in range(15):
+        assert batches.told.index(("started", group_id)) < batches.told.index(("completed", group_id))
+    pool.check_integrity()
+
+
+def test_a_plan_says_which_engine_starts_what_and_in_which_order():
+    engines = [Engine.remote() for _ in range(2)]
+    pool = EnginePool(group_of(*engines), [Scorer.remote()], slots_per_engine=4)
+    admitted = groups(6, step=0)
+    forecasts = [GroupForecast(group_id=g.group_id, step=0, num_responses=4, tokens=9.0) for g in admitted]
+    queues = (tuple(forecasts[i] for i in (5, 0)), tuple(forecasts[i] for i in (4, 3, 2, 1)))
+    pool.admit(admitted, RolloutPlan(queues=queues, shares_work=False))
+    assert len(pool.take("train", 0)) == 6
+    calls = [[group_id for name, group_id in calls if name == "generate"] for _, calls in
+             ray.get([engine.report.remote() for engine in engines])]  # fmt: skip
+    assert calls == [[5, 0], [4, 3, 2, 1]]
+
+
+@pytest.mark.parametrize("answers_after_s", [0.0, 0.5], ids=["at_once", "when_all_are_scored"])
+def test_while_the_caller_does_something_else_groups_are_started_and_scored(answers_after_s):
+    """Also where an engine says that it has room after the last of its groups was scored."""
+    batches = Batches(12)
+    engines = group_of(Engine.remote(answers_after_s))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4, batches=batches)
+    pool.admit(groups(12))
+    with pool.aside():
+        deadline = time.monotonic() + 60
+        while len(batches.complete) < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(batches.complete) == 12
+    assert len(pool.take_batch(0)) == 12
+
+
+def test_what_fails_aside_is_told_when_the_caller_comes_back():
+    engine = Engine.remote()
+    ray.get(engine.report.remote())  # it is there
+    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4)
+    (group,) = groups(1)
+    pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
+    with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.aside():
+        time.sleep(3.0)
+
+
+def test_a_batch_that_nothing_can_complete_is_said_and_not_waited_for():
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4, batches=Batches(2))
+    pool.admit(groups(1))
+    with pytest.raises(RuntimeError, match="nothing is being sampled"):
+        pool.take_batch(0)
+
+
+@ray.remote(num_cpus=0)
+class Mortal:
+    """An engine that dies at its `lives`-th group: with its actor, or only vLLM's process inside it."""
+
+    def __init__(self, lives, with_actor):
+        self.lives, self.with_actor = lives, with_actor
+        self.ended = 0
+        self.begun = {}
+
+    @ray.method(num_returns=2)
+    async def generate_group(self, group, summary=None, columns=None):
+        import asyncio
+        import os
+
+        self.lives -= 1
+        self.begun[group.group_id] = None if summary is None else (summary.lengths, columns.response_ids.tolist())
+        await asyncio.sleep(0.02)
+        made = scored_group(group.group_id)
+        if self.lives <= 0:
+            if self.with_actor:
+                os._exit(1)
+            reasons = (FinishReason.STOP, *[FinishReason.ABORT] * 3)
+            return replace(made.summary, finish_reasons=reasons, fault="the core died"), made.columns
+        self.ended += len(group.seeds)
+        return made.summary, made.columns
+
+    async def ended_at_least(self, count):
+        import asyncio
+
+        while self.ended < count:
+            await asyncio.sleep(0.001)
+        return self.ended
+
+    def what_was_begun(self):
+        return self.begun
+
+
+@pytest.mark.parametrize("with_actor", [True, False])
+def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(with_actor):
+    survivor = Mortal.remote(1000, with_actor)
+    engines = group_of(Mortal.remote(4, with_actor), survivor)
+    ray.get(engines.begin("what_was_begun"))  # both are there
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
+    admitted = groups(16, step=0)
+    pool.admit(admitted)
+    taken = pool.take("train", 0)
+    pool.check_integrity()
+    assert [scored.group.group_id for scored in taken] == list(range(16))
+    assert engines.lost == (0,) and engines.why(0)
+    assert pool.num_reissued > 0
+    begun = {group_id: had for group_id, had in ray.get(survivor.what_was_begun.remote()).items() if had is not None}
+    assert bool(begun) is not with_actor  # what an actor had is gone with it
+    for group_id, (lengths, ids) in begun.items():
+        made = scored_group(group_id)
+        assert (lengths, ids) == (made.summary.lengths, made.columns.response_ids.tolist())
+
+
+def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
+    engines = group_of(Mortal.remote(3, True))
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
+    brought = []
+
+    def revive():
+        brought.append(engines.why(0))
+        engines.replace(0, Mortal.remote(1000, True))
+
+    pool.revive = revive
+    pool.admit(groups(8, step=0))
+    assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
+    assert len(brought) == 1 and engines.lost == ()
+    pool.check_integrity()
+
+
+def test_without_anybody_to_bring_an_engine_the_end_of_the_last_one_is_an_error():
+    pool = EnginePool(group_of(Mortal.remote(1, True)), [Scorer.remote()], slots_per_engine=8)
+    pool.admit(groups(2, step=0))
+    with pytest.raises(EnginesLostError, match="2 groups wait"):
+        pool.take("train", 0)

@@ -1,0 +1,113 @@
+"""Whole runs through the command line, with real trainer ranks and engines: repeatable, resumable, honest.
+
+Four steps of a tiny mixture of experts that are spread over two trainer ranks. The deterministic run is started once to
+its end, and once more with two kills (-9) at points drawn at random, a save among them.
+"""
+
+import json
+
+import pytest
+
+from tests.support.runs.whole_runs import EXPERTS, NUM_STEPS, metrics, rows
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
+    found = rows(uninterrupted / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    for row in found:
+        assert row["actor/optimizer_steps"] == 2
+        assert row["actor/skipped_updates"] == row["reward/errors"] == row["batch/max_staleness"] == 0
+        assert row["publish/weight_version"] == row["step"] + 1
+        # BF16 engine against FP32 trainer at temperature 1
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert 0 <= row["rollout_corr/k3_kl"] < 1e-3
+        assert 0 < row["publish/weight_gap_max"] < 0.01
+        assert 0 < row["timeline/trainer_wait_share"] < row["timeline/idle_share"] < 1
+    for step in range(NUM_STEPS):
+        samples = rows(uninterrupted / "samples" / f"step-{step}.jsonl")
+        assert len(samples) == 16
+        assert all(row["versions"] == [[step, row["length"]]] for row in samples)
+        traces = rows(uninterrupted / "traces" / f"step-{step}.jsonl")
+        assert [len(trace["response_ids"]) for trace in traces] == [row["length"] for row in samples]
+    assert (uninterrupted / "policy" / "model.safetensors").exists()
+    timeline = json.loads((uninterrupted / "timeline.json").read_text())
+    names = {event["args"]["name"] for event in timeline["traceEvents"] if event["name"] == "thread_name"}
+    assert names >= {"engine 0", "trainer", "publisher", "steps"} and timeline["otherData"]["notes"] == []
+    assert "http://" not in (uninterrupted / "report.html").read_text().replace("http://www.w3.org", "")
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["3", "4", "latest"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, killed_twice):
+    print(f"kill points drawn with seed {killed_twice.seed}")
+    run_dir = killed_twice.run_dir
+    assert metrics(run_dir) == metrics(uninterrupted)
+    for step in range(NUM_STEPS):
+        name = f"step-{step}.jsonl"
+        assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
+    whole, resumed = (
+        (directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir)
+    )
+    assert whole == resumed
+    tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
+    assert tracked["last_step"] == NUM_STEPS - 1
+    assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
+    assert killed_twice.left_behind == set()
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_another_mode(ahead):
+    found = rows(ahead / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    assert [row["batch/responses"] for row in found] == [16.0] * NUM_STEPS
+    assert [row["batch/aborted_responses"] for row in found] == [0.0] * NUM_STEPS
+    # each start samples its first step under the newest weights, and the second beside the training of the first
+    assert [row["batch/max_staleness"] for row in found] == [0, 1, 0, 1]
+    assert all(0 <= row["rollout_corr/k3_kl"] < 0.02 for row in found)
+    sampled = [rows(ahead / "samples" / f"step-{step}.jsonl") for step in range(NUM_STEPS)]
+    assert len({row["prompt_id"] for step in sampled for row in step}) == 4 * NUM_STEPS
+    for step, responses in enumerate(sampled):
+        for row in responses:
+            versions = [version for version, _ in row["versions"]]
+            assert versions == sorted(versions) and set(versions) <= {step - 1, step}
+            assert sum(count for _, count in row["versions"]) == row["length"]
+    assert found[-1]["engine/reissued_groups"] <= 4
+    assert [row["engine/restarts"] for row in found] == [0, 1, 0, 2]
+    assert found[-1]["publish/repeated"] >= 1
+    assert found[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
+
+
+@pytest.mark.slow
+def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer_at_a_low_temperature(fed_with_changes):
+    run_dir, output = fed_with_changes
+    assert "12 x CPUInt8" in output
+    for row in rows(run_dir / "metrics.jsonl"):
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert 0 < row["rollout_corr/k3_kl"] <= 5e-3
+        assert row["publish/sqnr_db_min"] > 30 and row["publish/weight_gap_max"] < 0.01
+        # an untrained model may earn nothing and so learn nothing
+        assert 0 <= row["publish/changed_share"] < 1
+        assert 0 < row["publish/wire_bytes"] < 50_000 + 4e6 * row["publish/changed_share"]
+    found = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
+    assert found == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_exports_and_evaluates(example, uninterrupted, evaluated):
+    weights = "model.safetensors"
+    assert evaluated.weights.read_bytes() == (uninterrupted / "policy" / weights).read_bytes()
+    assert evaluated.weights.read_bytes() != (example / EXPERTS / weights).read_bytes()
+    found = {row["set_name"]: row for row in evaluated.rows}
+    assert (found["greedy"]["num_prompts"], found["greedy"]["samples_per_prompt"]) == (16, 1)
+    assert (found["sampled"]["num_prompts"], found["sampled"]["samples_per_prompt"]) == (8, 3)
+    assert all(0 <= row["average"] <= row["passed"] <= 1 and row["format"] == "bf16" for row in found.values())
+    assert "avg@3" in evaluated.output
+
+
+@pytest.mark.slow
+def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(warm_start):
+    assert len(warm_start.losses) == 8
+    assert warm_start.losses[-1] < 0.8 * warm_start.losses[0]
+    assert warm_start.refusal == 2
+    assert "Traceback" not in warm_start.refusal_output

@@ -1,0 +1,173 @@
+"""The ring of other prompts' texts: what is in it is what was kept, and drafts come from it where prompts are alike."""
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from history.drafting.drafter import _ENOUGH, _FEW_LOOKS, _LOOKS, Drafter
+from history.drafting.live_text import BUCKET, BY_THREE, newest_places
+from history.drafting.recent_ring import MOST_KEPT, NUM_PLACES, REGION, keep, share
+from history.index.suffix_array import SEPARATOR
+from tests.history.drafting.test_drafter import PROMPT, Engine, K, publish
+
+NUM_BUCKETS = 1 << 12
+
+
+def ring_of(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ring = np.full(size, SEPARATOR, dtype=np.int32)
+    return ring, np.full((NUM_BUCKETS, BUCKET), -1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=30))
+def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> None:
+    ring, buckets, end = ring_of(100)
+    for text in texts:
+        keep(ring, buckets, end, np.array(text, dtype=np.int32), 0, len(text))
+    assert ring[0] == ring[-1] == SEPARATOR
+    kept = [text for text in texts if len(text) > 1]
+    at = int(end[0])
+    if kept:
+        newest = kept[-1]
+        assert ring[at - len(newest) : at].tolist() == newest
+        assert ring[at - len(newest) - 1] == ring[at] == SEPARATOR
+        context = np.array(newest[:-1], dtype=np.int32)
+        last = len(context) - 1
+        places = np.zeros(BUCKET, dtype=np.int32)
+        count, _ = newest_places(ring, buckets, context, last, len(context), BY_THREE, places)
+        # a position that was written over may be found, if the same stands there now; it is never another text
+        assert all(ring[place - 1] == context[-1] for place in places[:count])
+        assert at - 1 in places[:count].tolist() or count == BUCKET or len(set(newest)) < len(newest)
+
+
+def test_of_a_long_text_the_newest_tokens_are_kept() -> None:
+    ring, buckets, end = ring_of(3 * MOST_KEPT)
+    text = np.arange(2 * MOST_KEPT, dtype=np.int32)
+    keep(ring, buckets, end, text, 0, len(text))
+    assert np.array_equal(ring[1 : 1 + MOST_KEPT], text[MOST_KEPT:])
+    assert end[0] == 1 + MOST_KEPT
+
+
+def test_a_prompt_without_history_is_drafted_from_what_others_said(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    phrases = [generator.integers(0, 600, size=30).tolist() for _ in range(4)]
+
+    def response() -> list[int]:
+        return [
+            token for index in generator.permutation(4) for token in (*phrases[index], int(generator.integers(600)))
+        ]
+
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    speeds = [Engine(drafter, [response()], keys=[key]).run() for key in range(1, 20)]
+    assert speeds[0] < 1.5
+    assert np.mean(speeds[5:]) > 3
+    stats = drafter.drain()
+    assert stats.accepted_by_source[2] > 0.5 * stats.num_accepted
+
+
+def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    for key in range(1, 4):
+        Engine(drafter, [generator.integers(0, 600, size=100).tolist()], keys=[key]).run()
+    looked = []
+    engine = Engine(drafter, [generator.integers(0, 600, size=200).tolist()], keys=[9])
+    engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
+    assert 0 < sum(looked) < 0.2 * len(looked)
+
+
+def test_what_the_own_history_says_as_well_is_no_reason_to_look(tmp_path: Path) -> None:
+    """Everybody says the same, so the ring is right as often as the history of the prompt, and adds nothing."""
+    said = np.random.default_rng(0).integers(0, 600, size=60).tolist()
+
+    def looks(*, history: bool) -> list[int]:
+        folder = tmp_path / str(history)
+        folder.mkdir()
+        drafter, found = Drafter(max_draft_tokens=2, segments_dir=str(folder)), []
+        for key in range(1, 41):
+            if history:
+                publish(folder, [said], key=key)
+            Engine(drafter, [said], keys=[key]).run(lambda drafts: found.append(int(drafter._state.shares[0])))
+        assert drafter.drain().num_accepted > 1000, "both are drafted"
+        return found[-200:]
+
+    assert np.mean(looks(history=False)) == 1
+    assert np.mean(looks(history=True)) < 0.1
+
+
+def test_one_bad_stretch_does_not_end_what_has_paid_for_long(tmp_path: Path) -> None:
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+
+    def judge(gained: float) -> bool:
+        for _ in range(_FEW_LOOKS):
+            drafter._weigh_sharing(gained * _ENOUGH / _FEW_LOOKS, _ENOUGH / _FEW_LOOKS)
+        return drafter._is_sharing
+
+    assert judge(0.2) and judge(0.2)
+    assert judge(0.0)
+    assert not (judge(0.0) and judge(0.0))
+
+
+def test_a_large_batch_knows_sooner_whether_the_ring_adds_anything(tmp_path: Path) -> None:
+    said = np.random.default_rng(0).integers(0, 600, size=400).tolist()
+    publish(tmp_path, [said], key=1)
+    num_rows, looked = 40, []
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [said] * num_rows, keys=[1] * num_rows)
+    engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
+    enough = max(-(-_ENOUGH // (num_rows * K)), _FEW_LOOKS)
+    assert enough <= sum(looked[:_LOOKS]) <= enough + 3 < _LOOKS, "the first forwards accept less"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=30))
+def test_running_responses_stand_in_the_ring_as_they_were_emitted(steps: list[tuple[int, int]]) -> None:
+    """Four responses grow in any order, of tokens that say whose they are and where."""
+    size = 4000
+    ring = np.full(size, SEPARATOR, dtype=np.int32)
+    buckets, end = np.full((NUM_BUCKETS, NUM_PLACES), -1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+    texts = [np.arange(row * 10_000, row * 10_000 + 3000, dtype=np.int32) for row in range(4)]
+    grown, regions = [0] * 4, [(0, 0)] * 4
+    for row, count in steps:
+        stop = grown[row] + count
+        regions[row] = share(ring, buckets, end, texts[row], 0, grown[row], stop, *regions[row])
+        grown[row] = stop
+    assert ring[0] == ring[-1] == SEPARATOR
+    if end[0] + REGION < size - 2 and sum(grown) < size // 4:  # nothing was overwritten
+        assert set(ring[ring >= 0].tolist()) == {
+            token for row in range(4) for token in texts[row][: grown[row]].tolist()
+        }
+    follows = (ring[:-1] >= 0) & (ring[1:] >= 0)
+    assert (ring[1:][follows] == ring[:-1][follows] + 1).all()
+
+
+def test_what_another_prompt_is_saying_is_drafted_before_it_has_ended(tmp_path: Path) -> None:
+    """Two prompts say the same, one of them twenty tokens later."""
+    said = np.random.default_rng(0).integers(0, 600, size=200).tolist()
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [said, said], keys=[1, 2])
+    for _ in range(20):  # the second one has only begun
+        length = engine.emitted[:1] + len(PROMPT)
+        drafter.propose(engine.slots[:1], engine.texts, length, np.zeros(1, dtype=np.int32))
+        engine.emit([[]])
+    num_forwards = 0
+    while engine.emitted[1] < 60:
+        engine.emit([[], engine.propose()[1]])
+        num_forwards += 1
+    assert num_forwards < 60 - 10
+
+
+def test_a_response_that_could_not_be_shared_for_a_while_is_not_followed_over_the_gap(tmp_path: Path) -> None:
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+    engine = Engine(drafter, [list(range(100, 130))], keys=[1])
+    for step in range(12):
+        drafter._is_sharing = not 4 <= step < 8
+        drafter._num_forwards = 1  # not one of the seldom looks
+        engine.propose(room=0)
+        engine.emit([[]])
+    ring = drafter._state.ring
+    follows = (ring[:-1] >= 0) & (ring[1:] >= 0)
+    assert follows.sum() > 5
+    assert (ring[1:][follows] == ring[:-1][follows] + 1).all()

@@ -1,0 +1,43 @@
+import dataclasses
+
+import pytest
+
+from history.drafting.stats import CALIBRATION_BINS, DraftStats
+from history.types import prompt_key
+
+
+def bins(**values: float) -> tuple[float, ...]:
+    return tuple(values.get(f"b{number}", 0) for number in range(CALIBRATION_BINS))
+
+
+def test_reports_add_field_by_field() -> None:
+    one = DraftStats(num_rows=2, num_emitted=6, num_drafted=8, num_accepted=4, accepted_by_source=(3, 1, 0, 0))
+    two = DraftStats(num_rows=4, num_emitted=6, num_drafted=4, num_accepted=2, accepted_by_source=(0, 0, 0, 2))
+    both = one + two
+    assert (both.num_rows, both.num_emitted, both.accepted_by_source) == (6, 12, (3, 1, 0, 2))
+    assert both.metrics()["history/tokens_per_forward"] == 2.0
+    assert both.metrics()["history/acceptance_rate"] == 0.5
+    assert both.metrics()["history/accepted_share/history"] == 0.5
+
+
+def test_nothing_drafted_has_finite_metrics() -> None:
+    assert all(value == 0.0 for value in DraftStats().metrics().values())
+
+
+def test_calibration_error_is_the_weighted_gap() -> None:
+    stats = DraftStats(
+        calibration_count=tuple(int(x) for x in bins(b2=10, b18=30)),
+        calibration_predicted=bins(b2=1.0, b18=27.0),
+        calibration_survived=tuple(int(x) for x in bins(b2=2, b18=24)),
+    )
+    assert stats.calibration_error() == pytest.approx((1 + 3) / 40)
+
+
+def test_every_field_is_a_sum() -> None:
+    for field in dataclasses.fields(DraftStats):
+        assert field.type in (int, float, "int", "float") or "tuple" in str(field.type)
+
+
+def test_prompt_keys_are_stable_and_fit_63_bits() -> None:
+    assert prompt_key("train/0") == prompt_key("train/0") != prompt_key("train/1")
+    assert 0 <= prompt_key("train/17") < 1 << 63

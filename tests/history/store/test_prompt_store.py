@@ -1,0 +1,211 @@
+"""A shard's memory: the last visits, under a budget, whatever order things come in and from whichever thread."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.drafting.store_soak import soak
+from history.store.prompt_store import RESPONSE_BYTES, PromptStore, expected_wait
+from history.store.response_batch import ResponseBatch
+from history.types import PastResponse
+from tests.support.responses import is_right, response, visit
+
+
+def store(*, budget_bytes: int = 1 << 30, kept_steps: int = 1, reuse_share=lambda before, now: 0.5) -> PromptStore:
+    return PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reuse_share)
+
+
+def steps_and_samples(found: PromptStore, key: int) -> list[tuple[int, int]]:
+    return [(one.step, one.sample) for _, past in found.fetch([key]).values() for one in past]
+
+
+def pay(found: PromptStore, key: int, step: int, *, num_samples: int = 4) -> None:
+    found.note_rewards(key, step, [float(sample) for sample in range(num_samples)])
+
+
+def test_half_a_visit_does_not_push_the_one_before_it_out_and_a_whole_one_does():
+    kept = store()
+    kept.append(1, visit(1, 0))
+    pay(kept, 1, 0)
+    kept.append(1, visit(1, 5)[:3])
+    pay(kept, 1, 5)
+    assert steps_and_samples(kept, 1) == [(0, s) for s in range(4)] + [(5, s) for s in range(3)]
+    kept.append(1, visit(1, 5)[3:])
+    assert steps_and_samples(kept, 1) == [(5, s) for s in range(4)]
+    assert [one.reward for one in kept.fetch([1])[1][1]] == [0.0, 1.0, 2.0, 3.0]
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_rewards_and_responses_may_come_in_any_order_and_twice(order, when):
+    kept = store()
+    kept.append(1, visit(1, 0))
+    pay(kept, 1, 0)
+    for position, sample in enumerate([*order, order[0]]):
+        if position == when:
+            pay(kept, 1, 3, num_samples=6)
+        kept.append(1, [response(1, 3, sample)])
+    if when == 0:  # nothing of the visit was there yet: the rewards came too early and are ignored
+        pay(kept, 1, 3, num_samples=6)
+    assert steps_and_samples(kept, 1) == [(3, s) for s in range(6)]
+    assert [one.reward for one in kept.fetch([1])[1][1]] == [float(s) for s in range(6)]
+    (only,) = kept.drain_returns()
+    assert (only.num_tokens, only.mean_length, only.reusable_share) == (72, 12.0, 0.5)
+    kept.check_integrity()
+
+
+def test_visits_that_nobody_rewards_are_bounded_too():
+    kept = store(kept_steps=2)
+    for step in range(10):
+        kept.append(1, visit(1, step))
+    assert {step for step, _ in steps_and_samples(kept, 1)} == {7, 8, 9}
+
+
+def test_what_the_caller_does_with_its_array_afterwards_changes_nothing():
+    kept = store()
+    ids = np.arange(5, dtype=np.int32)
+    kept.append(1, [PastResponse(token_ids=ids, step=0, sample=0)])
+    ids[:] = 9
+    (found,) = kept.fetch([1])[1][1]
+    assert found.token_ids.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="read-only"):
+        found.token_ids[0] = 1
+
+
+def test_a_stamp_changes_with_the_responses_and_saves_sending_them_again():
+    kept = store()
+    kept.append(1, visit(1, 0))
+    first, past = kept.fetch([1, 2])[1]
+    assert len(past) == 4
+    assert kept.fetch([1], {1: first}) == {1: (first, [])}
+    kept.append(1, visit(1, 1))
+    second, past = kept.fetch([1], {1: first})[1]
+    assert second > first
+    assert len(past) == 8
+
+
+def test_empty_responses_are_left_out():
+    kept = store()
+    kept.append(1, [PastResponse(token_ids=np.zeros(0, dtype=np.int32), step=0, sample=0)])
+    assert kept.fetch([1]) == {}
+    kept.check_integrity()
+
+
+def test_the_bytes_of_a_response_are_counted_as_they_are():
+    import tracemalloc
+
+    kept = store()
+    kept.append(0, visit(0, 0, num_samples=16))
+    tracemalloc.start()
+    for key in range(1, 201):
+        kept.append(key, visit(key, 0, num_samples=16))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept.stats().num_bytes == 201 * 16 * (48 + RESPONSE_BYTES)
+    assert 0.8 < used / (200 * 16 * (48 + RESPONSE_BYTES)) < 1.1
+
+
+def shuffled_walk(kept: PromptStore, *, num_prompts: int, epochs: int, per_step: int, seed: int) -> float:
+    """Share of visits, from the second epoch on, whose prompt was still there."""
+    generator, hits, step = random.Random(seed), [], 0
+    for epoch in range(epochs):
+        order = generator.sample(range(num_prompts), num_prompts)
+        for start in range(0, num_prompts, per_step):
+            for key in order[start : start + per_step]:
+                if epoch:
+                    hits.append(bool(kept.fetch([key])))
+                kept.append(key, visit(key, step))
+                pay(kept, key, step)
+            step += 1
+    kept.check_integrity()
+    return sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize("room", [0.25, 0.5])
+def test_half_the_room_keeps_about_half_the_hits_where_least_recently_used_would_keep_far_fewer(room):
+    num_prompts, one = 400, 4 * (48 + RESPONSE_BYTES)
+    kept = store(budget_bytes=int(room * num_prompts * one))
+    rate = shuffled_walk(kept, num_prompts=num_prompts, epochs=5, per_step=8, seed=1)
+    # with room for a share r of the prompts, the best that least-recently-used can do on this walk is r^2 / 2
+    assert rate > 0.7 * room
+    assert rate > 2 * room**2 / 2
+    assert kept.stats().num_evictions > 0
+
+
+def test_what_repeats_itself_is_kept_and_what_never_does_goes_first():
+    one = 4 * (4 * 13 + RESPONSE_BYTES)
+    kept = store(budget_bytes=41 * one, reuse_share=lambda before, now: float(len(now[0].token_ids) - 12))
+    for step in range(2):
+        for key in range(40):
+            kept.append(key, visit(key, step, length=12 + key % 2))
+            pay(kept, key, step)
+    shares = [came.reusable_share for came in kept.drain_returns()]
+    assert shares.count(0.0) == shares.count(1.0) == 20
+    for key in range(100, 115):
+        kept.append(key, visit(key, 2))
+    left = [key for key in range(40) if kept.fetch([key])]
+    assert sum(key % 2 for key in left) == 20
+    assert sum(key % 2 == 0 for key in left) < 10
+
+
+@pytest.mark.parametrize("age", [0.0, 3.0, 9.9, 10.0, 15.0, 19.0])
+def test_the_expected_wait_is_that_of_two_shuffled_epochs(age):
+    generator = np.random.default_rng(0)
+    intervals = generator.uniform(0, 10, 400_000) + generator.uniform(0, 10, 400_000)
+    residual = (intervals[intervals > age] - age).mean()
+    assert expected_wait(np.array([age]), 10.0)[0] == pytest.approx(residual, rel=0.02)
+    assert expected_wait(np.array([20.5]), 10.0)[0] == np.inf
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=60))
+def test_a_store_with_room_is_a_dictionary_of_the_last_visits(orders):
+    """Against a plain model: every response ever, of which a prompt's newest visits are to be found."""
+    kept, model, paid = store(), {}, set()
+    for key, step, sample, reward in orders:
+        if reward:
+            kept.note_rewards(key, step, [1.0, 1.0, 1.0])
+            if any((key, step) == known[:2] for known in model):
+                paid.add((key, step))
+        else:
+            kept.append(key, [response(key, step, sample)])
+            model[key, step, sample] = True
+        kept.check_integrity()
+    for key in range(6):
+        found = steps_and_samples(kept, key)
+        steps = sorted({step for known, step, _ in model if known == key})
+        assert set(found) <= {(step, sample) for known, step, sample in model if known == key}
+        assert {step for step, _ in found} <= set(steps)
+        if steps and (key, steps[-1]) not in paid:
+            newest = {(s, sample) for known, s, sample in model if known == key and s == steps[-1]}
+            assert newest <= set(found)
+        assert all(is_right(key, one) for _, past in kept.fetch([key]).values() for one in past)
+
+
+def test_a_batch_gives_back_what_went_in_and_splits_by_owner():
+    entries = [(key, one) for key in (5, 2, 9, 2) for one in visit(key, key)[: key % 4 + 1]]
+    batch = ResponseBatch.of(entries)
+    assert len(batch) == len(entries)
+    for (key, went_in), (found_key, came_out) in zip(entries, batch.entries(), strict=True):
+        assert (key, went_in.step, went_in.sample) == (found_key, came_out.step, came_out.sample)
+        assert is_right(key, came_out)
+    parts = batch.split(3)
+    assert [sorted({key for key, _ in part.entries()}) for part in parts] == [[9], [], [2, 5]]
+    assert sum(map(len, parts)) == len(batch)
+    assert len(ResponseBatch.of([])) == 0
+    assert list(ResponseBatch.of([]).split(2)[1].entries()) == []
+
+
+def test_a_soak_from_several_threads_reads_no_wrong_token_and_does_not_grow():
+    before = threading.active_count()
+    result = soak(num_inserts=96_000, num_writers=2, num_readers=2, seed=3)
+    assert result.num_inserts >= 96_000
+    assert result.num_wrong_tokens == 0
+    assert result.num_evictions > 1000
+    assert result.num_reads > 1000
+    assert result.num_segments > 10
+    assert result.growth < 0.2
+    assert threading.active_count() == before

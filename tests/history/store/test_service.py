@@ -1,0 +1,222 @@
+"""Shards and readers as Ray actors: what is sent comes back as segments; what dies costs drafts and is mended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from history.config import HistoryConfig
+from history.index.segment import attach_segment, segments_dir, sweep_segments
+from history.store.response_batch import ResponseBatch
+from history.store.service import HistoryService, start_history
+from history.store.snapshot import SnapshotError, read_manifest
+from history.types import prompt_key
+from tests.support.deadline import DEADLINE_S
+from tests.support.responses import is_right, visit
+
+pytestmark = pytest.mark.usefixtures("running")
+KEYS = [prompt_key(f"test/{number}") for number in range(12)]
+
+
+class Said(list):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture
+def started(said):
+    services = []
+
+    def start(name: str, **changes) -> HistoryService:
+        config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, **changes})
+        services.append(start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, say=said))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.close()
+        assert not Path(service.directory).exists()
+
+
+def remember(service: HistoryService, step: int, keys=KEYS) -> None:
+    service.append(ResponseBatch.of((key, one) for key in keys for one in visit(key, step)))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def published(service: HistoryService) -> set[int]:
+    return {int(path.stem, 16) for path in Path(service.directory).glob("*.segment")}
+
+
+def published_step(service: HistoryService, key: int) -> int:
+    segment = attach_segment(Path(service.directory), key)
+    if segment is None:
+        return -1
+    segment.check_integrity()
+    found = segment.past_responses()
+    assert len(found) == 4
+    assert all(is_right(key, one) for one in found)
+    return found[0].step
+
+
+def kill(actor: ray.actor.ActorHandle) -> None:
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_what_is_wanted_is_published_with_the_right_tokens_and_all_else_is_removed(started, said):
+    service = started("wanted")
+    remember(service, 0)
+    service.note_rewards(0, {key: [0.0, 1.0, 0.5, 0.25] for key in KEYS})
+    service.want([*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
+    until(lambda: published(service) == set(KEYS[:8]))
+    assert {published_step(service, key) for key in KEYS[:8]} == {0}
+    rewards = [one.reward for one in attach_segment(Path(service.directory), KEYS[0]).past_responses()]
+    assert rewards == [0.0, 1.0, 0.5, 0.25]
+    untouched = (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino
+    remember(service, 1, KEYS[:7])
+    service.note_rewards(1, dict.fromkeys(KEYS[:7], [0.0] * 4))
+    service.want(KEYS[6:10])
+    until(lambda: [published_step(service, key) for key in KEYS[6:10]] == [1, 0, 0, 0])
+    assert published(service) == set(KEYS[6:10])
+    assert (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino == untouched
+    report = service.report()
+    assert report.stats.num_prompts == 12
+    assert report.stats.num_responses == 48
+    assert report.num_segments == 4
+    assert len(report.returns) == 7
+    assert report.num_lost_calls == 0
+    assert said == []
+
+
+def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapshot(started, said, tmp_path):
+    service = started("shard", num_shards=1)
+    remember(service, 0)
+    service.save(tmp_path / "history")
+    service.saved(tmp_path / "history")
+    remember(service, 1, KEYS[:1])
+    service.report()
+    kill(service.shards[0])
+    until(lambda: service.report() and any("died" in line for line in said))
+    until(lambda: service.report().stats.num_prompts == len(KEYS))
+    assert [line for line in said if "died" in line] == [
+        "history shard 0 died and was started again; engines draft from what is left"
+    ]
+    assert service.report().num_lost_calls >= 1
+    service.want(KEYS)
+    until(lambda: published(service) == set(KEYS))
+    assert {published_step(service, key) for key in KEYS} == {0}
+    remember(service, 2, KEYS[:1])
+    service.note_rewards(2, {KEYS[0]: [1.0] * 4})
+    service.want(KEYS[:1])
+    until(lambda: published_step(service, KEYS[0]) == 2)
+
+
+def test_a_shard_that_came_back_empty_does_not_replace_a_snapshot(started, said, tmp_path):
+    service = started("unsaved", num_shards=1)
+    remember(service, 0)
+    service.save(tmp_path / "0")
+    service.saved(tmp_path / "0")
+    kill(service.shards[0])
+    attempts = 0
+    while not (tmp_path / f"{attempts}" / "manifest.json").exists() or attempts == 0:
+        attempts += 1
+        service.save(tmp_path / f"{attempts}")
+        service.saved(tmp_path / f"{attempts}")
+        assert attempts < 1000
+    manifest = read_manifest(tmp_path / f"{attempts}")
+    assert sum(file.num_tokens for file in manifest.files) == 12 * 48
+    assert any("could not be saved" in line for line in said) or attempts == 1
+
+
+def test_a_killed_reader_publishes_again_what_was_wanted_last(started, said):
+    service = started("reader")
+    remember(service, 0)
+    service.want(KEYS[:3])
+    until(lambda: published(service) == set(KEYS[:3]))
+    service.report()
+    (reader,) = service._readers
+    kill(reader)
+    until(lambda: service.report() and any("reader 0 died" in line for line in said))
+    until(lambda: published(service) == set(KEYS[:3]))
+    until(lambda: service.report().num_segments == 3)
+
+
+def test_orders_to_a_dead_shard_are_lost_and_counted_and_nobody_waits(started):
+    service = started("orders", num_shards=1)
+    service.report()
+    for shard in service.shards:
+        kill(shard)
+    began = time.monotonic()
+    for step in range(20):
+        remember(service, step)
+        service.note_rewards(step, dict.fromkeys(KEYS, [0.0] * 4))
+        service.want(KEYS)
+    assert time.monotonic() - began < 60  # an order that waits for an answer would wait for its deadline
+    until(lambda: service.report().num_lost_calls > 0)
+    remember(service, 20)
+    service.want(KEYS)
+    until(lambda: published(service) == set(KEYS))
+
+
+def test_a_snapshot_goes_to_as_many_shards_as_there_are(started, tmp_path):
+    folder = tmp_path / "history"
+    service = started("saved", num_shards=1)
+    remember(service, 4)
+    service.save(folder)
+    assert read_manifest(folder).last_step == 4
+    other = started("restored", num_shards=2)
+    other.restore(folder)
+    until(lambda: other.report().stats.num_prompts == len(KEYS))
+    other.want(KEYS)
+    until(lambda: published(other) == set(KEYS))
+    assert {published_step(other, key) for key in KEYS} == {4}
+
+
+def test_a_damaged_snapshot_or_one_of_another_tokenizer_is_refused_and_named(started, tmp_path):
+    folder = tmp_path / "history"
+    service = started("refused")
+    remember(service, 0)
+    service.save(folder)
+    name = read_manifest(folder).files[0].name
+    (folder / name).write_bytes(b"junk")
+    with pytest.raises(SnapshotError, match=name):
+        service.restore(folder)
+    service._fingerprint = "g"
+    with pytest.raises(SnapshotError, match="another tokenizer"):
+        service.adopt(folder, KEYS)
+
+
+def test_what_a_killed_run_left_in_shared_memory_is_swept_and_what_lives_is_not(started):
+    service = started("living", num_shards=1)
+    until(Path(service.directory).exists)
+    code = (
+        "from history.index.segment import claim, segments_dir; from pathlib import Path; "
+        "path = Path(segments_dir('killed')); kept = claim(path); (path / 'x.segment').touch(); print(path)"
+    )
+    path = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    assert (path / "x.segment").exists()
+    assert path in sweep_segments()
+    assert not path.exists()
+    assert Path(service.directory).exists()
+
+
+def test_nobody_who_only_holds_the_service_imports_numba():
+    code = "import history.store.service, sys; print([name for name in ('numba', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,207 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.checks.check import check_eval, check_run, check_sft
+from launcher.cluster.node import NodeResources
+from launcher.config.loading import load
+from launcher.config.schema import EvalConfig, RunConfig, SftConfig
+from launcher.errors import ConfigError, LaunchError, judging_user_input
+
+Write = Callable[[str], Path]
+
+
+def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_run(load(RunConfig, path, overrides), node)
+    return str(refused.value)
+
+
+def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) -> None:
+    memory = check_run(load(RunConfig, write_config("")), node)
+    assert 0 < memory.total_bytes < node.available_bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sampling.top_p=0.9"], ["`sampling.top_p` = 0.9", "need 1"]),
+        (["sampling.top_k=20"], ["`sampling.top_k` = 20", "need 0"]),
+        (["deterministic=true", "engine.num_engines=2"], ["`deterministic` = true", "`engine.num_engines` = 2"]),
+        (["algorithm.num_mini_batches=7"], ["64 x 8 = 512", "`algorithm.num_mini_batches` = 7"]),
+        (["trainer.parallel.data=3"], ["512", "`trainer.parallel.data` = 3"]),
+        (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "at least 2"]),
+        (
+            ["algorithm.correction.mode=icepop", "algorithm.correction.low=3"],
+            ["`algorithm.correction.low` = 3.0", "`algorithm.correction.cap` = 2.0"],
+        ),
+        (["trainer.optimizer.min_learning_rate=1"], ["min_learning_rate` = 1.0", "learning_rate` = 1e-06"]),
+        (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor = 3", "4 attention heads"]),
+        (["trainer.parallel.pipeline=5"], ["pipeline = 5", "4 layers"]),
+        (["engine.tensor_parallel=4"], ["`engine.tensor_parallel` = 4", "2 key/value heads"]),
+        (["sampling.max_response_tokens=500"], ["64 + `sampling.max_response_tokens` 500 = 564", "512 positions"]),
+        (["engine.kv_cache_bytes=1000"], ["`engine.kv_cache_bytes` = 1000", "raise it"]),
+        (["data.train.0.path=nowhere.jsonl"], ["`data.train.0.path` = nowhere.jsonl", "no such file"]),
+        (["evaluation.sets.held.path=nowhere.jsonl"], ["`evaluation.sets.held.path` = nowhere.jsonl"]),
+        (["reward.function=no_such.module.score"], ["`reward.function` = no_such.module.score", "no module"]),
+        (
+            ["planner.tail_engines=1"],
+            ["`planner.tail_engines` = 1", "`engine.num_engines` = 1: no engine is left"],
+        ),
+        (["planner.overlap=1"], ["`planner.max_staleness` = 0 is below 1", "`planner.overlap` = 1"]),
+        (
+            ["planner.overlap=1", "planner.head_start=0.2", "planner.max_staleness=1"],
+            ["`planner.max_staleness` = 1 is below 2", "`planner.head_start` = 0.2"],
+        ),
+        (["planner.policy=flexible", "planner.head_start=0.2"], ["`planner.head_start` = 0.2", "flexible"]),
+        (
+            ["deterministic=true", "planner.overlap=1", "planner.max_staleness=1"],
+            ["`deterministic` = true", "`planner.overlap` = 1"],
+        ),
+        (
+            ["placement.mode=disaggregated", "publish.transport=cuda_ipc"],
+            ["disaggregated", "`publish.transport` = cuda"],
+        ),
+        (["placement.mode=disaggregated", "engine.sleep_level=1"], ["disaggregated", "`engine.sleep_level` = 1"]),
+        (["publish.transport=nccl"], ["`publish.transport` = nccl", "`placement.mode` = colocated"]),
+        (["history.stock_engines=[1]"], ["`history.stock_engines` names engine 1", "`engine.num_engines` = 1"]),
+        (["history.warm_start=nowhere"], ["`history.warm_start` = nowhere", "manifest.json", "jsonl"]),
+        (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
+    ],
+)
+def test_what_cannot_run_is_refused_naming_both_values(
+    write_config: Write, node: NodeResources, overrides: list[str], said: list[str]
+) -> None:
+    text = refusal(write_config(""), node, *overrides)
+    assert all(part in text for part in said), text
+    assert len(text.splitlines()) < 24
+
+
+def test_every_problem_is_found_in_one_go(write_config: Write, node: NodeResources) -> None:
+    text = refusal(
+        write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl"
+    )
+    assert text.startswith("configuration: ")
+    assert all(key in text for key in ("top_p", "tensor = 3", "x.jsonl"))
+
+
+def test_too_little_memory_is_refused_naming_the_largest_knob(write_config: Write, node: NodeResources) -> None:
+    small = replace(node, available_bytes=4 << 30)
+    text = refusal(write_config(""), small, "engine.kv_cache_bytes=8589934592")
+    assert "4.00 GiB are available" in text
+    assert "`engine.kv_cache_bytes` (engine keys and values: 8.00 GiB)" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "2 + 2", "answer": ', "line 3: not valid JSON"),
+        ('{"answer": "4"}', "line 3: `prompt` None must be text"),
+        ('{"prompt": "2 + 2"}', "line 3: no ground truth"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    write_config: Write, node: NodeResources, tmp_path: Path, line: str, said: str
+) -> None:
+    path = write_config("")
+    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "1 + 1", "answer": "2"}}\n\n{line}\n')
+    text = refusal(path, node)
+    assert f"`data.train.0.path`: {tmp_path / 'train.jsonl'}, {said}" in text
+
+
+def test_a_bad_row_of_a_warm_start_is_named_by_file_and_line(
+    tmp_path: Path, model_dir: Path, node: NodeResources
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1"}\n')
+    settings = {"path": str(data), "max_tokens": 64}
+    config = SftConfig.model_validate({"model": str(model_dir), "output_dir": "out", "data": settings, "num_steps": 1})
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 2: a row must be an object with `prompt` and `response`"):
+        check_sft(config, node)
+
+
+def test_a_directory_without_weights_or_tokenizer_is_refused(
+    write_config: Write, node: NodeResources, model_dir: Path
+) -> None:
+    path = write_config("")
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "tokenizer.json").unlink()
+    text = refusal(path, node)
+    assert "holds no *.safetensors" in text
+    assert "holds no tokenizer" in text
+
+
+def test_making_room_where_there_is_none_to_make_is_refused(write_config: Write, node: NodeResources) -> None:
+    text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true")
+    assert "`engine.sleep_level` = 2: only engines on GPUs sleep" in text
+    assert "`trainer.offload` = all: on a CPU there is nowhere to go" in text
+    assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
+
+
+def test_experts_over_tensor_ranks_are_not_spread_on_a_cpu(
+    write_config: Write, node: NodeResources, model_dir: Path
+) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (model_dir / "config.json").write_text(json.dumps(config | more | {"model_type": "qwen3_moe"}))
+    keys = [f"trainer.parallel.{key}=2" for key in ("tensor", "data", "expert")]
+    assert "gloo cannot gather the tokens" in refusal(write_config(""), node, *keys)
+
+
+def test_experts_in_8_bits_are_refused_on_a_cpu(write_config: Write, node: NodeResources, model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (model_dir / "config.json").write_text(json.dumps(config | more | {"model_type": "qwen3_moe"}))
+    text = refusal(write_config(""), node, "engine.format=int8")
+    assert "`engine.format` = int8" in text
+    assert "the model has 4 experts, and vLLM multiplies experts in 8 bits on GPUs only; set it to bf16" in text
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": {"vocab": {"a": 0, "b": 256}}},
+        {"model": {"vocab": [["a", 0.0]] * 257}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 256, "content": "x"}]},
+    ],
+)
+def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
+    write_config: Write, node: NodeResources, model_dir: Path, tokenizer: dict[str, object]
+) -> None:
+    path = write_config("")
+    (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "has ids up to 256, but the model's vocab_size is 256" in refusal(path, node)
+
+
+def test_a_remote_complaint_about_the_users_input_is_one_screen() -> None:
+    class RemoteError(ValueError):
+        def __init__(self) -> None:
+            super().__init__("ray::Scorer()\nTraceback ...\nValueError: row 3 is bad")
+            self.cause = ValueError("row 3 is bad")
+
+    with pytest.raises(LaunchError, match=r"^row 3 is bad$"), judging_user_input():
+        raise RemoteError
+
+
+def test_a_warm_start_that_would_overwrite_its_model_is_refused(
+    tmp_path: Path, model_dir: Path, node: NodeResources
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "response": "2"}\n')
+    config = SftConfig.model_validate(
+        {"model": str(model_dir), "output_dir": str(model_dir), "data": {"path": str(data)}, "num_steps": 1}
+    )
+    with pytest.raises(ConfigError, match=r"(?s)`data.max_tokens` = 1024.*512 positions.*is the model itself"):
+        check_sft(config, node)
+
+
+def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
+    one = {"path": str(data), "samples_per_prompt": 4, "max_response_tokens": 64}
+    config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
+    with pytest.raises(ConfigError, match=r"`sets.a.samples_per_prompt` = 4 with temperature 0"):
+        check_eval(config)

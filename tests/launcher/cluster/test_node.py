@@ -1,0 +1,36 @@
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.cluster import node as environment
+
+
+def test_the_description_is_json_and_names_versions_and_machine() -> None:
+    described = json.loads(json.dumps(environment.describe()))
+    assert described["packages"]["ray"] == "2.60.0"
+    assert described["machine"]["total_bytes"] == psutil.virtual_memory().total
+    assert len(described["commit"]) in (0, 40, 41)
+
+
+def test_resources_are_what_this_process_may_use() -> None:
+    node = environment.node_resources()
+    assert node.cpu_cores == len(os.sched_getaffinity(0))
+    assert 0 < node.available_bytes <= psutil.virtual_memory().total
+
+
+def test_devices_are_read_from_the_driver_and_narrowed_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 81559\necho 81559\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment.node_resources().gpu_bytes == (81559 << 20,) * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert environment.node_resources().gpu_bytes == (81559 << 20,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert environment.node_resources().gpu_bytes == ()

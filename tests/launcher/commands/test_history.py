@@ -1,0 +1,117 @@
+"""Which engines of a run draft, and with which history it begins."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from history.store.snapshot import OtherTokenizerError, SnapshotError
+from history.store.traces import Trace, write_traces
+from launcher.commands.history import draft_spec, start_drafting
+from launcher.config.schema import RunConfig
+from rollout.data.tokenizer import TokenizerFacts
+from rollout.types import Prompt, PromptId
+
+FACTS = TokenizerFacts(fingerprint="abc", vocab_size=50, eos_token_id=2, has_chat_template=True)
+PROMPT = Prompt(
+    prompt_id=PromptId("math/0"),
+    data_source="math",
+    token_ids=np.array([4, 5], dtype=np.int32),
+    ground_truth="",
+    extra_info_json="null",
+)
+
+
+class Stand:
+    """Stands for `Processes` and for the service that it starts."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[tuple[str, object]] = []
+
+    def start_history(self, config, *, directory, fingerprint, say):
+        self.calls.append(("start", fingerprint))
+        return self
+
+    def restore(self, folder):
+        self._call("restore", folder)
+
+    def adopt(self, folder, only):
+        self._call("adopt", folder)
+
+    def append(self, batch):
+        self._call("append", len(batch))
+
+    def _call(self, what, value):
+        self.calls.append((what, value))
+        if self.error is not None:
+            raise self.error
+
+
+def run_config(**parts: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x.jsonl"}]}, **parts}
+    )
+
+
+def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
+    said: list[str] = []
+    prompts = {PROMPT.prompt_id: PROMPT}
+    service = start_drafting(config, stand, FACTS, prompts, run_id="x", snapshot=snapshot, say=said.append)  # type: ignore[arg-type]
+    return service, said
+
+
+def test_engines_draft_by_default_into_one_folder_and_stock_ones_do_not():
+    config = run_config(engine={"num_engines": 3}, history={"stock_engines": [1], "max_draft_tokens": 8})
+    first, stock, last = (draft_spec(config, number, "run") for number in range(3))
+    assert stock is None
+    assert first == last
+    assert first is not None
+    assert first.max_draft_tokens == 8
+    assert "run" in first.segments_dir
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ({"deterministic": True}, "engines do not draft: "),
+        ({"history": {"drafts": False}}, ""),
+        ({"history": {"stock_engines": [0]}}, ""),
+    ],
+)
+def test_without_drafts_nothing_is_started_and_a_deterministic_run_says_why(parts, line):
+    config, stand = run_config(**parts), Stand()
+    service, said = start(stand, config)
+    assert service is None
+    assert stand.calls == []
+    assert draft_spec(config, 0, "run") is None
+    assert [one.startswith(line) for one in said] == ([True] if line else [])
+
+
+def test_a_resumed_run_takes_its_own_snapshot_and_not_the_warm_start():
+    stand = Stand()
+    start(stand, run_config(history={"warm_start": "elsewhere"}), snapshot="checkpoints/3/history")
+    assert stand.calls == [("start", "abc-50"), ("restore", Path("checkpoints/3/history"))]
+
+
+def test_a_damaged_snapshot_is_named_and_the_run_goes_on():
+    _, said = start(Stand(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
+    assert said == ["the run goes on without its history: checkpoints/3/history/shard-0: is damaged"]
+
+
+def test_a_warm_start_of_another_tokenizer_is_refused_and_a_damaged_one_is_said(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    config = run_config(history={"warm_start": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"history\.warm_start.*other words; leave it out"):
+        start(Stand(OtherTokenizerError("other words")), config)
+    _, said = start(Stand(SnapshotError("torn")), config)
+    assert said == ["the run begins without the history of `history.warm_start`: torn"]
+
+
+def test_traces_are_a_warm_start_too(tmp_path):
+    ids = np.array([7, 8, 9], dtype=np.int32)
+    trace = Trace(step=3, prompt_id="math/0", sample=0, prompt_ids=PROMPT.token_ids, response_ids=ids, reward=1.0)
+    write_traces(tmp_path / "step-3.jsonl", [trace])
+    stand = Stand()
+    start(stand, run_config(history={"warm_start": str(tmp_path)}))
+    assert stand.calls == [("start", "abc-50"), ("append", 1)]

@@ -1,0 +1,203 @@
+"""Which kind an error is, where it happened, and the screen that is shown of it."""
+
+import errno
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from launcher.endings.conclusion import Command, conclude, termination_raises
+from launcher.endings.kept import kept
+from launcher.endings.kinds import Ending, judge
+from launcher.endings.screen import WIDTH, screen
+from launcher.errors import ConfigError, Terminated
+from megatron_rl.controller.publish_refusal import PublishRefusedError
+from rollout.failures import (
+    CallError,
+    DeadlineError,
+    EnginesLostError,
+    Place,
+    PlacedError,
+    ProcessLostError,
+    RewardBrokenError,
+    brief,
+)
+
+DEATH = """The actor died unexpectedly before finishing this task.
+\tclass_name: EngineActor
+\tactor_id: 1f2e
+\tpid: 4711
+\tnamespace: megatron_rl
+\tip: 10.0.0.7
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) OOM killer"""
+
+
+class RayActorError(Exception):
+    """Stands for Ray's, of which only the name and the text count."""
+
+
+def remote(cause: Exception) -> Exception:
+    """As Ray hands over what an actor raised."""
+    trace = f"Traceback (most recent call last):\n  the remote frames\n{type(cause).__name__}: {cause}"
+    return ray.exceptions.RayTaskError("f", trace, cause, "ray::Actor.f", 4711, "10.0.0.7").as_instanceof_cause()
+
+
+def caused(error: Exception, by: BaseException) -> Exception:
+    error.__cause__ = by
+    return error
+
+
+TRAINER = Place(role="trainer", ranks=(1,))
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (ConfigError("x"), Ending.USER_INPUT),
+        (KeyboardInterrupt(), Ending.INTERRUPTED),
+        (Terminated(), Ending.TERMINATED),
+        (PublishRefusedError("engine(s) [0] are fenced"), Ending.PUBLISH_REFUSED),
+        (EnginesLostError("engines have died 4 times"), Ending.ENGINES_LOST),
+        (DeadlineError("rank(s) [1] had not returned after 3 s"), Ending.DEADLINE),
+        (RewardBrokenError("x.y has failed"), Ending.REWARD_BROKEN),
+        (remote(RewardBrokenError("x.y has failed")), Ending.REWARD_BROKEN),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.DISK_FULL),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.DISK_FULL),
+        (caused(CallError("trainer.save failed", TRAINER), remote(OSError(errno.ENOSPC, "full"))), Ending.DISK_FULL),
+        (remote(ValueError('Os { code: 28, kind: StorageFull, message: "..." }')), Ending.DISK_FULL),
+        (RuntimeError("/dev/shm has no room for 9 bytes of a segment"), Ending.DISK_FULL),
+        (MemoryError(), Ending.OUT_OF_MEMORY),
+        (remote(MemoryError("big")), Ending.OUT_OF_MEMORY),
+        (
+            ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory."),
+            Ending.OUT_OF_MEMORY,
+        ),
+        (caused(CallError("x", TRAINER), RuntimeError("CUDA out of memory. Tried ...")), Ending.OUT_OF_MEMORY),
+        (PublishRefusedError("DefaultCPUAllocator: can't allocate memory: you tried"), Ending.OUT_OF_MEMORY),
+        (PublishRefusedError("engine 0: rank 0: DeadlineError: engine rank 0 waited in vain"), Ending.DEADLINE),
+        (ProcessLostError("trainer.train failed on rank 1", TRAINER), Ending.PROCESS_LOST),
+        (RayActorError(DEATH), Ending.PROCESS_LOST),
+        (ray.exceptions.RayActorError(), Ending.PROCESS_LOST),
+        (caused(EnginesLostError("engines have died 4 times"), RayActorError(DEATH)), Ending.ENGINES_LOST),
+        (ZeroDivisionError("x"), Ending.DEFECT),
+        (caused(CallError("trainer.train failed on rank 1", TRAINER), remote(KeyError("x"))), Ending.DEFECT),
+    ],
+)
+def test_an_error_is_of_one_kind(error: BaseException, ending: Ending) -> None:
+    assert judge(error).ending is ending
+
+
+def test_an_error_that_replaced_another_while_that_was_handled_is_judged_with_it() -> None:
+    error = KeyError("from the cleaning up")
+    error.__context__ = OSError(errno.ENOSPC, "full")
+    assert judge(error).ending is Ending.DISK_FULL
+
+
+def test_a_process_that_ends_while_the_memory_killer_works_has_run_out_of_memory() -> None:
+    verdict = judge(ProcessLostError("engine 0: process 4711 ended", Place(role="engine", ranks=(0,))), memory_kills=1)
+    assert verdict.ending is Ending.OUT_OF_MEMORY
+    assert "the memory killer has ended 1 process(es)" in verdict.what and "engine 0" in verdict.what
+    assert judge(KeyError("x"), memory_kills=1).ending is Ending.DEFECT
+
+
+def test_exit_codes_differ_and_each_kind_but_one_says_what_to_do() -> None:
+    assert len({ending.code for ending in Ending}) == len(Ending)
+    quiet = {Ending.USER_INPUT, Ending.INTERRUPTED, Ending.TERMINATED}
+    assert {ending for ending in Ending if not ending.advice} == quiet
+
+
+@pytest.mark.parametrize(
+    "kind", [CallError, ProcessLostError, EnginesLostError, DeadlineError, RewardBrokenError, PublishRefusedError]
+)
+def test_failures_travel_with_their_place(kind: type[PlacedError]) -> None:
+    there = pickle.loads(pickle.dumps(kind("what", Place(role="engine", ranks=(3,), node="10.0.0.7"))))
+    assert (type(there), str(there), str(there.place)) == (kind, "what", "engine 3, node 10.0.0.7")
+    assert isinstance(there, RuntimeError)
+
+
+def test_a_remote_error_is_one_line_without_its_traceback() -> None:
+    assert brief(remote(KeyError("x"))) == "KeyError: 'x'"
+    assert brief(RayActorError(DEATH)) == (
+        "process 4711 ended: Worker unexpectedly exits with a connection error code 2. End of file."
+    )
+
+
+def run_directory(path: Path) -> Path:
+    """One that has come to step 4."""
+    for folder in ("logs", "samples", "checkpoints/4/history"):
+        (path / folder).mkdir(parents=True)
+    (path / "checkpoints" / "latest").write_text("4\n")
+    (path / "metrics.jsonl").write_text("{}\n" * 5)
+    for step in range(5):
+        (path / "samples" / f"step-{step}.jsonl").write_text("")
+    (path / "logs" / "engine-0.log").write_text("vLLM's own words\n")
+    return path
+
+
+def test_the_screen_says_what_where_what_is_kept_what_to_do_and_where_the_log_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(role="engine", ranks=(0,), node="10.0.0.7")
+    error = caused(PublishRefusedError("engine 0: update failed: checksum", place), remote(RuntimeError("checksum")))
+    assert conclude(error, Command(name="run", run_dir=run_directory(tmp_path / "run"))) == 3
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Traceback" not in shown.err and "remote frames" not in shown.err
+    text = " ".join(shown.err.split())
+    for part in (
+        "megatron-rl run: a publish of weights was refused (exit code 3)",
+        "what engine 0: update failed: checksum",
+        "where engine 0, node 10.0.0.7",
+        f"kept {tmp_path / 'run'}: checkpoint of step 4 with history, metrics of 5 step(s), samples of 5 step(s)",
+        "The same command resumes after step 4.",
+        f"log {tmp_path / 'run' / 'logs' / 'driver-0.log'} (full traceback) {tmp_path}/run/logs/engine-0.log",
+    ):
+        assert part in text, text
+    log = (tmp_path / "run" / "logs" / "driver-0.log").read_text()
+    assert "the remote frames" in log and "PublishRefusedError" in log
+
+
+def test_a_screen_is_short_and_narrow_however_long_the_error() -> None:
+    verdict = judge(CallError("a long complaint " * 400, TRAINER))
+    lines = screen(verdict, command="run", kept=kept(None), log="/tmp/x.log").splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= WIDTH
+    assert "nothing" in "\n".join(lines)
+
+
+def test_a_defect_shows_the_traceback_of_its_first_error_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = caused(CallError("trainer.train failed on rank 1: KeyError: 'x'", TRAINER), remote(KeyError("x")))
+    command = Command(name="sft", output=tmp_path / "warm.jsonl")
+    assert conclude(error, command) == 70
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown.count("Traceback") == 1 and shown.count("the remote frames") == 1
+    assert "trainer rank 1" in shown and f"{tmp_path / 'warm.jsonl.log'} (full traceback)" in shown
+
+
+def test_a_log_that_cannot_be_written_goes_to_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_directory(tmp_path / "run")
+    (run_dir / "logs" / "driver-0.log").mkdir()  # what stands in the way of the file
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert conclude(MemoryError(), Command(name="run", run_dir=run_dir)) == 8
+    (log,) = tmp_path.glob("megatron-rl-run-*.log")
+    assert str(log) in capsys.readouterr().err
+
+
+def test_an_interruption_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert conclude(KeyboardInterrupt(), Command(name="run", run_dir=run_directory(tmp_path / "run"))) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "interrupted" in line and "The same command resumes after step 4." in line
+    assert not (tmp_path / "run" / "logs" / "driver-0.log").exists()
+
+
+def test_a_termination_is_an_error_of_the_body_and_the_handler_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), termination_raises():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,97 @@
+import io
+
+from rich.console import Console
+
+from launcher.run_dir.console import RunProgress, before_after_table, step_line
+from rollout.evaluation import EvaluationRow, changes
+
+METRICS = {
+    "reward/mean": 0.51249,
+    "response_length/mean": 31.6,
+    "response_length/clip_ratio": 0.015,
+    "rollout_corr/k3_kl": 1.64e-4,
+    "rollout_corr/rollout_is_eff_sample_size": 0.99971,
+    "perf/throughput_tokens_s": 8123.4,
+    "timing_s/rollout": 1.25,
+    "timing_s/train": 0.9,
+    "timing_s/publish": 0.11,
+    "timing_s/step": 2.31,
+    "reward/errors": 0.0,
+}
+
+
+def row(step: int, average: float, weight_format: str = "bf16", source: str = "all") -> EvaluationRow:
+    return EvaluationRow(
+        set_name="held_out",
+        data_source=source,
+        format=weight_format,
+        step=step,
+        num_prompts=512,
+        samples_per_prompt=1,
+        average=average,
+        passed=average,
+        truncated=0.0,
+        mean_length=20.0,
+    )
+
+
+def plain(height: int = 40) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=160, height=height), text
+
+
+def test_a_steps_line_has_its_figures_and_its_seconds_by_phase() -> None:
+    assert step_line(0, 20, METRICS) == (
+        "step  1/20  reward 0.512  length 32  cut 1.5%  k3 1.6e-04  ESS 0.9997  tok/s 8123  "
+        "2.3 s (rollout 1.2, train 0.9, publish 0.1)"
+    )
+
+
+def test_a_missing_figure_is_left_out_rather_than_zero() -> None:
+    assert step_line(4, 20, {"reward/mean": 1.0}) == "step  5/20  reward 1.000"
+
+
+def test_trouble_is_shown_only_when_there_is_some() -> None:
+    assert "! 3 reward errors" in step_line(0, 2, {**METRICS, "reward/errors": 3.0})
+
+
+def test_the_table_keeps_bf16_and_eight_bit_figures_apart_bf16_first() -> None:
+    rows = [row(0, 0.40, "int8"), row(0, 0.42), row(20, 0.80, "int8"), row(20, 0.82), row(10, 0.6, "int8")]
+    found = changes(rows)
+    assert [(one.before.format, one.before.average, one.after.average) for one in found] == [
+        ("bf16", 0.42, 0.82),
+        ("int8", 0.40, 0.80),
+    ]
+    assert [round(one.points, 6) for one in found] == [40.0, 40.0]
+    console, text = plain()
+    console.print(before_after_table(rows))
+    lines = [line for line in text.getvalue().splitlines() if "held_out" in line]
+    assert "BF16" in lines[0] and "0.420" in lines[0] and "+40.0" in lines[0]
+    assert "INT8 (8-bit engine)" in lines[1] and "0.800" in lines[1]
+
+
+def test_whole_sets_come_before_their_data_sources() -> None:
+    rows = [row(0, 0.1, source="b"), row(0, 0.2), row(0, 0.3, source="a")]
+    assert [one.label for one in changes(rows)] == ["held_out", "held_out/a", "held_out/b"]
+
+
+def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
+    console, text = plain()
+    progress = RunProgress(20, console)
+    for done in range(5):
+        progress.phase("rollout", done, 4)
+    progress.step(0, METRICS)
+    progress.evaluation([row(0, 0.5)])
+    progress.close()
+    assert "\x1b" not in text.getvalue()
+    assert len(text.getvalue().splitlines()) == 2
+
+
+def test_on_a_terminal_a_bar_disappears_before_the_next_line() -> None:
+    text = io.StringIO()
+    progress = RunProgress(2, Console(file=text, force_terminal=True, width=120))
+    progress.phase("rollout", 1, 4)
+    progress.phase("rollout", 4, 4)
+    progress.step(0, METRICS)
+    assert "rollout" in text.getvalue()
+    assert text.getvalue().endswith("publish 0.1)\n")

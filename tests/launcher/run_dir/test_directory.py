@@ -1,0 +1,147 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.atomic_files import read_rows, replace_rows
+from launcher.run_dir.directory import RunDirectory
+
+HOLD = (
+    "import sys, time\n"
+    "from launcher.run_dir.directory import RunDirectory\n"
+    "held = RunDirectory(sys.argv[1])\n"
+    "held.append_metrics(0, {'reward/mean': 0.5})\n"
+    "print('held', flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_naming_the_process_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+    process = holder(tmp_path / "run")
+    try:
+        with pytest.raises(RunDirectoryError, match=rf"in use by process {process.pid} on "):
+            RunDirectory(tmp_path / "run")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with RunDirectory(tmp_path / "run") as run:
+        assert [row["step"] for row in run.metrics()] == [0]
+        assert json.loads((tmp_path / "run" / "LOCK").read_text())["pid"] == os.getpid()
+
+
+def test_a_closed_directory_can_be_opened_again(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).close()
+    with RunDirectory(tmp_path), pytest.raises(RunDirectoryError):
+        RunDirectory(tmp_path)
+
+
+def test_children_do_not_keep_the_lock_alive(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        run.close()
+        RunDirectory(tmp_path).close()
+    finally:
+        child.communicate(b"\n")
+
+
+def test_rows_of_repeated_steps_move_aside_and_none_is_lost(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in range(5):
+            run.append_metrics(step, {"reward/mean": step / 10})
+        run.append_evaluation([{"step": 0, "average": 0.1}, {"step": 3, "average": 0.2}, {"step": 5, "average": 0.3}])
+        assert run.resume_at(3) == 3
+        run.append_metrics(3, {"reward/mean": 9.0})
+        assert [(row["step"], row["reward/mean"]) for row in run.metrics()] == [(0, 0), (1, 0.1), (2, 0.2), (3, 9.0)]
+        assert [row["step"] for row in run.evaluation()] == [0, 3]
+        abandoned = [json.loads(line) for line in (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in abandoned] == [3, 4]
+        assert run.resume_at(4) == 0
+
+
+def test_a_start_from_nothing_abandons_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {"a": 1.0})
+        run.append_evaluation([{"step": 0, "average": 0.1}])
+        assert run.resume_at(0) == 2
+        assert (run.metrics(), run.evaluation()) == ([], [])
+
+
+def test_a_torn_last_line_is_dropped_before_anything_is_appended(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {"a": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "time')
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(1, {"a": 2.0})
+        assert [row["a"] for row in run.metrics()] == [1.0, 2.0]
+
+
+def test_a_span_is_recorded_even_when_its_body_raises(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        with pytest.raises(KeyError), run.span("trainer-0", "train"):
+            raise KeyError
+        row = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (row["who"], row["what"]) == ("trainer-0", "train")
+    assert row["start_s"] <= row["end_s"]
+
+
+def test_a_checkpoint_is_named_latest_only_when_it_is_whole(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        assert run.latest_checkpoint() is None
+        (run.begin_checkpoint(2) / "state.json").write_text("2")
+        assert run.latest_checkpoint() is None
+        run.finish_checkpoint(2, keep_last=2)
+        (run.begin_checkpoint(4) / "state.json").write_text("half")
+    with RunDirectory(tmp_path) as run:
+        assert run.latest_checkpoint() == (2, tmp_path / "checkpoints" / "2")
+        assert list(run.begin_checkpoint(4).iterdir()) == []
+
+
+def test_older_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3, 3):
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=2)
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3", "latest"]
+        assert run.latest_checkpoint() == (3, tmp_path / "checkpoints" / "3")
+
+
+def test_the_environment_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for commit in ("a", "b", "c"):
+            run.write_environment({"commit": commit})
+    saved = json.loads((tmp_path / "environment.json").read_text())
+    assert saved["commit"] == "c"
+    assert [one["commit"] for one in saved["earlier"]] == ["a", "b"]
+
+
+def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="is a file"):
+        RunDirectory(tmp_path / "file")
+
+
+def test_rows_are_read_up_to_the_one_that_is_being_written(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert read_rows(file) == []
+    file.write_text("", encoding="utf-8")
+    assert read_rows(file) == []
+    replace_rows(file, [{"text": "a\u2028b\u00e9"}, {"n": 1}])
+    whole = file.read_bytes()
+    assert read_rows(file) == [{"text": "a\u2028b\u00e9"}, {"n": 1}]
+    for cut in range(len(whole)):
+        file.write_bytes(whole[:cut])
+        assert read_rows(file) == [{"text": "a\u2028b\u00e9"}][: whole[:cut].count(b"\n")]

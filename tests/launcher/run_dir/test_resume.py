@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+
+from launcher.config.loading import resolved_yaml
+from launcher.config.schema import RunConfig
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.resume import changed_keys
+
+
+def run_config(**parts: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 3, "data": {"train": [{"path": "x.jsonl"}]}, **parts}
+    )
+
+
+def test_a_first_start_and_an_unchanged_one_have_nothing_to_say(tmp_path: Path) -> None:
+    assert changed_keys(tmp_path, run_config()) == []
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
+    assert changed_keys(tmp_path, run_config()) == []
+
+
+def test_what_may_change_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
+    now = run_config(num_steps=9, trainer={"parallel": {"tensor": 2}}, evaluation={"sets": {"a": {"path": "y"}}})
+    lines = changed_keys(tmp_path, now)
+    assert "num_steps: 3 -> 9" in lines
+    assert "trainer.parallel.tensor: 1 -> 2" in lines
+    assert "evaluation.sets.a.path: None -> y" in lines
+
+
+@pytest.mark.parametrize(
+    "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
+)
+def test_what_may_not_change_is_refused_naming_both_values(tmp_path: Path, parts: dict[str, object]) -> None:
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
+    with pytest.raises(RunDirectoryError, match=rf"{next(iter(parts))}.* -> "):
+        changed_keys(tmp_path, run_config(**parts))

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from launcher.run_dir.step_timeline import FITTED_PER_STEP, StepTimeline
+from rollout.tracing.forwards import FORWARD
+from tests.support.runs.synthetic_run import ORIGIN_S, decode
+
+
+def none():
+    return np.zeros(0, dtype=FORWARD)
+
+
+def one(start_s: float, seconds: float, requests: int = 4):
+    return np.array([(ORIGIN_S + start_s, requests, requests, 0, seconds)], dtype=FORWARD)
+
+
+def test_steps_follow_each_other_without_a_gap_and_the_first_begins_with_its_rollout():
+    timeline = StepTimeline(1)
+    timeline.add_forwards([one(1, 4)])
+    first = timeline.close(ORIGIN_S + 10, step_s=8.0)
+    timeline.add_span("trainer", "checkpoint", ORIGIN_S + 10, ORIGIN_S + 13)
+    timeline.add_forwards([one(14, 2)])
+    second = timeline.close(ORIGIN_S + 20, step_s=7.0)
+    assert first["timeline/elapsed_s"] == pytest.approx(8)
+    assert first["timeline/idle_share"] == pytest.approx(1 - 3 / 8)
+    assert second["timeline/elapsed_s"] == pytest.approx(10)
+    assert second["timeline/checkpoint_share"] == pytest.approx(0.3)
+    assert second["timeline/idle_share"] == pytest.approx(0.8)
+
+
+def test_what_goes_on_when_a_step_is_recorded_is_shared_by_both():
+    timeline = StepTimeline(2)
+    timeline.add_forwards([one(0, 15), none()])
+    timeline.add_span("trainer", "train", ORIGIN_S + 8, ORIGIN_S + 12)
+    assert timeline.close(ORIGIN_S + 10, step_s=10.0)["timeline/idle_share"] == pytest.approx(0.5)
+    timeline.add_forwards([none(), none()])
+    second = timeline.close(ORIGIN_S + 20, step_s=10.0)
+    assert second["timeline/idle_share"] == pytest.approx(0.75)
+    assert second["timeline/trainer_wait_share"] == pytest.approx(0.1)
+
+
+def test_a_bubble_is_only_told_once_there_is_evidence_and_memory_stays_bounded():
+    timeline = StepTimeline(1)
+    timeline.add_forwards([one(0, 1)])
+    assert "timeline/bubble" not in timeline.close(ORIGIN_S + 2, step_s=2.0)
+    found = decode(ORIGIN_S + 2, np.full(80, 3 * FITTED_PER_STEP))
+    ended_s = float(found["started_at_s"][-1] + found["seconds"][-1])
+    timeline.add_forwards([found])
+    metrics = timeline.close(ended_s, step_s=1.0)
+    assert 0 < metrics["timeline/underfilled_share"] < metrics["timeline/bubble"] < 1
+    assert len(timeline._evidence) <= FITTED_PER_STEP + 1
+    assert len(timeline._forwards[0]) <= 2 and timeline._spans == []
+
+
+def test_a_clock_that_was_set_back_costs_a_steps_metrics_and_nothing_else():
+    timeline = StepTimeline(1)
+    timeline.add_forwards([none()])
+    assert timeline.close(ORIGIN_S + 10, step_s=5.0)
+    assert timeline.close(ORIGIN_S + 4, step_s=5.0) == {}
+    assert timeline.close(ORIGIN_S + 6, step_s=5.0)["timeline/elapsed_s"] == pytest.approx(2)

@@ -1,0 +1,248 @@
+"""`build_batch`: the invariants of `megatron_rl.batching.batch`, checked by one helper on every batch built here."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch
+from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.config import AlgorithmConfig
+from rollout.types import (
+    ColumnsRef,
+    FinishReason,
+    GroupId,
+    GroupSummary,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    ScoredGroup,
+    WeightSpan,
+    WeightVersion,
+)
+
+MAX_RESPONSE_TOKENS = 64
+COSTS = CostModel(parity_tokens=50)
+
+
+def scored_group(group_id, lengths, rewards, *, reasons=None, versions=None, num_prompt_tokens=5):
+    reasons = reasons or [FinishReason.STOP] * len(lengths)
+    versions = versions or [0] * len(lengths)
+    prompt = Prompt(
+        prompt_id=PromptId(f"set/{group_id}"),
+        data_source="set",
+        token_ids=np.arange(num_prompt_tokens, dtype=np.int32),
+        ground_truth="",
+        extra_info_json="null",
+    )
+    return ScoredGroup(
+        group=PromptGroup(
+            group_id=GroupId(group_id),
+            step=0,
+            prompt=prompt,
+            sampling=SamplingSpec(temperature=1.0, max_response_tokens=MAX_RESPONSE_TOKENS),
+            seeds=tuple(range(len(lengths))),
+        ),
+        summary=GroupSummary(
+            group_id=GroupId(group_id),
+            engine_id=0,
+            num_prompt_tokens=num_prompt_tokens,
+            lengths=tuple(lengths),
+            finish_reasons=tuple(reasons),
+            weight_spans=tuple(
+                (WeightSpan(weight_version=WeightVersion(v), num_tokens=n),)
+                for v, n in zip(versions, lengths, strict=True)
+            ),
+            started_at_s=0.0,
+            finished_at_s=0.0,
+        ),
+        rewards=tuple(rewards),
+        columns=ColumnsRef(f"columns-{group_id}"),
+    )
+
+
+def samples_of(mini: MiniBatch) -> list[TrainingSample]:
+    return [sample for rank in mini.micro_batches for micro in rank for sample in micro.samples]
+
+
+def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini_batches) -> None:
+    counts = batch.counts
+    trained = [sample for mini in batch.mini_batches for sample in samples_of(mini)]
+    keys = Counter((sample.group_id, sample.sample) for sample in trained)
+    assert all(times == 1 for times in keys.values())
+    lost = counts.aborted_responses + counts.zero_variance_responses + counts.masked_truncated_responses
+    assert len(trained) == counts.trained_responses
+    assert len(trained) + lost == counts.responses == sum(len(group.rewards) for group in groups)
+    assert len(batch.mini_batches) <= num_mini_batches
+    for mini in batch.mini_batches:
+        assert samples_of(mini)
+        assert len(mini.micro_batches) == dp_size
+        assert len({len(rank) for rank in mini.micro_batches}) == 1
+        assert len(mini.micro_batches[0]) >= 1
+        for micro in (micro for rank in mini.micro_batches for micro in rank):
+            assert micro.num_tokens <= max_tokens or len(micro.samples) == 1
+        assert mini.num_sequences == len(samples_of(mini))
+        assert mini.num_response_tokens == sum(sample.num_response_tokens for sample in samples_of(mini))
+    micros = [micro for mini in batch.mini_batches for rank in mini.micro_batches for micro in rank]
+    assert counts.micro_batches * dp_size == len(micros)
+    assert (counts.micro_batch_fill > 0) == bool(micros)
+    assert 0 <= counts.rank_imbalance <= dp_size - 1
+    by_id = {group.group.group_id: group for group in groups}
+    for sample in trained:
+        summary = by_id[sample.group_id].summary
+        assert sample.columns == by_id[sample.group_id].columns
+        assert sample.num_response_tokens == summary.lengths[sample.sample] > 0
+        assert summary.finish_reasons[sample.sample] is not FinishReason.ABORT
+
+
+def build(groups, *, dp_size=2, max_tokens=100, policy_version=0, seed=0, **algorithm):
+    config = AlgorithmConfig(**algorithm)
+    batch = build_batch(
+        groups,
+        policy_version,
+        algorithm=config,
+        dp_size=dp_size,
+        max_micro_batch_tokens=max_tokens,
+        costs=COSTS,
+        seed=seed,
+    )
+    check_invariants(batch, groups, dp_size=dp_size, max_tokens=max_tokens, num_mini_batches=config.num_mini_batches)
+    return batch
+
+
+@st.composite
+def group_lists(draw):
+    groups = []
+    for group_id in range(draw(st.integers(0, 8))):
+        size = draw(st.integers(1, 5))
+        groups.append(
+            scored_group(
+                group_id,
+                draw(st.lists(st.integers(0, MAX_RESPONSE_TOKENS), min_size=size, max_size=size)),
+                draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size)),
+                reasons=draw(st.lists(st.sampled_from(list(FinishReason)), min_size=size, max_size=size)),
+                num_prompt_tokens=draw(st.integers(1, 30)),
+            )
+        )
+    return groups
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=group_lists(),
+    dp_size=st.integers(1, 4),
+    max_tokens=st.integers(1, 200),
+    num_mini_batches=st.integers(1, 4),
+    seed=st.integers(0, 2**63),
+    mask_truncated=st.booleans(),
+    drop_zero_variance=st.booleans(),
+    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo", "dapo"]),
+)
+def test_invariants_hold_for_any_groups(
+    groups, dp_size, max_tokens, num_mini_batches, seed, mask_truncated, drop_zero_variance, advantage
+):
+    build(
+        groups,
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        seed=seed,
+        num_mini_batches=num_mini_batches,
+        mask_truncated=mask_truncated,
+        drop_zero_variance=drop_zero_variance,
+        advantage=f"megatron_rl.algorithm.advantages.{advantage}",
+    )
+
+
+def test_groups_with_equal_rewards_are_dropped_and_counted():
+    groups = [scored_group(0, [3, 4], [1.0, 1.0]), scored_group(1, [5, 6], [0.0, 1.0])]
+    batch = build(groups)
+    assert (batch.counts.zero_variance_groups, batch.counts.trained_responses, batch.counts.trained_tokens) == (
+        1,
+        2,
+        11,
+    )
+
+
+def test_groups_with_equal_rewards_stay_when_dropping_is_off():
+    batch = build([scored_group(0, [3, 4], [1.0, 1.0])], drop_zero_variance=False)
+    assert [sample.advantage for sample in samples_of(batch.mini_batches[0])] == [0.0, 0.0]
+
+
+def test_aborted_responses_leave_the_baseline_too():
+    reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.ABORT]
+    batch = build(
+        [scored_group(0, [3, 4, 5], [0.0, 1.0, 100.0], reasons=reasons)],
+        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+    )
+    advantages = {sample.sample: sample.advantage for sample in samples_of(batch.mini_batches[0])}
+    assert advantages == {0: -0.5, 1: 0.5}
+    assert batch.counts.aborted_responses == 1
+
+
+def test_masked_truncated_responses_still_count_in_the_baseline():
+    reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    batch = build(
+        [scored_group(0, [3, 4, 64], [0.0, 1.0, 0.5], reasons=reasons)],
+        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+        mask_truncated=True,
+    )
+    assert {s.sample: s.advantage for s in samples_of(batch.mini_batches[0])} == {0: -0.5, 1: 0.5}
+    assert batch.counts.masked_truncated_responses == 1
+    assert batch.mini_batches[0].num_response_tokens == 7
+
+
+def test_a_batch_of_dropped_groups_is_empty():
+    batch = build([scored_group(0, [3, 4], [1.0, 1.0])], num_mini_batches=4)
+    assert batch.mini_batches == ()
+    assert batch.counts.max_staleness == 0
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches():
+    batch = build([scored_group(0, [3, 4], [0.0, 1.0])], dp_size=4)
+    assert [len(rank[0].samples) for rank in batch.mini_batches[0].micro_batches].count(0) == 2
+
+
+def test_fewer_groups_than_mini_batches_give_fewer_mini_batches():
+    batch = build([scored_group(i, [3, 4], [0.0, 1.0]) for i in range(3)], num_mini_batches=8)
+    assert len(batch.mini_batches) == 3
+
+
+def test_groups_stay_whole_and_mini_batches_hold_nearly_equally_many():
+    batch = build([scored_group(i, [3, 4], [0.0, 1.0]) for i in range(10)], num_mini_batches=4)
+    members = [{sample.group_id for sample in samples_of(mini)} for mini in batch.mini_batches]
+    assert sorted(len(groups) for groups in members) == [2, 2, 3, 3]
+    assert sum(len(groups) for groups in members) == len(set().union(*members))
+
+
+def test_order_of_arrival_does_not_matter_and_the_seed_does():
+    groups = [scored_group(i, [3 + i, 9], [0.0, 1.0]) for i in range(12)]
+    first = build(groups, num_mini_batches=3, seed=7)
+    assert first == build(groups[::-1], num_mini_batches=3, seed=7)
+    assert first != build(groups, num_mini_batches=3, seed=8)
+
+
+def test_staleness_counts_from_the_oldest_version_of_each_response():
+    batch = build([scored_group(0, [3, 4], [0.0, 1.0], versions=[2, 5])], policy_version=5)
+    assert {s.sample: s.staleness for s in samples_of(batch.mini_batches[0])} == {0: 3, 1: 0}
+    assert (batch.counts.max_staleness, batch.counts.mean_staleness) == (3, 1.5)
+
+
+def test_rewards_that_are_not_finite_are_refused_with_the_group():
+    with pytest.raises(ValueError, match=r"group 7.*finite"):
+        build([scored_group(7, [3, 4], [0.0, float("nan")])])
+
+
+def test_parts_that_disagree_in_size_are_refused():
+    with pytest.raises(ValueError, match="group 7: 2 lengths"):
+        build([scored_group(7, [3, 4], [0.0])])
+
+
+def test_how_a_batch_is_packed_is_counted():
+    batch = build([scored_group(0, [5, 15], [0.0, 1.0], num_prompt_tokens=5)], dp_size=2, max_tokens=40)
+    counts = batch.counts
+    assert (counts.micro_batches, counts.micro_batch_fill) == (1, 30 / 80)
+    short, long = COSTS.rank_time([[10]]), COSTS.rank_time([[20]])
+    assert counts.rank_imbalance == pytest.approx(long / ((short + long) / 2) - 1)

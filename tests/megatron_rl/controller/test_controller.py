@@ -1,0 +1,229 @@
+"""The loop is a protocol: what happens in which order, told by tiny hand-written stand-ins."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.controller.controller import Controller, LoopSettings
+from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.trainer.results import StepResult
+from tests.support.scored_groups import scored_group
+
+
+class Log(list):
+    def phase(self, name):
+        @contextmanager
+        def body():
+            self.append(f"{name} begins")
+            yield
+            self.append(f"{name} ends")
+
+        return body
+
+    def call(self, name, result=None):
+        def method(*args, **kwargs):
+            self.append(f"{name} {args[0]}" if args and isinstance(args[0], int | str) else name)
+            return result
+
+        return method
+
+
+class Stand:
+    def __init__(self, **methods):
+        self.__dict__.update(methods)
+
+
+def history(log):
+    return Stand(
+        want=lambda prompts: log.append(f"want {prompts}"),
+        begin_rollout=log.call("begin rollout"),
+        remember=log.call("remember"),
+        metrics=lambda: {"history/bytes": 1.0},
+    )
+
+
+def controller(
+    log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None, needs_publish=False
+):
+    groups = [scored_group(0), scored_group(1)]
+    report = PublishReport(
+        weight_version=0,
+        wire_bytes=1,
+        scales_s=0.0,
+        pack_s=0.0,
+        send_s=0.0,
+        drain_s=0.0,
+        num_in_flight=0,
+        num_recomputed_tokens=0,
+        pause_s=0.0,
+        apply_s=0.0,
+        deliver_s=0.0,
+        probe_s=0.0,
+        weight_gaps=(0.0,),
+        probe_gaps=(0.0,),
+        codes={},
+    )
+    phases = Stand(
+        needs_publish=needs_publish,
+        begin_step=lambda: None,
+        seconds=lambda: {"rollout": 1.0, "step": 2.0},
+        **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
+    )
+    return Controller(
+        planner=Stand(
+            due=log.call("due", Stand(groups=groups, plan="plan")),
+            consumed=lambda groups: log.append(f"consumed {len(groups)}"),
+            upcoming=lambda step: ["train"],
+            metrics=lambda: {},
+        ),
+        pool=Stand(
+            num_reissued=0,
+            moves=Stand(num_moved=0),
+            loads=lambda: [],
+            admit=log.call("admit"),
+            take_batch=lambda step, progress: groups,
+        ),
+        trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
+        publisher=Stand(publish=log.call("publish", report)),
+        crew=Stand(replace_lost=lambda: 0, num_restarts=0),
+        phases=phases,
+        evaluator=Stand(
+            evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
+        ),
+        recorder=Stand(
+            on_progress=lambda *a: None,
+            on_step=lambda step, metrics, groups: log.append(f"record {step}"),
+            on_evaluation=lambda rows: None,
+            save=lambda step, trainer, planner: log.append(f"save {step}"),
+        ),
+        algorithm=AlgorithmConfig(group_size=4, prompts_per_step=2),
+        settings=LoopSettings(
+            num_steps=num_steps,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            max_micro_batch_tokens=64,
+            data_parallel=1,
+            costs=CostModel(parity_tokens=100),
+            seed=0,
+        ),
+        history=history,
+        first_step=first_step,
+    )
+
+
+def test_weights_are_published_before_the_first_token_and_after_every_step():
+    log = Log()
+    controller(log, num_steps=2).run()
+    assert [entry for entry in log if entry.startswith(("publish ", "due", "train"))] == [
+        "publish begins",
+        "publish 0",
+        "publish ends",
+        "due 0",
+        "train begins",
+        "train",
+        "train ends",
+        "publish begins",
+        "publish 1",
+        "publish ends",
+        "due 1",
+        "train begins",
+        "train",
+        "train ends",
+        "publish begins",
+        "publish 2",
+        "publish ends",
+    ]
+
+
+def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_before_both():
+    log = Log()
+    controller(log, num_steps=2, checkpoint_every=1).run()
+    kept = [entry for entry in log if entry.startswith(("consumed", "record", "save"))]
+    assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
+
+
+def test_engines_that_made_room_for_a_save_are_given_weights_before_the_next_step():
+    log = Log()
+    controller(log, num_steps=2, checkpoint_every=1, needs_publish=True).run()
+    kept = [entry for entry in log if entry.startswith(("save", "due")) or entry in ("publish 1", "publish 2")]
+    assert kept == ["due 0", "publish 1", "save 1", "publish 1", "due 1", "publish 2", "save 2"]
+
+
+def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_place():
+    log, lost = Log(), [1]
+    run = controller(log, num_steps=1)
+    publish = run.publisher.publish
+
+    def dies_once(version):
+        report = publish(version)
+        if version == 1 and lost:
+            raise RuntimeError("engine 0: update failed")
+        return report
+
+    run.publisher = Stand(publish=dies_once)
+
+    def replace():
+        log.append("replace")
+        return lost.pop() if "publish 1" in log and lost else 0
+
+    run.crew = Stand(replace_lost=replace, num_restarts=1)
+    run.run()
+    kept = [entry for entry in log if entry in ("publish 1", "replace")]
+    assert kept == ["replace", "publish 1", "replace", "publish 1"]
+    assert run.num_repeated_publishes == 1
+
+
+def test_a_publish_that_fails_while_everybody_lives_ends_the_run():
+    log = Log()
+    run = controller(log, num_steps=1)
+
+    def refused(version):
+        raise RuntimeError("engine 0 refused weight version 0")
+
+    run.publisher = Stand(publish=refused)
+    with pytest.raises(RuntimeError, match="refused"):
+        run.run()
+
+
+def test_a_resumed_run_publishes_its_own_version_and_does_not_evaluate_the_start_again():
+    log = Log()
+    controller(log, num_steps=4, first_step=3).run()
+    assert [entry for entry in log if entry.startswith(("publish ", "evaluate "))][:2] == [
+        "publish begins",
+        "publish 3",
+    ]
+    assert [entry for entry in log if entry in ("evaluate 0", "evaluate 3", "evaluate 4")] == ["evaluate 4"]
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 5]), (2, [0, 2, 4, 5])])
+def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(every, evaluated):
+    log = Log()
+    controller(log, num_steps=5, evaluate_every=every).run()
+    assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated
+
+
+def test_the_history_of_what_comes_next_is_ordered_before_the_trainer_starts_and_the_first_before_any_token():
+    log = Log()
+    controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
+    words = ("want", "begin rollout", "admit", "remember", "train begins", "evaluate ")
+    assert [entry for entry in log if entry.startswith(words)] == [
+        "want ['evaluation', 'train']",
+        "evaluate begins",
+        "evaluate 0",
+        "evaluate ends",
+        "begin rollout",
+        "admit",
+        "remember 0",
+        "want ['train']",
+        "train begins",
+        "begin rollout",
+        "admit",
+        "remember 1",
+        "want ['evaluation']",
+        "train begins",
+        "evaluate begins",
+        "evaluate 2",
+        "evaluate ends",
+    ]

@@ -1,0 +1,175 @@
+"""A publish is a protocol: its order, and what happens to an engine that cannot prove itself."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.controller.delivery import Delivery
+from megatron_rl.controller.publisher import Publisher
+from megatron_rl.model.spec import Experts, ModelSpec
+from megatron_rl.trainer.results import ProbeResult, StagedWeights
+from megatron_rl.weights.quantization_stats import CodeSums
+from megatron_rl.weights.reshard_plan import plan_reshard
+from rollout.engine.state import UpdateTimes
+from rollout.weights.fingerprint_sums import NUM_GROUPS
+from rollout.weights.format import WeightFormat
+from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConfig
+
+CODES = CodeSums(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
+SUMS = np.ones((2, 1, NUM_GROUPS))
+REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
+
+
+class Engines:
+    """Stands in for an `EngineGroup`: notes every call, answers probes."""
+
+    def __init__(self, log, probes, sums):
+        self.log, self.probes, self.sums = log, probes, sums
+        self.actors = [Actor(log, number) for number in range(len(probes))]
+        self.there = tuple(range(len(probes)))
+
+    def begin(self, method, *args):
+        self.log.append(f"{method} begins")
+        return method
+
+    def wait(self, refs, method, *, timeout_s):
+        self.log.append(f"{method} ends")
+        return self.sums if method == "loaded_sums" else self.probes
+
+    def call(self, method, *args, timeout_s):
+        self.log.append(method)
+        return []
+
+
+class Actor:
+    def __init__(self, log, number):
+        self.fence = self
+        self.log, self.number = log, number
+
+    def remote(self, fault):
+        self.log.append(f"fence {self.number}: {fault}")
+
+
+class Trainer:
+    def __init__(self, log, tensor="w"):
+        self.log, self.tensor = log, tensor
+
+    def sent_sums(self, *, timeout_s):
+        self.log.append("trainer sums up")
+        return [{self.tensor: SUMS / 4}, {self.tensor: SUMS * 3 / 4}]
+
+    def probe(self, token_ids, *, timeout_s):
+        self.log.append(f"trainer probes {len(token_ids)} tokens")
+        return ProbeResult(logprobs=REFERENCE)
+
+
+class Link:
+    def __init__(self, log):
+        self.log = log
+
+    def deliver(self, manifest):
+        manifest.check()
+        self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
+        staged = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, codes={0: CODES})
+        times = [
+            UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds, num_in_flight=2, num_recomputed_tokens=30)
+            for seconds in (0.5, 0.75)
+        ]
+        return Delivery(staged=(staged,), updates=tuple(times))
+
+
+def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, tensor="w", **more) -> Publisher:
+    return Publisher(
+        Trainer(log, tensor),
+        Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
+        Link(log),
+        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, te_names=False),
+        run_id="run",
+        vocab_size=spec.vocab_size,
+        probe_length=8,
+        max_probe_gap=0.1,
+        timeout_s=1.0,
+        **more,
+    )
+
+
+def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe():
+    log = []
+    report = publisher(log, [REFERENCE, REFERENCE + 0.05]).publish(3)
+    assert log == [
+        "check",
+        "deliver 3 of run",
+        "loaded_sums begins",
+        "trainer sums up",
+        "loaded_sums ends",
+        "probe begins",
+        "trainer probes 8 tokens",
+        "probe ends",
+        "resume",
+    ]
+    assert report.probe_gaps == pytest.approx((0.0, 0.05), abs=1e-6)
+    assert report.metrics()["publish/probe_gap_max"] == pytest.approx(0.05, abs=1e-6)
+
+
+def test_what_was_in_flight_is_reported_and_waited_for_before_weights_move_if_that_is_asked():
+    log = []
+    report = publisher(log, [REFERENCE, REFERENCE], drain_timeout_s=9.0).publish(3)
+    assert log[:3] == ["check", "drain", "deliver 3 of run"]
+    assert (report.num_in_flight, report.num_recomputed_tokens) == (4, 60)
+    assert report.metrics()["publish/recomputed_tokens"] == 60
+
+
+MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "difference", "is_served"),
+    [
+        ("model.layers.1.mlp.experts.2.down_proj.weight", 0.1, True),
+        ("model.layers.1.mlp.experts.2.down_proj.weight", 0.6, False),
+        ("model.layers.0.mlp.experts.2.down_proj.weight", 0.1, False),
+        ("model.layers.1.self_attn.o_proj.weight", 0.1, False),
+    ],
+    ids=["an expert in 8 bits", "another expert", "an expert that stays BF16", "any other matrix"],
+)
+def test_only_experts_in_8_bits_may_differ_by_what_their_activations_rounding_explains(tensor, difference, is_served):
+    format = WeightFormat(name="int8", bf16_first_layers=1)
+    sums = [{tensor: SUMS + np.array([difference, 0])[:, None, None]}]
+    one = publisher([], [REFERENCE], MIXTURE, sums=sums, format=format, tensor=tensor)
+    if is_served:
+        one.publish(3)
+    else:
+        with pytest.raises(RuntimeError, match=r"differs from the trainer's by \d+(\.\d+)? times what is allowed"):
+            one.publish(3)
+
+
+def test_engines_forward_only_when_the_trainer_has_made_room():
+    log = []
+    publisher(log, [REFERENCE, REFERENCE], make_room=lambda: log.append("make room")).publish(3)
+    assert log[-5:] == ["trainer probes 8 tokens", "make room", "probe begins", "probe ends", "resume"]
+
+
+@pytest.mark.parametrize("wrong", [REFERENCE + 0.2, np.full(7, np.nan, dtype=np.float32)], ids=["far off", "nan"])
+def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
+    log = []
+    with pytest.raises(RuntimeError, match=r"engine\(s\) \[1\] are fenced: weight version 3"):
+        publisher(log, [REFERENCE, wrong]).publish(3)
+    assert [entry.split(":")[0] for entry in log if ": weight version 3" in entry] == ["fence 1"]
+    assert "resume" not in log
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        ({"w": SUMS + np.eye(NUM_GROUPS)[5] / 2}, "w, 6. of 64 groups of rows differs"),
+        ({"w": SUMS * np.nan}, "w, 1. of 64"),
+        ({}, "w is known to one side only"),
+    ],
+    ids=["a group", "nan", "missing"],
+)
+def test_an_engine_whose_weights_sum_up_to_something_else_is_fenced_by_tensor_and_before_the_probe(sums, said):
+    log = []
+    with pytest.raises(RuntimeError, match=rf"engine\(s\) \[1\] are fenced: weight version 3: {said}"):
+        publisher(log, [REFERENCE, REFERENCE], sums=[{"w": SUMS * 1.001}, sums]).publish(3)
+    assert not {"probe begins", "resume"} & set(log)

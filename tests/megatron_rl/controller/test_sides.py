@@ -1,0 +1,57 @@
+"""What engines do while the trainer works, by the calls that they get."""
+
+from contextlib import contextmanager
+
+from megatron_rl.controller.colocation import Alternating, Apart
+from megatron_rl.controller.phases import Phases
+
+
+class Engines:
+    def __init__(self):
+        self.calls = []
+
+    def tell(self, method, *, timeout_s):
+        self.calls.append(method)
+
+
+class Pool:
+    def __init__(self, log):
+        self.log = log
+
+    @contextmanager
+    def aside(self):
+        self.log.append("pool works")
+        yield
+        self.log.append("pool stops")
+
+
+def one_step(phases, log):
+    with phases.rollout():
+        log.append("rollout")
+    with phases.train():
+        log.append("train")
+    with phases.publish():
+        log.append("publish")
+
+
+def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_for():
+    engines = Engines()
+    phases = Phases(lambda *span: None, sides=Alternating(engines, timeout_s=1, leaves_work=True))
+    one_step(phases, engines.calls)
+    with phases.checkpoint():
+        pass
+    one_step(phases, engines.calls)
+    step = ["rollout", "stand_still", "train", "publish"]
+    assert engines.calls == [*step, "go_on", *step]
+
+
+def test_engines_that_have_finished_everything_are_not_asked():
+    engines = Engines()
+    one_step(Phases(lambda *span: None, sides=Alternating(engines, timeout_s=1, leaves_work=False)), engines.calls)
+    assert engines.calls == ["rollout", "train", "publish"]
+
+
+def test_engines_apart_go_on_while_the_trainer_works():
+    log = []
+    one_step(Phases(lambda *span: None, sides=Apart(Pool(log))), log)
+    assert log == ["rollout", "pool works", "train", "pool stops", "pool works", "publish", "pool stops"]

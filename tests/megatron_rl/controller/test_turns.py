@@ -1,0 +1,86 @@
+"""Turns on shared devices: who leaves before who comes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.controller.colocation import DeviceTurns
+from megatron_rl.controller.phases import Phases
+
+
+def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceTurns:
+    trainer = SimpleNamespace(
+        move_out=lambda parts: log.append(f"out {'+'.join(parts)}"), move_in=lambda: log.append("trainer in")
+    )
+    engines = SimpleNamespace(call=lambda method, *args, timeout_s: log.append(" ".join((method, *args))))
+    return DeviceTurns(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)
+
+
+class Beside:
+    """Nothing is unfinished when the trainer works."""
+
+    @contextmanager
+    def trainer_works(self) -> Iterator[None]:
+        yield
+
+    def engines_work(self) -> None:
+        pass
+
+
+def step(phases: Phases, shared: DeviceTurns, log: list[str]) -> None:
+    with phases.train():
+        log.append("train")
+    with phases.publish():
+        log.append("send")
+        shared.to_engines()
+        log.append("probe")
+
+
+def test_nobody_comes_before_the_other_has_left():
+    log: list[str] = []
+    spans: list[str] = []
+    shared = turns(log, asleep=True)
+    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared, sides=Beside())
+    with phases.publish():  # publish 0: engines went to sleep before the trainer was there
+        shared.to_engines()
+    assert log == ["out gradients+optimizer", "wake weights", "out weights", "wake kv_cache"]
+    log.clear()
+    phases.begin_step()
+    step(phases, shared, log)
+    assert log == [
+        *("sleep", "trainer in", "train"),
+        *("out gradients+optimizer", "wake weights", "send", "out weights", "wake kv_cache", "probe"),
+    ]
+    assert spans[-4:] == ["trainer switch", "trainer train", "engines switch", "publisher publish"]
+    assert set(phases.seconds()) == {"switch", "train", "publish", "step"}
+
+
+def test_after_a_checkpoint_engines_need_weights_before_they_serve():
+    log: list[str] = []
+    shared = turns(log)
+    phases = Phases(lambda *span: None, shared, sides=Beside())
+    assert not phases.needs_publish
+    with phases.checkpoint():
+        log.append("save")
+    assert log == ["sleep", "trainer in", "save"]
+    assert phases.needs_publish
+    with phases.publish():
+        shared.to_engines()
+    assert not phases.needs_publish
+
+
+@pytest.mark.parametrize(
+    ("offload", "sleep", "expected"),
+    [
+        ("none", True, ["sleep", "train", "wake weights", "send", "wake kv_cache", "probe"]),
+        ("optimizer", False, ["trainer in", "train", "out gradients+optimizer", "send", "probe"]),
+        ("all", False, ["trainer in", "train", "out gradients+optimizer", "send", "out weights", "probe"]),
+    ],
+)
+def test_what_stays_is_left_alone(offload, sleep, expected):
+    log: list[str] = []
+    shared = turns(log, offload=offload, sleep=sleep)
+    step(Phases(lambda *span: None, shared, sides=Beside()), shared, log)
+    assert log == expected

@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+from megatron_rl.config import ParallelConfig
+from tests.support.trainers.rank_functions import build_loaded
+from tests.support.trainers.tiny_megatron_models import save_model
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model("qwen3_tied", tmp_path_factory.mktemp("model"))
+
+
+def passthrough(position, parallel, directory, megatron):
+    from megatron_rl.model.build import build
+    from megatron_rl.model.spec import read_model_spec
+
+    (model,) = build(read_model_spec(directory), parallel, position, dtype="fp32", megatron=megatron)
+    return {key: getattr(model.config, key) for key in megatron}
+
+
+def test_further_fields_of_megatron_reach_its_configuration(ranks, directory):
+    wanted = {"attention_softmax_in_fp32": False, "deallocate_pipeline_outputs": False}
+    assert ranks.run(passthrough, directory, wanted) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("recompute_granularty", "no field of Megatron's TransformerConfig; the nearest is recompute_granularity"),
+        ("num_layers", "trainer.megatron.num_layers is not free"),
+        ("sequence_parallel", "trainer.megatron.sequence_parallel is not free"),
+        ("fp8_param", "trainer.megatron.fp8_param is not free"),
+    ],
+)
+def test_a_field_that_is_unknown_or_ours_is_refused(ranks, directory, key, message):
+    with pytest.raises(RuntimeError, match=message):
+        ranks.run(passthrough, directory, {key: 1})
+
+
+def in_fp8(position, parallel, directory, fp8):
+    from megatron_rl.model.build import build
+    from megatron_rl.model.spec import read_model_spec
+
+    build(read_model_spec(directory), parallel, position, dtype="bf16", fp8=fp8)
+
+
+def test_fp8_is_refused_where_there_is_no_device_for_it(ranks, directory):
+    with pytest.raises(RuntimeError, match=r"trainer\.fp8 = blockwise_param needs a CUDA device, which is not here"):
+        ranks.run(in_fp8, directory, "blockwise_param")
+
+
+def parameter_attributes(position, parallel, directory):
+    model = build_loaded(position, parallel, directory)
+    return {
+        name: (
+            tuple(parameter.shape),
+            getattr(parameter, "tensor_model_parallel", False),
+            getattr(parameter, "sequence_parallel", False),
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def test_parameters_are_marked_for_gradient_norm_and_sequence_parallelism(ranks, directory):
+    first, second = ranks.run(parameter_attributes, directory, parallel=ParallelConfig(tensor=2))
+    assert first == second
+    for name, (shape, tensor_parallel, sequence_parallel) in first.items():
+        assert tensor_parallel == (len(shape) == 2), name
+        assert sequence_parallel == ("norm" in name), name
+
+
+def padded_rows(position, parallel, directory):
+    model = build_loaded(position, parallel, directory)
+    return model.embedding.word_embeddings.weight.detach().numpy()
+
+
+def test_padded_vocabulary_rows_are_loaded_as_zero(ranks, directory):
+    parts = ranks.run(padded_rows, directory, parallel=ParallelConfig(tensor=2))
+    rows = torch.cat([torch.from_numpy(part) for part in parts])
+    assert len(rows) == 256
+    assert rows[:150].any(dim=1).all() and not rows[150:].any()
+
+
+def random_weights(position, parallel, directory):
+    from megatron_rl.model.build import build
+    from megatron_rl.model.spec import read_model_spec
+
+    (model,) = build(read_model_spec(directory), parallel, position, dtype="fp32", random_weights=True)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    return weight.std().item(), weight[0, :4].tolist()
+
+
+def test_random_weights_differ_between_tensor_parallel_ranks(ranks, directory):
+    (std, first), (_, second) = ranks.run(random_weights, directory, parallel=ParallelConfig(tensor=2))
+    assert std == pytest.approx(0.02, rel=0.05)
+    assert first != second
+
+
+def unpacked(position, parallel, directory):
+    model = build_loaded(position, parallel, directory)
+    attention = model.decoder.layers[0].self_attention.core_attention
+    heads = torch.zeros(4, 2, 8)
+    attention(heads, heads, heads, None)
+
+
+def test_attention_refuses_a_batch_that_is_not_packed(ranks, directory):
+    with pytest.raises(RuntimeError, match="without packed_seq_params"):
+        ranks.run(unpacked, directory)

@@ -1,0 +1,445 @@
+"""One trainer, cut in several ways: same learning, same published weights, same state after a reload."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.batching.batch import build_batch
+from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.batching.sft_batch import imitation_batches
+from megatron_rl.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PublishConfig,
+    TrainerConfig,
+)
+from megatron_rl.trainer.spec import TrainerSpec
+from rollout.data.sft_rows import ImitationRows
+from rollout.types import WeightVersion
+from rollout.weights.format import WeightFormat
+from rollout.weights.manifest import DTYPE_BYTES
+from tests.support.scored_groups import scored_group
+from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.tiny_megatron_models import reference_logits, save_model
+
+TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
+COSTS = CostModel(parity_tokens=1000)
+LAYOUTS = [TP2, PP2, DP2, ParallelConfig(tensor=2, pipeline=2)]
+SPREAD = [TP2, ParallelConfig(data=2, expert=2), ParallelConfig(pipeline=2, data=2, expert=2)]
+"""Experts over tensor-parallel ranks, and over data-parallel ones; gloo cannot do both."""
+
+
+def trainer_spec(
+    directory: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, *, format: str = "bf16", **optimizer
+):
+    return TrainerSpec(
+        model=str(directory),
+        run_id="test",
+        config=TrainerConfig(
+            parallel=parallel,
+            dtype="fp32",
+            optimizer=OptimizerConfig(learning_rate=1e-2, **optimizer),
+            logprob_chunk_tokens=7,
+        ),
+        algorithm=algorithm,
+        publish=PublishConfig(bucket_bytes=20_000, probe_tokens=12),
+        format=WeightFormat(name=format),
+        temperature=0.9,
+        total_updates=10,
+        seed=0,
+    )
+
+
+def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: int = 4, max_tokens: int = 40):
+    scored = [scored_group(number) for number in range(groups)]
+    return build_batch(
+        scored,
+        0,
+        algorithm=algorithm,
+        dp_size=parallel.data,
+        max_micro_batch_tokens=max_tokens,
+        costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        seed=3,
+    )
+
+
+def train_and_publish(position, parallel, spec, batches):
+    """Train on every batch, then return metrics, the filled buckets, the probe and the plan."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    results = [trainer.train(batch, lambda refs: refs) for batch in batches]
+    sender = MemorySender()
+    trainer.stage(WeightVersion(1), sender)
+    probe = trainer.probe(list(range(1, 13)))
+    return results, sender.contents, probe, trainer.plan
+
+
+def assembled(outcomes) -> dict[str, np.ndarray]:
+    """Whole tensors from the buckets of all ranks, as raw integers or floats."""
+    plan = outcomes[0][3]
+    plan.manifest("test", WeightVersion(1)).check()
+    numpy_of = {"bfloat16": np.int16, "int8": np.int8, "float32": np.float32, "float8_e4m3fn": np.uint8}
+    whole = {spec.name: np.zeros(spec.shape, numpy_of[spec.dtype]) for spec in plan.tensors}
+    for rank, outcome in enumerate(outcomes):
+        for bucket in plan.buckets_of(rank):
+            data = outcome[1][bucket.index]
+            for piece in bucket.pieces:
+                spec = plan.tensors[piece.tensor]
+                size = int(np.prod(piece.shape)) * DTYPE_BYTES[spec.dtype]
+                box = np.frombuffer(data[piece.offset : piece.offset + size], numpy_of[spec.dtype]).reshape(piece.shape)
+                whole[spec.name][tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] = box
+    return whole
+
+
+def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what clocks said."""
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+ALGORITHMS = {
+    "one update": AlgorithmConfig(group_size=4, prompts_per_step=4),
+    "two mini batches, two epochs, normalised sequence TIS": AlgorithmConfig(
+        group_size=4,
+        prompts_per_step=4,
+        num_mini_batches=2,
+        num_epochs=2,
+        aggregation="sequence_mean",
+        entropy_bonus=0.01,
+        correction=CorrectionConfig(mode="tis_sequence", batch_normalize=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "layouts"),
+    [*(("qwen3", name, LAYOUTS) for name in ALGORITHMS), ("qwen3_moe", "one update", SPREAD)],
+)
+def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, family, name, layouts):
+    algorithm = ALGORITHMS[name]
+    save_model(family, tmp_path)
+    single = ParallelConfig()
+    (reference,) = ranks.run(
+        train_and_publish,
+        trainer_spec(tmp_path, single, algorithm),
+        [batch_for(single, algorithm)] * 2,
+        parallel=single,
+    )
+    wanted, metrics = assembled([reference]), unmeasured(reference[0][-1].metrics)
+    for parallel in layouts:
+        spec = trainer_spec(tmp_path, parallel, algorithm)
+        outcomes = ranks.run(train_and_publish, spec, [batch_for(parallel, algorithm)] * 2, parallel=parallel)
+        found = unmeasured(outcomes[-1][0][-1].metrics)
+        assert found.keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert found[key] == pytest.approx(value, rel=2e-3, abs=2e-5), (parallel, key)
+        for key, tensor in assembled(outcomes).items():
+            a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, wanted[key]))
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
+
+
+def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales."""
+    if format == "fp8_block":
+        return in_blocks(weight)
+    largest = np.abs(weight).max(axis=1, keepdims=True)
+    if format == "int8":
+        scale = largest / np.float32(127)
+        return np.clip(np.rint(weight / scale), -127, 127), scale
+    multiplier = np.float32(448) / largest
+    codes = torch.from_numpy(np.clip(weight * multiplier, -448, 448)).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).numpy(), 1 / multiplier
+
+
+def in_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Block by block: the largest power of two that keeps all weights within 448."""
+    rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+    codes, inverse = np.zeros(weight.shape, np.uint8), np.zeros((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            box = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            exponent = math.floor(math.log2(448 / np.abs(weight[box]).max()))
+            scaled = torch.from_numpy(weight[box] * np.float32(2.0**exponent))
+            codes[box] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            inverse[i, j] = 2.0**-exponent
+    return codes, inverse
+
+
+CODES = [("qwen2_tied", "int8"), ("qwen3", "int8"), ("llama", "int8"), ("qwen2_tied", "fp8_channel")]
+CODES += [("qwen3", "fp8_block"), ("wide", "fp8_block")]
+
+
+@pytest.mark.parametrize(("family", "format"), CODES)
+def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_partition(
+    ranks, tmp_path, family, format
+):
+    algorithm = ALGORITHMS["one update"]
+    tensors = load_file(save_model(family, tmp_path) / "model.safetensors")
+    for parallel in [ParallelConfig(), TP2, ParallelConfig(tensor=2, pipeline=2)]:
+        spec = trainer_spec(tmp_path, parallel, algorithm, format=format)
+        found = assembled(ranks.run(train_and_publish, spec, [], parallel=parallel))
+        for name, tensor in tensors.items():
+            if ".layers." in name and tensor.ndim == 2:
+                codes, scales = naively(tensor.float().numpy(), format)
+                suffix = "_scale_inv" if format == "fp8_block" else "_scale"
+                np.testing.assert_array_equal(found.pop(name + suffix), scales)
+                np.testing.assert_array_equal(found.pop(name), codes)
+            else:
+                assert np.array_equal(found.pop(name), tensor.bfloat16().view(torch.int16).numpy()), name
+        assert not found
+
+
+def test_the_probe_sees_the_weights_as_published_and_leaves_the_model_alone(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    probes = {}
+    for parallel in [ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)]:
+        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        outcomes = ranks.run(probe_twice, spec, parallel=parallel)
+        published, dequantised = outcomes[-1]
+        np.testing.assert_allclose(published, dequantised, atol=1e-5)
+        probes[parallel] = published
+    first, second = probes.values()
+    np.testing.assert_allclose(first, second, atol=1e-4)
+
+
+def probe_twice(position, parallel, spec):
+    """The probe's log-probabilities, and those of a model into which the published values were written."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.stage(WeightVersion(0), MemorySender())
+    before = {name: p.clone() for name, p in trainer._model.named_parameters()}
+    first = trainer.probe(list(range(1, 13)))
+    for name, p in trainer._model.named_parameters():
+        assert torch.equal(p, before[name]), name
+    published = {name: trainer._packer.published_values(name) for name in before}
+    for name, p in trainer._model.named_parameters():
+        p.data.copy_(published[name])
+    import megatron_rl.trainer.probe as probe
+    from megatron_rl.model.parallel import device
+
+    second = probe.probe(
+        trainer._learner.chunks,
+        lambda name: published[name],
+        list(range(1, 13)),
+        row_multiple=trainer.row_multiple,
+        device=device(),
+    )
+    return (None, None) if first is None else (first.logprobs, second.logprobs)
+
+
+def test_the_distributed_optimizer_learns_the_same(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    batches = [batch_for(DP2, algorithm)] * 2
+    plain, sharded = (
+        assembled(
+            ranks.run(train_and_publish, trainer_spec(tmp_path, DP2, algorithm, distributed=on), batches, parallel=DP2)
+        )
+        for on in (False, True)
+    )
+    for name, tensor in plain.items():
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, sharded[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    spec = trainer_spec(tmp_path, TP2, algorithm)
+    for before, after, results in ranks.run(train_on_a_poisoned_batch, spec, batch_for(TP2, algorithm), parallel=TP2):
+        assert [(r.num_optimizer_steps, r.num_skipped_updates) for r in results] == [(0, 1), (1, 0)]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def train_on_a_poisoned_batch(position, parallel, spec, batch):
+    """Train with an infinite advantage, then as usual; parameters before and after the first, and both results."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    parameters = dict(trainer._model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    poisoned = replace_advantages(batch, float("inf"))
+    first = trainer.train(poisoned, lambda refs: refs)
+    after = {name: p.detach().clone() for name, p in parameters.items()}
+    return before, after, (first, trainer.train(batch, lambda refs: refs))
+
+
+def replace_advantages(batch, advantage):
+    def micro(m):
+        return replace(m, samples=tuple(replace(sample, advantage=advantage) for sample in m.samples))
+
+    def mini(m):
+        return replace(m, micro_batches=tuple(tuple(map(micro, rank)) for rank in m.micro_batches))
+
+    return replace(batch, mini_batches=tuple(map(mini, batch.mini_batches)))
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("qwen3_tied", TP2),
+        ("qwen3_tied", PP2),
+        ("qwen3_tied", ParallelConfig()),
+        ("qwen3_moe", ParallelConfig()),
+    ],
+    ids=["same", "pipeline", "single", "single, experts"],
+)
+def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left(ranks, tmp_path, family, target):
+    algorithm = ALGORITHMS["one update"]
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model(family, model)
+    whole = ranks.run(
+        train_save_train, trainer_spec(model, TP2, algorithm), batch_for(TP2, algorithm), saved, parallel=TP2
+    )
+    spec = trainer_spec(model, target, algorithm)
+    resumed = ranks.run(load_and_train, spec, batch_for(target, algorithm), saved, parallel=target)
+    wanted, found = assembled(whole), assembled(resumed)
+    assert resumed[-1][0][0].metrics["actor/lr"] == whole[-1][0][0].metrics["actor/lr"]
+    for name, tensor in wanted.items():
+        if target == TP2:
+            assert np.array_equal(tensor, found[name]), name
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_bit_by_bit(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_tied", model)
+    spec, batch = trainer_spec(model, DP2, algorithm, distributed=True), batch_for(DP2, algorithm)
+    whole = ranks.run(train_save_train, spec, batch, saved, parallel=DP2)
+    resumed = ranks.run(load_and_train, spec, batch, saved, parallel=DP2)
+    found = assembled(resumed)
+    assert all(np.array_equal(tensor, found[name]) for name, tensor in assembled(whole).items())
+
+
+def test_a_checkpoint_of_spread_experts_goes_on_where_they_are_spread_and_nowhere_else(ranks, tmp_path):
+    algorithm, spread = ALGORITHMS["one update"], ParallelConfig(data=2, expert=2)
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_moe", model)
+    spec = trainer_spec(model, spread, algorithm)
+    whole = ranks.run(train_save_train, spec, batch_for(spread, algorithm), saved, parallel=spread)
+    resumed = ranks.run(load_and_train, spec, batch_for(spread, algorithm), saved, parallel=spread)
+    wanted, found = assembled(whole), assembled(resumed)
+    assert all(np.array_equal(tensor, found[name]) for name, tensor in wanted.items())
+    spec = trainer_spec(model, DP2, algorithm)
+    with pytest.raises(RuntimeError, match=r"was saved with trainer\.parallel\.expert above 1, which is 1 now"):
+        ranks.run(load_and_train, spec, batch_for(DP2, algorithm), saved, parallel=DP2)
+
+
+def train_save_train(position, parallel, spec, batch, path):
+    """Two steps with a checkpoint between them; then what `train_and_publish` returns."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.train(batch, lambda refs: refs)
+    trainer.save(str(path))
+    return finish_with(trainer, batch)
+
+
+def load_and_train(position, parallel, spec, batch, path):
+    """A step from a checkpoint."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.load(str(path))
+    return finish_with(trainer, batch)
+
+
+def finish_with(trainer, batch):
+    results = [trainer.train(batch, lambda refs: refs)]
+    sender = MemorySender()
+    trainer.stage(WeightVersion(1), sender)
+    return results, sender.contents, None, trainer.plan
+
+
+def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    directory = save_model("qwen3", tmp_path)
+    generator = np.random.default_rng(0)
+    rows = ImitationRows(
+        prompts=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (3, 5, 4, 6, 2)),
+        responses=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (7, 2, 5, 3, 9)),
+    )
+    reference = -np.concatenate(list(teacher_forced(directory, rows))).mean()
+    losses = {}
+    for parallel in [ParallelConfig(), TP2, PP2, DP2]:
+        batches = list(
+            imitation_batches(
+                rows.lengths(),
+                [len(r) for r in rows.responses],
+                batch_size=5,
+                num_steps=3,
+                num_ranks=parallel.data,
+                max_micro_batch_tokens=18,
+                costs=COSTS,
+                seed=0,
+            )
+        )
+        spec = trainer_spec(directory, parallel, algorithm)
+        results = ranks.run(imitate_batches, spec, batches, rows, parallel=parallel)[-1]
+        losses[parallel] = [result.metrics["sft/loss"] for result in results]
+    for found in losses.values():
+        assert found[0] == pytest.approx(reference, abs=1e-4)
+        assert found == pytest.approx(losses[ParallelConfig()], abs=2e-3)
+        assert found[2] < found[0]
+
+
+def imitate_batches(position, parallel, spec, batches, rows):
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    return [trainer.imitate(batch, rows) for batch in batches]
+
+
+def teacher_forced(directory, rows):
+    """Log-probabilities of the responses by transformers."""
+    sequences = [np.concatenate(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
+    logits = reference_logits(directory, sequences).split([len(ids) for ids in sequences])
+    for prompt, ids, of_row in zip(rows.prompts, sequences, logits, strict=True):
+        logprobs = of_row.log_softmax(-1)[:-1].gather(1, torch.as_tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+        yield logprobs[len(prompt) - 1 :].numpy()
+
+
+def train_with_moves(position, parallel, spec, batches, moves):
+    """Train on every batch, moving these parts out and in between; the weights at last, and bytes that were freed."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    freed = []
+    for batch in batches:
+        trainer.train(batch, lambda refs: refs)
+        if moves:
+            freed.append(trainer.move_out(moves))
+            emptied = [p.untyped_storage().nbytes() for p in trainer._model.parameters()]
+            assert all(size == 0 for size in emptied) == ("weights" in moves)
+            trainer.move_out(moves)  # is out already
+            trainer.move_in()
+    return {name: p.detach().numpy().copy() for name, p in trainer._model.named_parameters()}, freed
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_trainer_that_was_in_host_memory_goes_on_bit_by_bit(ranks, tmp_path, distributed):
+    save_model("qwen3", tmp_path)
+    parallel, algorithm = DP2, ALGORITHMS["one update"]
+    spec = trainer_spec(tmp_path, parallel, algorithm, distributed=distributed)
+    batches = [batch_for(parallel, algorithm)] * 2
+    expected = ranks.run(train_with_moves, spec, batches, (), parallel=parallel)
+    for moves in (("gradients", "optimizer"), ("weights", "gradients", "optimizer")):
+        found = ranks.run(train_with_moves, spec, batches, moves, parallel=parallel)
+        for (weights, freed), (right, _) in zip(found, expected, strict=True):
+            assert all(np.array_equal(weights[name], right[name]) for name in right)
+            held = sum(4 * value.size for value in right.values())
+            # masters are the weights themselves in an FP32 run; a distributed optimizer has its share of the moments
+            moments = 2 * held // (2 if distributed else 1)
+            least = held + moments + (held if "weights" in moves else 0)
+            assert all(least <= one <= least + 4096 for one in freed)

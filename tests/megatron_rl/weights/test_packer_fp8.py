@@ -1,0 +1,224 @@
+"""FP8 parameters are published as they are where blocks agree; elsewhere what is quantised is what they stand for."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.quantization import fp8_parameters
+from megatron_rl.quantization.formats import CODE_FORMATS
+from megatron_rl.weights import packer
+from megatron_rl.weights.fp8_passthrough import blocks_agree, parameter_shapes
+from megatron_rl.weights.packer import WeightPacker
+from megatron_rl.weights.quantization_stats import code_metrics
+from megatron_rl.weights.reshard_plan import plan_reshard
+from megatron_rl.weights.shards import Kind, rank_placements
+from rollout.types import WeightVersion
+from rollout.weights.format import LAYOUTS, WeightFormat
+from rollout.weights.manifest import DTYPE_BYTES, Box
+from tests.support.trainers.fake_primary import FakePrimary
+from tests.support.trainers.memory_sender import MemorySender
+
+SPEC = ModelSpec(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn_size=192,
+    vocab_size=150,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=True,
+    rms_eps=1e-6,
+    max_positions=64,
+)
+"""Of every matrix but gate and up (and rows of down) the blocks agree: 192 is one and a half."""
+
+TORCH = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+class Published:
+    """One trainer rank, its last layer in BF16, and what it sends."""
+
+    def __init__(self, format, bucket_bytes=20_000):
+        parallel = ParallelConfig()
+        self.plan = plan_reshard(
+            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, te_names=True
+        )
+        self.held = rank_placements(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
+        torch.manual_seed(0)
+        weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in parameter_shapes(self.held).items()}
+        fp8 = {one.megatron_name for one in self.held if one.kind is Kind.LINEAR and ".layers.0." in one.megatron_name}
+        self.parameters = {
+            name: FakePrimary(weight) if name in fp8 else torch.nn.Parameter(weight) for name, weight in weights.items()
+        }
+        self.packer = WeightPacker(
+            self.plan,
+            rank=0,
+            held=self.held,
+            parameters=self.parameters,
+            tensor_group=None,
+            answers=lambda _: True,
+        )
+
+    def send(self):
+        sender = MemorySender()
+        self.packer.refresh_scales()
+        self.packer.send(sender, WeightVersion(1))
+        return self.assembled(sender)
+
+    def assembled(self, sender):
+        whole = {one.name: torch.zeros(one.shape, dtype=TORCH[one.dtype]) for one in self.plan.tensors}
+        for bucket in self.plan.buckets:
+            for piece in bucket.pieces:
+                tensor = self.plan.tensors[piece.tensor]
+                size = piece.box.size * DTYPE_BYTES[tensor.dtype]
+                data = sender.buckets[bucket.index][piece.offset : piece.offset + size]
+                box = data.clone().view(TORCH[tensor.dtype]).view(piece.shape)
+                whole[tensor.name].view(torch.uint8 if box.element_size() == 1 else box.dtype)[
+                    piece.box.slices((0,) * len(piece.shape))
+                ] = box.view(torch.uint8) if box.element_size() == 1 else box
+        return whole
+
+
+def linears(published):
+    """Placement, parameter and whether blocks agree, of every FP8 box."""
+    for one in published.held:
+        parameter = published.parameters[one.megatron_name]
+        if fp8_parameters.is_primary(parameter):
+            yield one, parameter, blocks_agree(one, tuple(parameter.shape))
+
+
+@pytest.mark.parametrize("bucket_bytes", [3_000, 1 << 20])
+def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes):
+    published = Published("fp8_block", bucket_bytes)
+    sent = published.send()
+    agreed = {}
+    for one, parameter, agrees in linears(published):
+        agreed[one.hf_name.split(".")[-2]] = agrees
+        codes, scales = sent[one.hf_name][one.hf_slices], sent[one.hf_name + "_scale_inv"]
+        touched = LAYOUTS["fp8_block"].touched(one.hf_start, one.shape)
+        if agrees:
+            own = fp8_parameters.Blocks.of(parameter)
+            assert torch.equal(codes.view(torch.uint8), parameter._rowwise_data[one.megatron_slices]), one.hf_name
+            assert torch.equal(scales[touched], own.scales(one.megatron_slices)), one.hf_name
+        else:
+            weight = fp8_parameters.values(parameter, one.megatron_slices)
+            format = CODE_FORMATS["fp8_block"]
+            factors = format.factors(format.amax(weight, (0, 0)))
+            assert torch.equal(codes.view(torch.uint8), format.codes(weight, factors, (0, 0)).view(torch.uint8))
+            assert torch.equal(scales[touched], format.scales(factors))
+    alike = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"), True)
+    assert agreed == alike | {"gate_proj": False, "up_proj": False}
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_channel"])
+def test_other_formats_quantise_what_the_parameter_stands_for(name):
+    published = Published(name)
+    sent, format = published.send(), CODE_FORMATS[name]
+    for matrix in {one.hf_name for one, _, _ in linears(published)}:
+        boxes = [(one, parameter) for one, parameter, _ in linears(published) if one.hf_name == matrix]
+        whole = torch.zeros(boxes[0][0].hf_full_shape, dtype=torch.bfloat16)
+        for one, parameter in boxes:
+            whole[one.hf_slices] = fp8_parameters.values(parameter, one.megatron_slices)
+        factors = format.factors(format.amax(whole, (0, 0)))
+        expected = format.codes(whole, factors, (0, 0))
+        assert torch.equal(sent[matrix].view(torch.uint8), expected.view(torch.uint8)), matrix
+        assert torch.equal(sent[matrix + "_scale"], format.scales(factors)), matrix
+
+
+def test_bf16_is_what_the_parameter_stands_for():
+    published = Published("bf16")
+    sent = published.send()
+    for one, parameter, _ in linears(published):
+        assert torch.equal(sent[one.hf_name][one.hf_slices], fp8_parameters.values(parameter, one.megatron_slices))
+
+
+@pytest.mark.parametrize("strip", [5000, 1 << 20])
+@pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
+def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, strip):
+    published = Published(format)
+    sent = published.send()
+    sums = published.packer.sent_sums()
+    monkeypatch.setattr(packer, "STRIP", strip)
+    assert all((published.send()[name] == sent[name]).all() for name in sent)
+    again = published.packer.sent_sums()
+    assert sums.keys() == again.keys()
+    assert all(again[name] == pytest.approx(sums[name], rel=1e-4, abs=1e-3) for name in sums)
+    for one, parameter, agrees in linears(published):
+        values = published.packer.published_values(one.megatron_name)
+        assert values.shape == parameter.shape and values.dtype == torch.bfloat16
+        found = values[one.megatron_slices]
+        if format == "bf16":
+            assert torch.equal(found, sent[one.hf_name][one.hf_slices])
+        elif format == "fp8_block" and agrees:
+            assert torch.equal(found, fp8_parameters.values(parameter, one.megatron_slices))
+
+
+def test_what_is_taken_over_and_what_is_quantised_again_is_counted():
+    published = Published("fp8_block")
+    published.send()
+    metrics = code_metrics(published.packer.watch.sums())
+    assert 0.5 < metrics["publish/as_is_share"] < 1
+    sums = published.packer.watch.sums()
+    assert sums[0].num_as_is + sums[0].num_requantised == sums[0].num_codes
+    assert sums[1].num_as_is == sums[1].num_requantised == 0 < sums[1].num_codes
+    other = Published("int8")
+    other.send()
+    assert code_metrics(other.packer.watch.sums())["publish/as_is_share"] == 0
+
+
+def test_a_code_that_is_no_number_stops_the_publish_by_name():
+    published = Published("fp8_block")
+    published.parameters["decoder.layers.0.self_attention.linear_proj.weight"]._rowwise_data[0, 0] = 0x7F
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: 1 FP8 codes .* diverged"):
+        published.send()
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])
+def test_a_weight_that_is_no_number_stops_the_publish_before_anything_of_its_matrix_leaves(format):
+    class Recording(MemorySender):
+        committed: list[int] = []
+
+        def commit(self, index):
+            self.committed.append(index)
+
+    published, sender = Published(format, bucket_bytes=3_000), Recording()
+    published.parameters["decoder.layers.1.self_attention.linear_proj.weight"].data[200, 3] = torch.nan
+    name = "model.layers.1.self_attn.o_proj.weight"
+    published.packer.refresh_scales()
+    with pytest.raises(ValueError, match=rf"{name}: \d+ of \d+ scales .* diverged".replace(".weight", r"\.weight")):
+        published.packer.send(sender, WeightVersion(1))
+    left = {published.plan.tensors[piece.tensor].name for one in published.plan.buckets for piece in one.pieces}
+    gone = {
+        published.plan.tensors[piece.tensor].name
+        for bucket in published.plan.buckets
+        for piece in bucket.pieces
+        if bucket.index in sender.committed
+    }
+    assert gone and name in left and not gone & {name, name + "_scale", name + "_scale_inv"}
+
+
+@given(
+    start=st.integers(0, 300),
+    height=st.integers(0, 400),
+    columns=st.integers(1, 50),
+    most=st.integers(1, 5000),
+    multiple=st.sampled_from([1, 128]),
+)
+def test_strips_tile_a_box_and_cut_no_block(start, height, columns, most, multiple):
+    box = Box(start=(start, 7), shape=(height, columns))
+    found = list(packer.strips(box, most=most, multiple=multiple))
+    end = start
+    for strip in found:
+        assert strip.start == (end, 7) and strip.shape[1] == columns and strip.shape[0] > 0
+        assert strip.size <= max(most, multiple * columns)
+        end += strip.shape[0]
+        assert end % multiple == 0 or end == start + height
+    assert end == start + height

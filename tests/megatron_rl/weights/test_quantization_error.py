@@ -1,0 +1,63 @@
+"""What 8 bits cost is summed over pieces, ranks and layers, and said in decibels and shares."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.quantization.formats import CODE_FORMATS
+from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
+from megatron_rl.weights.quantization_stats import CodeSums, code_metrics, together
+from rollout.weights.manifest import Box
+
+BOX = Box(start=(64, 0), shape=(64, 8))
+
+
+def test_one_in_128_rows_of_a_piece_is_looked_at_and_at_least_one() -> None:
+    assert sampled_rows(Box(start=(64, 0), shape=(300, 8))) == Box(start=(64, 0), shape=(2, 8))
+    assert sampled_rows(Box(start=(3, 5), shape=(7, 2))) == Box(start=(3, 5), shape=(1, 2))
+
+
+def test_signal_noise_saturation_and_change_by_hand() -> None:
+    watch = CodeWatch()
+    weight = torch.tensor([[3.0, -4.0]])
+    for codes in (torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[127, 3]], dtype=torch.int8)):
+        watch.begin()
+        watch.see("model.layers.7.mlp.up_proj.weight", BOX, weight, codes, torch.tensor([[3.0, -3.0]]))
+    (sums,) = watch.sums().values()
+    assert list(watch.sums()) == [7]
+    assert (sums.signal, sums.noise, sums.num_codes) == (25, 1, 2)
+    assert (sums.num_saturated, sums.num_compared, sums.num_changed) == (1, 2, 1)
+    assert sums.sqnr_db == pytest.approx(10 * math.log10(25))
+
+
+def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() -> None:
+    whole = torch.arange(1.0, 25.0).view(4, 6)
+    watch, other = CodeWatch(), CodeWatch()
+    for one, weight in ((watch, whole[:, 2:5]), (other, whole[:, 2:5].clone())):
+        one.see("model.layers.0.x.weight", BOX, weight, weight.to(torch.int8), weight + 0.5)
+    assert watch.sums() == other.sums() and watch.sums()[0].noise == pytest.approx(12 * 0.25)
+
+
+def test_layers_add_up_over_ranks() -> None:
+    a, b = CodeSums(signal=90.0, noise=1.0, num_codes=10), CodeSums(signal=10.0, noise=9.0, num_codes=30)
+    layers = together([{1: a}, {0: a, 1: b}])
+    assert list(layers) == [0, 1] and layers[1] == CodeSums(signal=100.0, noise=10.0, num_codes=40)
+    found = code_metrics(layers)
+    assert found["publish/sqnr_db/layer_1"] == found["publish/sqnr_db_min"] == pytest.approx(10)
+    assert found["publish/sqnr_db"] == pytest.approx(10 * math.log10(190 / 11))
+    assert "publish/changed_share" not in found
+    assert code_metrics({}) == {}
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("int8", 38, 44), ("fp8_channel", 30, 33), ("fp8_block", 30, 33)])
+def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float, most: float) -> None:
+    """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three bits of mantissa whatever the scale."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    format = CODE_FORMATS[name]
+    factors = format.factors(format.amax(weight, (0, 0)))
+    codes = format.codes(weight, factors, (0, 0))
+    watch = CodeWatch()
+    box = Box(start=(0, 0), shape=(256, 256))
+    watch.see("model.layers.0.x.weight", box, weight, codes, format.values(codes, format.scales(factors), (0, 0)))
+    assert least < watch.sums()[0].sqnr_db < most

@@ -1,0 +1,164 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.model.spec import read_model_spec
+from megatron_rl.weights.shards import Kind, hf_shapes, is_first_replica, rank_placements
+from tests.support.trainers.tiny_megatron_models import FAMILIES, config_of, one_by_one
+
+FIXTURES = sorted((Path(__file__).parents[2] / "data").glob("te_names_*.json"))
+PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("configs")
+    for family in FAMILIES:
+        config_of(family).save_pretrained(root / family)
+    return {family: read_model_spec(root / family) for family in FAMILIES}
+
+
+def all_ranks(spec, tensor, pipeline, **kwargs):
+    """Placements of each (pipeline, tensor) rank."""
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    return {
+        (p, t): rank_placements(spec, parallel, tensor_rank=t, pipeline_rank=p, **kwargs)
+        for p in range(pipeline)
+        for t in range(tensor)
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_names_every_tensor_of_hugging_face_with_its_shape(specs, family):
+    import torch
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(family))
+    expected = {name: tuple(one.shape) for name, one in one_by_one(dict(model.named_parameters())).items()}
+    assert hf_shapes(specs[family]) == expected
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), PARTITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_owned_placements_tile_every_tensor_exactly_once(specs, family, tensor, pipeline):
+    counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(specs[family]).items()}
+    for placements in all_ranks(specs[family], tensor, pipeline).values():
+        for placement in placements:
+            counts[placement.hf_name][placement.hf_slices] += placement.owned
+    assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize(("tensor", "expert", "data"), [(1, 2, 2), (2, 4, 8)])
+def test_experts_that_are_spread_tile_their_tensors_once_by_the_first_replicas(specs, tensor, expert, data):
+    spec, parallel = specs["qwen3_moe"], ParallelConfig(tensor=tensor, data=data, expert=expert)
+    counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(spec).items()}
+    for t in range(tensor):
+        for d in range(data):
+            for placement in rank_placements(spec, parallel, tensor_rank=t, pipeline_rank=0, data_rank=d):
+                first = is_first_replica(placement, parallel, d)
+                counts[placement.hf_name][placement.hf_slices] += placement.owned and first
+    assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), PARTITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_placements_of_a_rank_tile_its_parameters(specs, family, tensor, pipeline):
+    for placements in all_ranks(specs[family], tensor, pipeline).values():
+        sizes, counts = {}, {}
+        for placement in placements:
+            end = tuple(s.stop for s in placement.megatron_slices)
+            sizes[placement.megatron_name] = np.maximum(sizes.get(placement.megatron_name, 0), end)
+        for placement in placements:
+            count = counts.setdefault(placement.megatron_name, np.zeros(sizes[placement.megatron_name], int))
+            count[placement.megatron_slices] += 1
+        assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_fused_qkv_equals_a_loop_over_query_groups(specs, family, tensor):
+    spec = specs[family]
+    rng = np.random.default_rng(0)
+    hf = {
+        part: rng.random((heads * spec.head_dim, spec.hidden_size))
+        for part, heads in {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}.items()
+    }
+    per_group = spec.num_heads // spec.num_kv_heads
+    fused = []
+    for group in range(spec.num_kv_heads):
+        for head in range(group * per_group, (group + 1) * per_group):
+            fused.append(hf["q"][head * spec.head_dim : (head + 1) * spec.head_dim])
+        for part in "kv":
+            fused.append(hf[part][group * spec.head_dim : (group + 1) * spec.head_dim])
+    fused = np.concatenate(fused)
+    for (_, rank), placements in all_ranks(spec, tensor, 1).items():
+        found = np.zeros((len(fused) // tensor, spec.hidden_size))
+        for placement in placements:
+            if placement.megatron_name == "decoder.layers.1.self_attention.linear_qkv.weight":
+                found[placement.megatron_slices] = hf[placement.hf_name.split(".")[4][0]][placement.hf_slices]
+        np.testing.assert_array_equal(found, np.split(fused, tensor)[rank])
+
+
+def test_gate_lies_over_up_in_each_rank(specs):
+    spec = specs["llama"]
+    half = spec.ffn_size // 2
+    for (_, rank), placements in all_ranks(spec, 2, 1).items():
+        boxes = {
+            p.hf_name.split(".")[4]: (p.hf_start[0], p.megatron_start[0], p.shape[0])
+            for p in placements
+            if p.megatron_name == "decoder.layers.0.mlp.linear_fc1.weight"
+        }
+        assert boxes == {"gate_proj": (rank * half, 0, half), "up_proj": (rank * half, half, half)}
+
+
+def test_layer_numbers_are_global_outside_and_local_inside(specs):
+    ranks = all_ranks(specs["llama"], 1, 2)
+    names = [[(p.hf_name, p.megatron_name) for p in ranks[stage, 0] if "down_proj" in p.hf_name] for stage in range(2)]
+    hf, local = "model.layers.{}.mlp.down_proj.weight", "decoder.layers.{}.mlp.linear_fc2.weight"
+    assert names == [
+        [(hf.format(0), local.format(0)), (hf.format(1), local.format(1))],
+        [(hf.format(2), local.format(0))],
+    ]
+
+
+def test_only_matrices_of_layers_are_linear(specs):
+    for placement in all_ranks(specs["qwen2_tied"], 1, 1)[0, 0]:
+        is_layer_matrix = placement.hf_name.startswith("model.layers.") and len(placement.shape) == 2
+        assert (placement.kind is Kind.LINEAR) == is_layer_matrix
+
+
+def test_the_last_stage_holds_a_copy_of_a_tied_embedding_that_it_does_not_own(specs):
+    first, last = all_ranks(specs["qwen3_tied"], 1, 2).values()
+    ((owner,), (copy,)) = ([p for p in stage if p.hf_name == "model.embed_tokens.weight"] for stage in (first, last))
+    assert (owner.megatron_name, owner.owned) == ("embedding.word_embeddings.weight", True)
+    assert (copy.megatron_name, copy.owned) == ("output_layer.weight", False)
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
+def test_transformer_engine_names_and_sizes_equal_the_fixture(tmp_path, fixture):
+    """`padded` names parameters whose last rows are vocabulary padding, which no placement fills."""
+    data = json.loads(fixture.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data["config"]))
+    spec = read_model_spec(tmp_path)
+    parallel = ParallelConfig(tensor=data["tensor"], pipeline=data["pipeline"])
+    for rank in data["ranks"]:
+        placements = rank_placements(
+            spec, parallel, tensor_rank=rank["tensor_rank"], pipeline_rank=rank["pipeline_rank"], te_names=True
+        )
+        sizes = {}
+        for placement in placements:
+            name = placement.megatron_name
+            sizes[name] = sizes.get(name, 0) + math.prod(placement.shape)
+        padding = {name: rows * spec.hidden_size for name, rows in rank["padding_rows"].items()}
+        expected = {name: math.prod(shape) - padding.get(name, 0) for name, shape in rank["parameters"].items()}
+        assert sizes == expected
+
+
+def test_there_is_a_transformer_engine_fixture_for_each_family():
+    families = {json.loads(path.read_text())["config"]["model_type"] for path in FIXTURES}
+    assert families == {"llama", "qwen2", "qwen3", "qwen3_moe"}

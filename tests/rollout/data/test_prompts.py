@@ -1,0 +1,259 @@
+"""Reading, tokenising and ordering prompts."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.data.order import OrderState, PromptOrder, PromptSet
+from rollout.data.prompts import load_prompts
+from rollout.data.rows import read_rows
+from rollout.data.tokenizer import Tokenizer, check_fits_model
+from tests.support.byte_tokenizer import write_byte_tokenizer
+
+ROWS = [
+    {"prompt": "What is 1+1?", "answer": 2},
+    {"prompt": [{"role": "user", "content": "Hi"}], "ground_truth": "hello", "data_source": "greetings"},
+    {
+        "prompt": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "2*3"}],
+        "reward_model": {"style": "rule", "ground_truth": "6"},
+        "extra_info": {"index": 7},
+        "answer": "ignored",
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(directory)
+    return Tokenizer(str(directory))
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_of_every_column_shape_become_prompts(tmp_path, tokenizer):
+    loaded = load_prompts(write_jsonl(tmp_path / "mix.jsonl", ROWS), tokenizer=tokenizer, max_prompt_tokens=99)
+    assert [p.prompt_id for p in loaded.prompts] == ["mix/0", "mix/1", "mix/2"]
+    assert [p.ground_truth for p in loaded.prompts] == ["2", "hello", "6"]
+    assert [p.data_source for p in loaded.prompts] == ["mix", "greetings", "mix"]
+    assert [p.extra_info_json for p in loaded.prompts] == ["null", "null", '{"index": 7}']
+    # One id a byte, one for each of <|role|>, <|end|> and the generation prompt.
+    assert [len(p.token_ids) for p in loaded.prompts] == [12 + 3, 2 + 3, 8 + 3 + 5]
+    assert loaded.prompts[0].token_ids.dtype == np.int32
+    assert (loaded.num_dropped, loaded.num_truncated) == (0, 0)
+
+
+def test_ids_equal_those_of_the_chat_template_itself(tmp_path, tokenizer):
+    loaded = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS[1:]), tokenizer=tokenizer, max_prompt_tokens=99)
+    for prompt, row in zip(loaded.prompts, ROWS[1:], strict=True):
+        direct = tokenizer._hub.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        assert prompt.token_ids.tolist() == direct
+
+
+def test_parquet_holds_the_same_rows(tmp_path):
+    path, columns = tmp_path / "rows.parquet", sorted({column for row in ROWS[1:] for column in row})
+    table = pyarrow.table({column: [row.get(column) for row in ROWS[1:]] for column in columns})
+    pyarrow.parquet.write_table(table, path)
+    jsonl = read_rows(write_jsonl(tmp_path / "rows.jsonl", ROWS[1:]))
+    for left, right in zip(read_rows(str(path)), jsonl, strict=True):
+        assert (left.prompt, left.ground_truth, left.data_source) == (
+            right.prompt,
+            right.ground_truth,
+            right.data_source,
+        )
+    assert read_rows(str(path))[1].where == f"{path}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "x", ', "line 3: not valid JSON"),
+        ('["x"]', "line 3: a row must be an object"),
+        ('{"question": "x", "answer": 1}', r"line 3: `prompt` None must be text .* the row has question, answer"),
+        ('{"prompt": "", "answer": 1}', "line 3: `prompt` '' must be"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', "line 3: chat message"),
+        ('{"prompt": "x"}', "line 3: no ground truth"),
+        ('{"prompt": "x", "answer": 1, "data_source": 5}', "line 3: `data_source` 5 must be text"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, problem):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, {problem}"):
+        read_rows(str(path))
+
+
+def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        read_rows(str(tmp_path / "absent.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no rows"):
+        read_rows(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "rows.csv").write_text("a,b")
+    with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
+        read_rows(str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.parquet").write_text("not parquet")
+    with pytest.raises(ValueError, match="not a parquet file"):
+        read_rows(str(tmp_path / "rows.parquet"))
+
+
+def test_overlong_prompts_are_refused_dropped_or_truncated_from_the_left(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "long.jsonl", ROWS)
+
+    def load(overlong):
+        return load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=10, overlong=overlong)
+
+    with pytest.raises(ValueError, match=r"long\.jsonl, line 1: prompt has 15 tokens.*2 of 3"):
+        load("refuse")
+    dropped = load("drop")
+    assert ([p.prompt_id for p in dropped.prompts], dropped.num_dropped) == (["long/1"], 2)
+    truncated, whole = load("truncate"), load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=99)
+    assert truncated.num_truncated == 2
+    for short, full in zip(truncated.prompts, whole.prompts, strict=True):
+        assert short.token_ids.tolist() == full.token_ids.tolist()[-10:]
+    with pytest.raises(ValueError, match="all 3 prompts"):
+        load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+def test_the_limit_reads_no_further(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\nnot json\n")
+    assert len(read_rows(str(path), limit=1)) == 1
+
+
+def test_without_a_chat_template_text_is_taken_as_it_is_and_messages_are_refused(tmp_path):
+    write_byte_tokenizer(tmp_path, chat_template=None)
+    tokenizer = Tokenizer(str(tmp_path))
+    loaded = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), tokenizer=tokenizer, max_prompt_tokens=99)
+    assert len(loaded.prompts[0].token_ids) == 12
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1: .*no chat template"):
+        load_prompts(write_jsonl(tmp_path / "b.jsonl", ROWS[1:]), tokenizer=tokenizer, max_prompt_tokens=99)
+
+
+def test_a_template_that_refuses_a_conversation_is_named_with_the_line(tmp_path):
+    write_byte_tokenizer(tmp_path, chat_template="{{ raise_exception('no system turns') }}")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*no system turns"):
+        load_prompts(
+            write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), tokenizer=Tokenizer(str(tmp_path)), max_prompt_tokens=99
+        )
+
+
+def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path):
+    write_byte_tokenizer(tmp_path, model_vocab_size=258)
+    with pytest.raises(ValueError, match="ids up to 259, but the model's vocab_size is 258"):
+        check_fits_model(Tokenizer(str(tmp_path)).facts(), str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_or_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        Tokenizer(str(tmp_path))
+    write_byte_tokenizer(tmp_path, eos=False)
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        Tokenizer(str(tmp_path)).facts()
+
+
+def test_the_fingerprint_follows_the_tokenizer(tmp_path, tokenizer):
+    write_byte_tokenizer(tmp_path)
+    assert Tokenizer(str(tmp_path)).facts() == tokenizer.facts()
+    write_byte_tokenizer(tmp_path, chat_template="{{ messages[0].content }}")
+    assert Tokenizer(str(tmp_path)).facts().fingerprint != tokenizer.facts().fingerprint
+
+
+@st.composite
+def mixtures(draw):
+    sizes = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    weights = draw(st.lists(st.sampled_from([0.25, 1.0, 2.0, 5.0]), min_size=len(sizes), max_size=len(sizes)))
+    return [
+        PromptSet(prompt_ids=tuple(f"set{i}/{row}" for row in range(size)), weight=weight)
+        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(sets=mixtures(), seed=st.integers(0, 2**32), shuffle=st.booleans(), count=st.integers(0, 120))
+def test_every_epoch_holds_every_prompt_once_and_shares_follow_the_weights(sets, seed, shuffle, count):
+    draws = PromptOrder(sets, seed=seed, shuffle=shuffle).take(count)
+    assert [draw.position for draw in draws] == list(range(count))
+    total_weight = sum(prompts.weight for prompts in sets)
+    for prompts in sets:
+        members = set(prompts.prompt_ids)
+        drawn = [draw for draw in draws if draw.prompt_id in members]
+        assert abs(len(drawn) - count * prompts.weight / total_weight) <= len(sets)
+        for epoch, size in Counter(draw.epoch for draw in drawn).items():
+            in_epoch = [draw.prompt_id for draw in drawn if draw.epoch == epoch]
+            assert len(set(in_epoch)) == size
+            if epoch < drawn[-1].epoch:
+                assert set(in_epoch) == members
+
+
+@settings(max_examples=80, deadline=None)
+@given(sets=mixtures(), seed=st.integers(0, 2**32), data=st.data())
+def test_a_resumed_order_issues_exactly_what_was_not_consumed_in_order(sets, seed, data):
+    order = PromptOrder(sets, seed=seed)
+    consumed, in_flight = set(), []
+    for _ in range(data.draw(st.integers(0, 6))):
+        in_flight += order.take(data.draw(st.integers(0, 6)))
+        finished = data.draw(st.lists(st.sampled_from(in_flight), unique=True)) if in_flight else []
+        order.consume(draw.prompt_id for draw in finished)
+        for prompt_id in [draw.prompt_id for draw in finished]:
+            oldest = next(draw for draw in in_flight if draw.prompt_id == prompt_id)
+            in_flight.remove(oldest)
+            consumed.add(oldest.position)
+    state = OrderState.from_json(json.loads(json.dumps(order.state().to_json())))
+    assert state == order.state()
+    resumed = PromptOrder(sets, seed=seed, state=state)
+    whole = PromptOrder(sets, seed=seed).take(60)
+    expected = [draw for draw in whole if draw.position not in consumed]
+    assert resumed.take(len(expected)) == expected
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12))
+def test_looking_ahead_shows_what_comes_and_changes_nothing(calls):
+    sets = [PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(5)))]
+    order, undisturbed = PromptOrder(sets, seed=3), PromptOrder(sets, seed=3)
+    for look, count in calls:
+        if look:
+            seen = order.peek(count)
+            assert order.peek(count) == seen
+            assert order.take(count) == seen == undisturbed.take(count)
+        else:
+            assert order.take(count) == undisturbed.take(count)
+    assert order.state() == undisturbed.state()
+
+
+def test_another_seed_or_epoch_is_another_permutation():
+    prompts = PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(50)))
+    first, second = PromptOrder([prompts], seed=1).take(100), PromptOrder([prompts], seed=2).take(50)
+    assert [d.prompt_id for d in first[:50]] != [d.prompt_id for d in first[50:]]
+    assert [d.prompt_id for d in first[:50]] != [d.prompt_id for d in second]
+
+
+def test_a_dropped_row_leaves_the_order_of_the_others():
+    ids = tuple(f"a/{row}" for row in range(20))
+    whole = [d.prompt_id for d in PromptOrder([PromptSet(prompt_ids=ids)], seed=1).take(20)]
+    rest = PromptOrder([PromptSet(prompt_ids=ids[:7] + ids[8:])], seed=1).take(19)
+    assert [d.prompt_id for d in rest] == [prompt_id for prompt_id in whole if prompt_id != "a/7"]
+
+
+def test_states_and_sets_that_make_no_sense_are_refused():
+    prompts = PromptSet(prompt_ids=("a/0", "a/1"))
+    state = PromptOrder([prompts], seed=1).state()
+    with pytest.raises(ValueError, match="other training prompts, weights, seed"):
+        PromptOrder([prompts], seed=2, state=state)
+    with pytest.raises(ValueError, match="'a/0' occurs twice"):
+        PromptOrder([prompts, prompts], seed=1)
+    with pytest.raises(ValueError, match="consumed more often than issued"):
+        PromptOrder([prompts], seed=1).consume(["a/0"])
+    with pytest.raises(ValueError, match="no data set"):
+        PromptOrder([], seed=1)
+    with pytest.raises(ValueError, match="not a saved state"):
+        OrderState.from_json({"cursor": 1})

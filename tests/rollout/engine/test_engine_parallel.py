@@ -1,0 +1,243 @@
+"""An engine of two ranks, INT8, that is sent its ranks' parts, rightly and wrongly. And one that loads a directory."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from megatron_rl.controller.publisher import MAX_WEIGHT_GAP
+from rollout.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.state import EngineFencedError, EngineState, EngineStatus
+from rollout.engine.vllm_args import EngineSpec
+from rollout.types import FinishReason, GroupColumns, GroupSummary
+from rollout.weights.fingerprint_sums import difference
+from rollout.weights.manifest import Box
+from tests.rollout.conftest import engine_environment
+from tests.rollout.engine.test_engine_updates import Corrupting, start_senders
+from tests.rollout.worker.test_publish import gap
+from tests.support.engines.live import Live
+from tests.support.engines.packing import RUN_ID, pack
+from tests.support.engines.weight_faults import FAULTS, LAYER, Tensors, meant, stale
+
+pytestmark = pytest.mark.slow
+
+
+def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:
+    config = EngineConfig(
+        tensor_parallel=2,
+        format="int8",
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        kv_cache_bytes=32 << 20,
+        max_num_seqs=16,
+        update_timeout_s=60,
+    )
+    return EngineSpec(
+        engine_id=engine_id,
+        run_id=RUN_ID,
+        config=config,
+        directory=directory,
+        max_model_len=256,
+        load_from_directory=load,
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a two-rank engine that loaded weights B said, before and when its core process was killed."""
+
+    state: EngineState
+    answers: dict[str, list]
+    late_answers: str
+    """What a call returned after a rank had raised in the call before."""
+    cut_off: tuple[GroupSummary, GroupColumns]
+    """A group whose engine was killed while it sampled."""
+    fault: str
+    """What the engine says of itself afterwards."""
+    vllm_waits: bool
+    """Whether a call of vLLM's own was still waiting when ours had raised."""
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoints, loop) -> Loaded:
+    engine = Engine(spec(str(checkpoints.path("qwen3", "B", "int8")), engine_id=5, load=True))
+    with engine_environment():
+        loop.run(engine.start())
+    live = Live(engine, loop, checkpoints, "int8")
+    found = Loaded(engine.state(), loop.run(live.greedy()), loop.run(_raised(engine)), *loop.run(_killed(live)))
+    engine.shutdown()
+    return found
+
+
+async def _raised(engine: Engine) -> str:
+    with pytest.raises(Exception, match="Worker failed"):
+        await engine._llm.collective_rpc("expect_weights", args=(b"no pickle",))
+    try:
+        return str(await engine._llm.collective_rpc("drain_trace"))
+    except Exception as error:
+        return str(error)
+
+
+async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str, bool]:
+    assert live.engine.fault() == ""
+    job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
+    await live.until_emitted(1)
+    client = live.engine._llm.engine_core
+    (core,) = client.resources.engine_manager.processes
+    os.kill(core.pid, signal.SIGSTOP)  # so that it does not answer
+    of_vllm = asyncio.create_task(type(client).call_utility_async(client, "is_sleeping"))
+    ours = asyncio.create_task(client.call_utility_async("is_sleeping"))
+    await asyncio.sleep(0.1)
+    assert not of_vllm.done() and not ours.done()
+    os.kill(core.pid, signal.SIGKILL)
+    cut_off = await job
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(ours, 20)
+    waits = not of_vllm.done()
+    of_vllm.cancel()
+    return cut_off, live.engine.fault(), waits
+
+
+@pytest.fixture(scope="module")
+def parallel(loaded, checkpoints, loop):
+    directory = str(checkpoints.path("qwen3", "A", "int8"))
+    live = Live(Engine(spec(directory, engine_id=6, load=False)), loop, checkpoints, "int8")
+    with engine_environment():
+        loop.run(live.engine.start())
+    yield live
+    live.engine.shutdown()
+    for sender in live.senders:
+        sender.abandon()
+
+
+def assert_serves(live, loop, expected) -> None:
+    answers = loop.run(live.greedy())
+    assert answers["tokens"] == expected["tokens"]
+    assert gap(answers["logprobs"], expected["logprobs"]) < 1e-6
+    assert gap([answers["probe"]], [expected["probe"]]) < 1e-6
+
+
+def test_an_engine_that_loads_a_directory_serves_it_as_version_0(loaded):
+    assert loaded.state.status is EngineStatus.SERVING and loaded.state.weight_version == 0
+
+
+def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(parallel):
+    """Rank 1 of two; the tiny Qwen3 has four query and two key/value heads of 32, hidden 128, ffn 256."""
+    layer = "model.layers.1."
+    expected = {
+        "model.embed_tokens.weight": ((128, 0), (128, 128)),
+        "lm_head.weight": ((128, 0), (128, 128)),
+        layer + "self_attn.q_proj.weight": ((64, 0), (64, 128)),
+        layer + "self_attn.q_proj.weight_scale": ((64, 0), (64, 1)),
+        layer + "self_attn.v_proj.weight": ((32, 0), (32, 128)),
+        layer + "self_attn.o_proj.weight": ((0, 64), (128, 64)),
+        layer + "self_attn.o_proj.weight_scale": ((0, 0), (128, 1)),
+        layer + "mlp.up_proj.weight": ((128, 0), (128, 128)),
+        layer + "mlp.down_proj.weight": ((0, 128), (128, 128)),
+        layer + "input_layernorm.weight": ((0,), (128,)),
+        layer + "self_attn.q_norm.weight": ((0,), (32,)),
+    }
+    (_, wanted) = parallel.engine.weights.wanted
+    for name, (start, shape) in expected.items():
+        assert wanted[name] == (Box(start=start, shape=shape),), name
+
+
+def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
+    loop.run(parallel.use_shm())
+    loop.run(parallel.push("A"))
+    assert loop.run(parallel.greedy())["tokens"] != loaded.answers["tokens"]
+    loop.run(parallel.push("B"))
+    assert_serves(parallel, loop, loaded.answers)
+
+
+def sums_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
+    """Of the engine when it has applied these tensors and serves nothing yet."""
+    version = live.engine.state().weight_version + 1
+    publish = pack(tensors, version, "int8", num_ranks=2, wanted=live.engine.weights.wanted)
+    loop.run(live.engine.weights.update(publish.manifest, live.stage(publish)))
+    return loop.run(live.engine.weights.loaded_sums())
+
+
+def test_ranks_that_wait_leave_the_cores_to_others(parallel, loop):
+    loop.run(parallel.greedy())
+    (core,) = parallel.engine._llm.engine_core.resources.engine_manager.processes
+    waiting = [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
+    before = sum(sum(process.cpu_times()[:2]) for process in waiting)
+    time.sleep(0.9)
+    assert len(waiting) >= 3
+    assert sum(sum(process.cpu_times()[:2]) for process in waiting) - before < 0.6  # vLLM's would spin all the time
+
+
+def test_sums_over_the_weights_of_both_ranks_are_those_of_the_checkpoint_but_for_rounding(parallel, loop):
+    loop.run(parallel.use_shm())
+    for weights in "AB":
+        tensors = parallel.tensors(weights)
+        gap, where = difference(sums_after(parallel, loop, tensors), meant(tensors))
+        assert gap < MAX_WEIGHT_GAP / 3, where
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_weights_that_are_not_what_was_meant_have_other_sums(parallel, loop, name):
+    tensor, fault = FAULTS[name]
+    loop.run(parallel.use_shm())
+    tensors = parallel.tensors("A")
+    gap, where = difference(sums_after(parallel, loop, fault(tensors)), meant(tensors))
+    assert gap > 2 * MAX_WEIGHT_GAP
+    assert re.search(tensor, where), where
+
+
+def test_a_layer_of_the_last_version_has_other_sums(parallel, loop):
+    loop.run(parallel.use_shm())
+    tensors = parallel.tensors("A")
+    gap, where = difference(sums_after(parallel, loop, stale(tensors, parallel.tensors("B"))), meant(tensors))
+    assert gap > 2 * MAX_WEIGHT_GAP and LAYER in where
+    loop.run(parallel.push("A"))
+    with pytest.raises(RuntimeError, match="engine 6 is serving"):
+        loop.run(parallel.engine.weights.loaded_sums())
+
+
+def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loaded):
+    senders, store = loop.run(parallel.use_gloo())
+    publish = parallel.publish("B")
+    start_senders(publish, senders)
+    loop.run(parallel.engine.weights.update(publish.manifest))
+    loop.run(parallel.engine.weights.resume())
+    assert_serves(parallel, loop, loaded.answers)
+
+    broken = parallel.publish("A")
+    index = broken.manifest.buckets[-1].index
+    start_senders(broken, [Corrupting(sender, index) for sender in senders])
+    with pytest.raises(EngineFencedError, match=f"engine 6 is fenced: .*bucket {index}"):
+        loop.run(parallel.engine.weights.update(broken.manifest))
+    loop.run(parallel.use_shm())
+    loop.run(parallel.push("B"))
+    assert_serves(parallel, loop, loaded.answers)
+    del store
+
+
+def test_vllm_still_takes_the_answers_of_a_failed_call_for_those_of_the_next(loaded):
+    """If this fails, `Worker.answer` has lost its reason."""
+    assert "Worker failed with error" in loaded.late_answers
+
+
+def test_vllm_still_waits_for_the_answer_of_an_engine_that_died(loaded):
+    """If this fails, `vllm_quirks.calls_wait_forever_for_a_dead_engine` has lost its reason."""
+    assert loaded.vllm_waits
+
+
+def test_a_dead_engine_says_so_and_gives_back_the_tokens_that_it_had(loaded):
+    summary, columns = loaded.cut_off
+    assert summary.fault.startswith("engine 5: ") and loaded.fault == "engine 5: vLLM's process has ended"
+    assert summary.finish_reasons == (FinishReason.ABORT,) * 4 and summary.is_unfinished
+    assert all(0 < length < 200 for length in summary.lengths)
+    assert columns.offsets[-1] == sum(summary.lengths) == len(columns.response_ids) == len(columns.rollout_logprobs)
+    assert (columns.rollout_logprobs <= 0).all()
+    assert [sum(span.num_tokens for span in spans) for spans in summary.weight_spans] == list(summary.lengths)

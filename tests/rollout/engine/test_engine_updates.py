@@ -1,0 +1,404 @@
+"""Publishes to a running engine: what is refused, what fences and heals it, which token is of which version."""
+
+import asyncio
+import dataclasses
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.engine.state import EngineFencedError, EngineStatus, WeightsRefusedError
+from rollout.types import WeightSpan
+from rollout.weights.manifest import TensorSpec
+from tests.rollout.engine.test_engine import PROMPT, teacher_forced
+from tests.rollout.worker.test_publish import gap
+from tests.support.engines.live import send_in_thread
+from tests.support.engines.packing import Publish
+
+
+def with_manifest(publish: Publish, **changes: object) -> Publish:
+    return Publish(dataclasses.replace(publish.manifest, **changes), publish.payloads)
+
+
+def without_tensor(live, name: str) -> Publish:
+    from tests.support.engines.packing import pack
+
+    tensors = live.tensors("B")
+    del tensors[name]
+    return pack(tensors, live.engine.state().weight_version + 1, "bf16", num_ranks=2)
+
+
+def with_norm(live, **spec: object) -> Publish:
+    publish = live.publish("B")
+    tensors = tuple(dataclasses.replace(t, **spec) if t.name == NORM else t for t in publish.manifest.tensors)
+    return with_manifest(publish, tensors=tensors)
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+REFUSED = {
+    "testrun": lambda live: with_manifest(live.publish("B"), run_id="another run"),
+    "is stale": lambda live: live.publish("B", version=live.engine.state().weight_version),
+    "stale: the engine has": lambda live: live.publish("B", version=-1),
+    "in format 'int8'": lambda live: with_manifest(live.publish("B"), format="int8"),
+    f"{NORM} is missing": lambda live: without_tensor(live, NORM),
+    "surplus is unknown": lambda live: with_norm(live, name="surplus"),
+    f"{NORM} is .64. bfloat16, the model wants .128.": lambda live: with_norm(live, shape=(64,)),
+    f"{NORM} is .128. float32": lambda live: with_norm(live, dtype="float32"),
+    "cover": lambda live: with_manifest(live.publish("B"), buckets=live.publish("B").manifest.buckets[:-1]),
+    "named twice": lambda live: with_manifest(
+        live.publish("B"),
+        tensors=(*live.publish("B").manifest.tensors, TensorSpec(name=NORM, shape=(128,), dtype="bfloat16")),
+    ),
+}
+
+
+async def refused_while_sampling(live, publish: Publish, segments: dict[int, str]) -> str:
+    """Try an update in the middle of a response; everything must go on as if nothing had happened."""
+    before = live.engine.state(), live.engine.stats().num_refused
+    job = asyncio.create_task(live.sample(seeds=(5,), max_response_tokens=100))
+    await live.until_emitted(5)
+    with pytest.raises(WeightsRefusedError) as error:
+        await live.engine.weights.update(publish.manifest, segments)
+    assert (live.engine.state(), live.engine.stats().num_refused - 1) == before
+    summary, _ = await job
+    assert summary.weight_spans == ((WeightSpan(weight_version=before[0].weight_version, num_tokens=100),),)
+    return str(error.value)
+
+
+def assert_serves(live, loop, oracle, weights: str) -> None:
+    answers, expected = loop.run(live.greedy()), oracle.fresh("qwen3", weights, "bf16")
+    assert answers["tokens"] == expected["tokens"]
+    assert gap(answers["logprobs"], expected["logprobs"]) < 1e-6
+    assert gap([answers["probe"]], [expected["probe"]]) < 1e-6
+
+
+@pytest.fixture
+def serving_a(live, loop):
+    """The engine serves weights A through shared memory."""
+    loop.run(live.use_shm())
+    loop.run(live.push("A"))
+    return live
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_manifest_with_a_fault_is_refused_and_the_old_weights_serve_on(serving_a, loop, message):
+    publish = REFUSED[message](serving_a)
+    error = loop.run(refused_while_sampling(serving_a, publish, serving_a.stage(serving_a.publish("B"))))
+    assert "engine 3 refused weight version" in error
+    with pytest.raises(WeightsRefusedError, match=message):
+        serving_a.engine.weights.check(publish.manifest)
+
+
+def test_a_corrupt_bucket_in_shared_memory_is_refused_and_the_old_weights_serve_on(serving_a, loop, oracle):
+    publish = serving_a.publish("B")
+    segments = serving_a.stage(publish)
+    with Path(segments[1]).open("r+b") as file:
+        file.seek(1000)
+        file.write(b"corrupt")
+    assert "checksum" in loop.run(refused_while_sampling(serving_a, publish, segments))
+    assert_serves(serving_a, loop, oracle, "A")
+
+
+def test_a_rank_without_segment_is_refused_and_named(serving_a, loop, oracle):
+    publish = serving_a.publish("B")
+    segments = serving_a.stage(publish)
+    assert "trainer rank 1" in loop.run(refused_while_sampling(serving_a, publish, {0: segments[0]}))
+    assert_serves(serving_a, loop, oracle, "A")
+
+
+def test_weights_go_a_b_a_under_a_running_engine(serving_a, loop, oracle):
+    for weights in "BA":
+        loop.run(serving_a.push(weights))
+        assert_serves(serving_a, loop, oracle, weights)
+
+
+def test_an_applied_publish_is_not_served_before_resume(serving_a, loop):
+    async def applied():
+        publish = serving_a.publish("B")
+        await serving_a.engine.weights.update(publish.manifest, serving_a.stage(publish))
+        job = asyncio.create_task(serving_a.sample())
+        done, _ = await asyncio.wait([job], timeout=0.3)
+        assert not done and serving_a.engine.state().status is EngineStatus.APPLYING
+        await serving_a.engine.weights.resume()
+        return publish.manifest.weight_version, await job
+
+    version, (summary, _) = loop.run(applied())
+    assert summary.oldest_version == version
+
+
+def test_a_failed_probe_fences_the_engine_and_the_next_publish_heals_it(serving_a, loop, oracle):
+    async def fenced():
+        publish = serving_a.publish("B")
+        await serving_a.engine.weights.update(publish.manifest, serving_a.stage(publish))
+        await serving_a.engine.weights.fence("probe gap 9 exceeds 0.05")
+        job = asyncio.create_task(serving_a.sample())
+        done, _ = await asyncio.wait([job], timeout=0.3)
+        state = serving_a.engine.state()
+        assert not done and state.status is EngineStatus.FENCED and "probe gap 9" in state.fault
+        with pytest.raises(RuntimeError, match="cannot be probed: probe gap 9"):
+            await serving_a.engine.weights.probe([1, 2, 3])
+        with pytest.raises(RuntimeError, match="nothing to resume"):
+            await serving_a.engine.weights.resume()
+        await serving_a.push("A")
+        return serving_a.engine.state().weight_version, await job
+
+    version, (summary, _) = loop.run(fenced())
+    assert summary.oldest_version == version
+    assert_serves(serving_a, loop, oracle, "A")
+
+
+async def updated_in_mid_response(live, num_updates: int):
+    """Sample long responses while weights go B, A, B, ...; returns the group and vLLM's own spans of it."""
+    theirs: list[list[tuple[int, int]]] = []
+    finish = live.engine._ledger.finish
+
+    def spy(response, output, current):
+        found = output.outputs[0].weight_versions
+        theirs.append([(int(span.version), span.end - span.start) for span in found])
+        return finish(response, output, current)
+
+    live.engine._ledger.finish = spy
+    try:
+        job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
+        for number in range(num_updates):
+            await live.until_emitted(10 + 15 * number)
+            await live.push("BA"[number % 2])
+        summary, columns = await job
+    finally:
+        live.engine._ledger.finish = finish
+    return summary, columns, theirs
+
+
+def test_version_spans_equal_those_that_vllm_reports(serving_a, loop):
+    first = serving_a.engine.state().weight_version
+    summary, _, theirs = loop.run(updated_in_mid_response(serving_a, 3))
+    ours = [[(span.weight_version, span.num_tokens) for span in spans] for spans in summary.weight_spans]
+    assert sorted(ours) == sorted(theirs)
+    for spans in ours:
+        assert sum(count for _, count in spans) == 200
+        assert [version for version, _ in spans] == [first, first + 1, first + 2, first + 3]
+
+
+def test_every_token_was_sampled_from_the_weights_that_its_span_names(serving_a, loop):
+    summary, columns, _ = loop.run(updated_in_mid_response(serving_a, 1))
+    forced = {}
+    for name in "AB":
+        loop.run(serving_a.push(name))
+        ids = [[*PROMPT, *columns.response(sample).tolist()] for sample in range(4)]
+        forced[name] = [loop.run(teacher_forced(serving_a, each, len(PROMPT), 1.0)) for each in ids]
+    for sample, (old, new) in enumerate(summary.weight_spans):
+        assert old.num_tokens + new.num_tokens == 200
+        found, a, b = columns.logprobs(sample), forced["A"][sample], forced["B"][sample]
+        before, after = slice(0, old.num_tokens), slice(old.num_tokens, 200)
+        assert np.abs(found - a)[before].mean() < 0.02 < 0.3 < np.abs(found - b)[before].mean()
+        assert np.abs(found - b)[after].mean() < 0.02 < 0.3 < np.abs(found - a)[after].mean()
+
+
+# -- responses in flight -------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_flight(live, mode: str):
+    """The engine treats responses in flight so; it reads what it is to do at every update."""
+    spec = live.engine.weights.spec
+    live.engine.weights.spec = dataclasses.replace(spec, in_flight=mode)
+    yield
+    live.engine.weights.spec = spec
+
+
+async def published_in_mid_response(live, num_updates: int):
+    """Four long responses while the same weights come again and are probed; (times of updates, columns, forwards)."""
+    await live.engine.drain_trace()
+    times = []
+    job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
+    for number in range(num_updates):
+        await live.until_emitted(10 + 15 * number)
+        publish = live.publish("A")
+        times.append(await live.engine.weights.update(publish.manifest, live.stage(publish)))
+        await live.engine.weights.probe(list(range(1, 33)))
+        await live.engine.weights.resume()
+    _, columns = await job
+    return times, columns, await live.engine.drain_trace()
+
+
+def test_responses_that_keep_their_keys_and_values_go_on_as_if_nothing_had_come(serving_a, loop):
+    with in_flight(serving_a, "keep_kv"):
+        _, expected, _ = loop.run(published_in_mid_response(serving_a, 0))
+        times, found, forwards = loop.run(published_in_mid_response(serving_a, 3))
+    np.testing.assert_array_equal(found.response_ids, expected.response_ids)
+    np.testing.assert_array_equal(found.rollout_logprobs, expected.rollout_logprobs)
+    assert [(one.num_in_flight, one.num_recomputed_tokens) for one in times] == [(4, 0)] * 3
+    assert max(forwards["num_scheduled_tokens"][4:]) == 4  # the prompts may come in several forwards
+
+
+def test_what_is_recomputed_is_counted(serving_a, loop):
+    (times,), _, forwards = loop.run(published_in_mid_response(serving_a, 1))
+    assert times.num_in_flight == 4
+    assert times.num_recomputed_tokens >= 4 * (len(PROMPT) + 10)
+    assert forwards["num_scheduled_tokens"].sum() == 4 * (len(PROMPT) + 199) + times.num_recomputed_tokens - 4
+
+
+def test_kept_prefixes_are_not_shared_with_later_responses(serving_a, loop):
+    async def greedy():
+        _, columns = await serving_a.sample(prompt=range(3, 203), temperature=0.0, max_response_tokens=4)
+        return columns.rollout_logprobs
+
+    with in_flight(serving_a, "keep_kv"):
+        old, again = loop.run(greedy()), loop.run(greedy())
+        loop.run(serving_a.push("B"))
+        kept = loop.run(greedy())
+    loop.run(serving_a.push("B"))
+    fresh = loop.run(greedy())
+    np.testing.assert_allclose(again, old, atol=0.02)
+    np.testing.assert_array_equal(kept, fresh)
+    assert np.abs(kept - old).max() > 0.1
+
+
+def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serving_a, loop):
+    async def drained():
+        version = serving_a.engine.state().weight_version
+        job = asyncio.create_task(serving_a.sample(max_response_tokens=200))
+        await serving_a.until_emitted(10)
+        draining = asyncio.create_task(serving_a.engine.weights.drain())
+        late = asyncio.create_task(serving_a.sample())
+        await draining
+        (summary, _) = await asyncio.wait_for(job, 1)
+        done, _ = await asyncio.wait([late], timeout=0.3)
+        assert not done
+        stale = serving_a.publish("B", version=version)
+        with pytest.raises(WeightsRefusedError):
+            await serving_a.engine.weights.update(stale.manifest, serving_a.stage(stale))
+        refused, _ = await late  # it goes on under the old weights
+        await serving_a.engine.weights.drain()
+        later = asyncio.create_task(serving_a.sample())
+        await asyncio.sleep(0.1)
+        await serving_a.push("B")
+        after, _ = await later
+        return version, summary, refused, after
+
+    version, summary, refused, after = loop.run(drained())
+    assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=200),),)
+    assert refused.oldest_version == version
+    assert after.oldest_version == version + 1
+
+
+# -- streaming -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streaming(serving_a, loop):
+    """The engine serves weights A and has a gloo channel; shared memory again afterwards."""
+    senders, store = loop.run(serving_a.use_gloo())
+    yield serving_a, senders
+    del store
+
+
+def start_senders(publish: Publish, senders, *, only: int | None = None):
+    return [send_in_thread(publish, sender, rank, only=only) for rank, sender in enumerate(senders)]
+
+
+def test_gloo_brings_the_same_weights(streaming, loop, oracle):
+    live, senders = streaming
+    for weights in "BAB":
+        publish = live.publish(weights)
+        threads = start_senders(publish, senders)
+        loop.run(live.engine.weights.update(publish.manifest))
+        loop.run(live.engine.weights.resume())
+        for thread in threads:
+            thread.join()
+        assert_serves(live, loop, oracle, weights)
+
+
+def test_a_streaming_engine_samples_until_the_first_bucket_is_there(streaming, loop):
+    live, senders = streaming
+    publish = live.publish("B")
+
+    async def late():
+        job = asyncio.create_task(live.sample(max_response_tokens=200))
+        update = asyncio.create_task(live.engine.weights.update(publish.manifest))
+        summary, _ = await job  # nobody has sent anything yet
+        threads = start_senders(publish, senders)
+        await update
+        await live.engine.weights.resume()
+        return summary, threads
+
+    version = live.engine.state().weight_version
+    summary, threads = loop.run(late())
+    for thread in threads:
+        thread.join()
+    assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=200),),)
+
+
+class Corrupting:
+    """A sender that seals one bucket for another publish."""
+
+    def __init__(self, sender, index: int) -> None:
+        self.sender, self.index = sender, index
+
+    def __getattr__(self, name):
+        return getattr(self.sender, name)
+
+    def commit(self, index: int) -> None:
+        if index == self.index:
+            self.sender._version += 1
+        self.sender.commit(index)
+        if index == self.index:
+            self.sender._version -= 1
+
+
+def test_a_corrupt_first_bucket_is_refused_and_the_channel_closed(streaming, loop, oracle):
+    live, senders = streaming
+    publish = live.publish("B")
+    start_senders(publish, [Corrupting(sender, 0) for sender in senders])
+    assert "bucket 0: carries weight version" in loop.run(refused_while_sampling(live, publish, {}))
+    assert "there is no channel" in loop.run(refused_while_sampling(live, live.publish("B"), {}))
+    assert_serves(live, loop, oracle, "A")
+
+
+def test_a_corrupt_later_bucket_fences_the_engine_and_a_full_publish_heals_it(streaming, loop, oracle):
+    live, senders = streaming
+    publish = live.publish("B")
+    index = publish.manifest.buckets[-2].index
+
+    async def fenced():
+        start_senders(publish, [Corrupting(sender, index) for sender in senders])
+        with pytest.raises(EngineFencedError, match=f"engine 3 is fenced: .* bucket {index}: carries weight version"):
+            await live.engine.weights.update(publish.manifest)
+        job = asyncio.create_task(live.sample())
+        done, _ = await asyncio.wait([job], timeout=0.3)
+        assert not done and live.engine.state().status is EngineStatus.FENCED
+        assert live.engine.state().weight_version == publish.manifest.weight_version - 1
+        await live.use_shm()
+        await live.push("B")
+        return await job
+
+    summary, _ = loop.run(fenced())
+    assert summary.oldest_version == publish.manifest.weight_version
+    assert_serves(live, loop, oracle, "B")
+
+
+def test_a_rank_that_is_late_from_the_start_is_refused_and_named(streaming, loop, oracle):
+    live, senders = streaming
+    publish = live.publish("B")
+    start_senders(publish, senders, only=0)
+    error = loop.run(refused_while_sampling(live, publish, {}))
+    assert "engine rank 0 waited in vain (10 s for a publish) for trainer rank" in error
+    assert_serves(live, loop, oracle, "A")
+
+
+def test_a_rank_that_is_late_half_way_fences_the_engine_and_is_named(streaming, loop, oracle):
+    live, senders = streaming
+    publish = live.publish("B")
+    late = next(b.index for b in publish.manifest.buckets if b.source_rank == 1)
+    send_in_thread(publish, senders[0], 0)
+
+    async def fenced():
+        with pytest.raises(EngineFencedError, match=rf"for trainer rank 1 to send bucket {late} of weight version"):
+            await live.engine.weights.update(publish.manifest)
+        await live.use_shm()
+        await live.push("A")
+
+    loop.run(fenced())
+    assert_serves(live, loop, oracle, "A")

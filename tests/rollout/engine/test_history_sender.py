@@ -1,0 +1,130 @@
+"""Finished responses leave in batches, once, to the shard that owns their prompt; nobody waits for them."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+
+from history.types import prompt_key
+from rollout.engine import history_sender
+from rollout.engine.history_sender import HistoryOutbox
+from rollout.types import FinishReason, GroupId, PromptId
+from tests.support.scored_groups import scored_group
+
+
+class Shard:
+    """Takes batches like an actor's handle: `append.remote` gives something to await."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.batches = []
+        self.append = self
+
+    def remote(self, batch):
+        self.batches.append(batch)
+        return self._answer()
+
+    async def _answer(self):
+        if self.error is not None:
+            raise self.error
+
+    def held(self):
+        return [(key, one.step, one.sample) for batch in self.batches for key, one in batch.entries()]
+
+
+def group(number: int, num_samples: int = 4):
+    made = scored_group(0).group
+    prompt = replace(made.prompt, prompt_id=PromptId(f"math/{number}"))
+    return replace(made, group_id=GroupId(number), prompt=prompt, step=7, seeds=tuple(range(num_samples)))
+
+
+IDS = np.arange(5, dtype=np.int32)
+
+
+def run(body) -> None:
+    async def whole() -> None:
+        await body()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(whole())
+
+
+def test_a_group_leaves_as_one_batch_when_its_last_response_has_ended():
+    shard = Shard()
+
+    async def body():
+        outbox = HistoryOutbox([shard])
+        for sample in (2, 0, 3):
+            outbox.put(group(1), sample, IDS, FinishReason.STOP)
+        assert shard.batches == []
+        outbox.put(group(1), 1, IDS, FinishReason.LENGTH)
+        await asyncio.sleep(0)
+        assert len(shard.batches) == 1
+
+    run(body)
+    assert shard.held() == [(prompt_key("math/1"), 7, sample) for sample in (2, 0, 3, 1)]
+
+
+def test_what_waits_longer_than_a_moment_leaves_by_itself_and_only_once(monkeypatch):
+    monkeypatch.setattr(history_sender, "DELAY_S", 0.01)
+    shard = Shard()
+
+    async def body():
+        outbox = HistoryOutbox([shard])
+        outbox.put(group(1), 0, IDS, FinishReason.STOP)
+        outbox.put(group(2), 0, IDS, FinishReason.STOP)
+        while not shard.batches:
+            await asyncio.sleep(0.005)
+        outbox.flush()
+
+    run(body)
+    assert len(shard.batches) == 1
+    assert sorted(shard.held()) == sorted((prompt_key(f"math/{number}"), 7, 0) for number in (1, 2))
+
+
+def test_aborted_responses_are_not_remembered_but_end_their_group():
+    shard = Shard()
+
+    async def body():
+        outbox = HistoryOutbox([shard])
+        outbox.put(group(1, 2), 0, IDS, FinishReason.STOP)
+        outbox.put(group(1, 2), 1, IDS, FinishReason.ABORT)
+
+    run(body)
+    assert shard.held() == [(prompt_key("math/1"), 7, 0)]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_every_prompt_goes_to_its_owner(num_shards):
+    shards = [Shard() for _ in range(num_shards)]
+
+    async def body():
+        outbox = HistoryOutbox(shards)
+        for number in range(12):
+            outbox.put(group(number, 1), 0, IDS, FinishReason.STOP)
+
+    run(body)
+    assert sum(len(shard.held()) for shard in shards) == 12
+    for owner, shard in enumerate(shards):
+        assert {key % num_shards for key, _, _ in shard.held()} <= {owner}
+
+
+def test_what_a_dead_shard_does_not_take_is_counted_and_the_living_one_gets_its_own():
+    dead, living = Shard(ray.exceptions.ActorDiedError()), Shard()
+    kept = []
+
+    async def body():
+        outbox = HistoryOutbox([dead, living])
+        for number in range(12):
+            outbox.put(group(number, 1), 0, IDS, FinishReason.STOP)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        kept.append(outbox)
+
+    run(body)
+    assert kept[0].num_lost_calls == len(dead.batches) > 0
+    assert len(living.held()) > 0
+    assert kept[0]._sending == set()

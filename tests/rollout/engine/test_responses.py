@@ -1,0 +1,129 @@
+"""Version spans, and columns of a group."""
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.engine.engine import Engine
+from rollout.engine.responses import Finished, Response, ResponseLedger, columns, spans
+from rollout.types import (
+    FinishReason,
+    GroupId,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    WeightSpan,
+    WeightVersion,
+)
+
+
+def per_token(stamps: list[tuple[int, int]], last: int, length: int) -> list[int]:
+    """Version of each token, one by one."""
+    return [next((version for version, end in stamps if token < end), last) for token in range(length)]
+
+
+@given(counts=st.lists(st.integers(min_value=0, max_value=20), max_size=6), rest=st.integers(min_value=0, max_value=20))
+def test_spans_name_the_version_of_every_token(counts, rest):
+    ends = np.cumsum(counts).tolist()
+    stamps = [(WeightVersion(version), end) for version, end in enumerate(ends)]
+    length = sum(counts) + rest
+    found = spans(stamps, WeightVersion(len(counts)), length)
+    assert [v for span in found for v in [span.weight_version] * span.num_tokens] == per_token(
+        stamps, len(counts), length
+    )
+    assert sum(span.num_tokens for span in found) == length
+    assert length == 0 or all(span.num_tokens > 0 for span in found)
+
+
+def test_a_response_without_tokens_still_names_a_version():
+    assert spans([], WeightVersion(4), 0) == (WeightSpan(weight_version=WeightVersion(4), num_tokens=0),)
+
+
+def response(request_id: str) -> Response:
+    return Response(group_id=GroupId(1), num_prompt_tokens=4, queue=SimpleNamespace(request_id=request_id))
+
+
+def output(num_tokens: int) -> SimpleNamespace:
+    logprobs = SimpleNamespace(logprobs=[-0.5] * num_tokens)
+    completion = SimpleNamespace(token_ids=list(range(num_tokens)), logprobs=logprobs, finish_reason="length")
+    return SimpleNamespace(outputs=[completion])
+
+
+def test_a_response_that_ended_before_an_update_keeps_the_old_version_however_late_it_is_collected():
+    ledger, early, late = ResponseLedger(), response("early"), response("late")
+    ledger.add(early)
+    ledger.add(late)
+    ledger.stamp(WeightVersion(3), {"early": None, "late": 4}.get)
+    ledger.stamp(WeightVersion(4), {"early": None, "late": 9}.get)
+    found = ledger.finish(early, output(6), WeightVersion(5))
+    assert found.weight_spans == (WeightSpan(weight_version=WeightVersion(3), num_tokens=6),)
+    assert found.reason is FinishReason.LENGTH
+    found = ledger.finish(late, output(11), WeightVersion(5))
+    assert [(span.weight_version, span.num_tokens) for span in found.weight_spans] == [(3, 4), (4, 5), (5, 2)]
+    assert len(ledger) == 0 and ledger.num_finished == 2 and ledger.num_tokens == 17
+
+
+def test_a_missing_log_probability_is_an_error_not_a_shift():
+    ledger, one = ResponseLedger(), response("a")
+    broken = output(3)
+    broken.outputs[0].logprobs.logprobs.pop()
+    with pytest.raises(RuntimeError, match="2 log-probabilities for 3 tokens"):
+        ledger.finish(one, broken, WeightVersion(0))
+
+
+def test_a_log_probability_that_is_not_finite_is_refused_with_its_place_and_version():
+    prompt = Prompt(
+        prompt_id=PromptId("p"),
+        data_source="test",
+        token_ids=np.array([1, 2], dtype=np.int32),
+        ground_truth="",
+        extra_info_json="null",
+    )
+    sampling = SamplingSpec(temperature=1.0, max_response_tokens=8)
+    group = PromptGroup(group_id=GroupId(7), step=0, prompt=prompt, sampling=sampling, seeds=(0, 1))
+    versions = tuple(
+        WeightSpan(weight_version=WeightVersion(version), num_tokens=count) for version, count in ((4, 2), (5, 3))
+    )
+
+    def of(*logprobs: float) -> Finished:
+        return Finished(
+            response_ids=np.arange(5, dtype=np.int32),
+            rollout_logprobs=np.array(logprobs, dtype=np.float32),
+            reason=FinishReason.STOP,
+            weight_spans=versions,
+        )
+
+    good = of(-1, -2, 0, -3, -1)
+    assert columns(group, [good, good]).logprobs(1).tolist() == [-1, -2, 0, -3, -1]
+    for place, version in ((1, 4), (2, 5), (4, 5)):
+        for value in (np.nan, -np.inf):
+            logprobs = [-1.0] * 5
+            logprobs[place] = value
+            with pytest.raises(
+                RuntimeError, match=rf"group 7: 1 of 5 .* response 1 .* token {place}, .*version {version}"
+            ):
+                columns(group, [good, of(*logprobs)])
+
+
+def test_the_actor_offers_every_method_of_the_engine_with_the_same_parameters():
+    from rollout.engine.actor import EngineActor
+
+    actor = EngineActor.__ray_metadata__.modified_class
+    ours = {name: m for name, m in inspect.getmembers(Engine, inspect.isfunction) if not name.startswith("_")}
+    ours["close"] = ours.pop("shutdown")
+    del ours["tell_ended"]  # a listener lives in the engine's process; from outside it is `connect_history`
+    for name, method in ours.items():
+        found = set(inspect.signature(getattr(actor, name)).parameters) - {"_ray_trace_ctx"}
+        assert found == set(inspect.signature(method).parameters)
+
+
+def test_a_finished_response_is_immutable():
+    found = ResponseLedger().finish(response("a"), output(1), WeightVersion(0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.reason = FinishReason.STOP

@@ -1,0 +1,148 @@
+"""From our configuration to vLLM's arguments."""
+
+import json
+
+import pytest
+from vllm.platforms.interface import DeviceCapability
+
+from rollout.config import EngineConfig
+from rollout.engine import vllm_args
+from rollout.engine.spec import DraftSpec, EngineSpec
+from rollout.engine.vllm_args import (
+    OWNED,
+    check_passthrough,
+    end_of_sequence_ids,
+    engine_arguments,
+    quantization_config,
+)
+
+
+def arguments(checkpoints, *, load: bool = False, drafts: DraftSpec | None = None, **config: object):
+    spec = EngineSpec(
+        engine_id=0,
+        run_id="run",
+        config=EngineConfig(**config),
+        directory=str(checkpoints.path("qwen3", "A", "bf16")),
+        max_model_len=123,
+        load_from_directory=load,
+        drafts=drafts,
+    )
+    return engine_arguments(spec)
+
+
+def test_an_engine_starts_with_dummy_weights_and_the_quantised_layout(checkpoints):
+    found = arguments(checkpoints, format="int8", max_num_seqs=7, kv_cache_bytes=1 << 25)
+    assert found.load_format == "dummy" and found.max_model_len == 123
+    assert found.max_num_seqs == 7 and found.kv_cache_memory_bytes == 1 << 25
+    group = found.hf_overrides["quantization_config"]["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "channel" and group["input_activations"]["strategy"] == "token"
+    assert found.logprobs_mode == "processed_logprobs" and found.skip_tokenizer_init
+
+
+@pytest.mark.parametrize(("is_cpu", "executor"), [(True, "rollout.cpu.executor.CpuExecutor"), (False, "mp")])
+def test_ranks_run_in_processes_that_wait_patiently_where_they_share_cores(
+    checkpoints, monkeypatch, is_cpu, executor
+) -> None:
+    monkeypatch.setattr(type(vllm_args.current_platform), "is_cpu", lambda _: is_cpu)
+    assert arguments(checkpoints).distributed_executor_backend is None
+    assert arguments(checkpoints, tensor_parallel=2).distributed_executor_backend == executor
+
+
+@pytest.mark.parametrize(("capability", "refused"), [(80, True), (86, True), (89, False), (90, False)])
+def test_fp8_is_refused_where_it_would_only_be_decompressed(monkeypatch, capability, refused):
+    class Gpu:
+        def is_cuda(self) -> bool:
+            return True
+
+        def has_device_capability(self, wanted: int) -> bool:
+            return capability >= wanted
+
+        def get_device_capability(self) -> DeviceCapability:
+            return DeviceCapability(capability // 10, capability % 10)
+
+        def get_device_name(self) -> str:
+            return "NVIDIA something"
+
+    monkeypatch.setattr(vllm_args, "current_platform", Gpu())
+    for format in ("bf16", "int8"):
+        vllm_args.check_device(format)
+    if refused:
+        with pytest.raises(ValueError, match=rf"fp8_channel.*{capability / 10}.*use int8"):
+            vllm_args.check_device("fp8_channel")
+    else:
+        vllm_args.check_device("fp8_channel")
+
+
+def test_fp8_by_channel_has_the_layout_of_float_quantized_checkpoints(checkpoints):
+    found = arguments(checkpoints, format="fp8_channel").hf_overrides["quantization_config"]
+    assert found["format"] == "float-quantized"
+    group = found["config_groups"]["group_0"]
+    assert group["weights"]["type"] == group["input_activations"]["type"] == "float"
+
+
+def test_fp8_by_block_has_the_layout_that_vllm_calls_fp8(checkpoints):
+    found = arguments(checkpoints, format="fp8_block").hf_overrides["quantization_config"]
+    assert found["quant_method"] == "fp8" and found["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize(("format", "key"), [("int8", "ignore"), ("fp8_block", "modules_to_not_convert")])
+def test_linears_that_stay_bf16_are_named(format, key):
+    found = quantization_config(format, ["model.layers.0.mlp.down_proj"])
+    assert found[key] == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
+def test_bf16_needs_no_override(checkpoints):
+    assert quantization_config("bf16") is None
+    assert arguments(checkpoints, format="bf16").hf_overrides == {}
+
+
+def test_an_engine_that_loads_a_directory_takes_it_as_it_is(checkpoints):
+    found = arguments(checkpoints, load=True, format="int8")
+    assert found.load_format == "auto" and found.hf_overrides == {}
+
+
+def test_a_stock_engine_has_no_speculation_configured_at_all(checkpoints):
+    found = arguments(checkpoints)
+    assert found.speculative_config is None and found.additional_config["drafts"] is None
+
+
+def test_an_engine_that_drafts_asks_our_proposer(checkpoints):
+    found = arguments(checkpoints, drafts=DraftSpec(max_draft_tokens=9, segments_dir="/dev/shm/x"))
+    assert found.speculative_config["method"] == "custom_class"
+    assert found.speculative_config["model"] == "rollout.worker.proposer.HistoryProposer"
+    assert found.speculative_config["num_speculative_tokens"] == 9
+    assert found.additional_config["drafts"] == {"max_draft_tokens": 9, "segments_dir": "/dev/shm/x"}
+
+
+def test_the_users_table_reaches_vllm(checkpoints):
+    assert arguments(checkpoints, vllm={"max_num_batched_tokens": 99}).max_num_batched_tokens == 99
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(
+        ValueError, match=r"engine\.vllm\.max_num_batched_token is no argument .* 'max_num_batched_tokens'"
+    ):
+        check_passthrough({"max_num_batched_token": 1})
+
+
+@pytest.mark.parametrize("key", sorted(OWNED))
+def test_a_key_of_ours_is_refused_with_the_field_to_use(key):
+    with pytest.raises(ValueError, match=f"engine.vllm.{key} is set by this program; use "):
+        check_passthrough({key: 1})
+
+
+def test_end_of_sequence_ids_come_from_every_file_that_names_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert end_of_sequence_ids(str(tmp_path)) == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert end_of_sequence_ids(str(tmp_path)) == (5, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"id": 3, "content": "<end>"}, {"id": 4, "content": "<pad>"}]})
+    )
+    assert end_of_sequence_ids(str(tmp_path)) == (3, 5, 7)
+
+
+def test_a_directory_that_names_none_has_none(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert end_of_sequence_ids(str(tmp_path)) == ()

@@ -1,0 +1,139 @@
+"""The planner of a run: what is due, what is batched, and what a resumed run does."""
+
+import numpy as np
+import pytest
+
+from history.lengths.book import LengthBook
+from history.types import prompt_key
+from rollout.config import PlannerConfig
+from rollout.data.order import PromptOrder, PromptSet
+from rollout.planning.plan import EngineLoad
+from rollout.planning.planner import Planner
+from rollout.types import Prompt, PromptId, SamplingSpec
+from tests.support.scored_groups import scored_group
+
+NUM_PROMPTS, PER_STEP = 12, 4
+ENGINES = [EngineLoad(num_slots=8)] * 2
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(
+        prompt_id=PromptId(f"t/{number}"),
+        data_source="t",
+        token_ids=np.array([1], dtype=np.int32),
+        ground_truth="",
+        extra_info_json="null",
+    )
+
+
+def planner(*, state=None, first_step=0, num_steps=20, **config) -> Planner:
+    prompts = {PromptId(f"t/{number}"): prompt(number) for number in range(NUM_PROMPTS)}
+    return Planner(
+        PromptOrder([PromptSet(prompt_ids=tuple(prompts))], seed=3, state=state),
+        prompts,
+        config=PlannerConfig(**config),
+        lengths=LengthBook(),
+        num_steps=num_steps,
+        prompts_per_step=PER_STEP,
+        group_size=4,
+        sampling=SamplingSpec(temperature=1.0, max_response_tokens=64),
+        seed=5,
+        first_step=first_step,
+    )
+
+
+def scored(group, lengths=(8, 8, 8, 8)):
+    from dataclasses import replace
+
+    made = scored_group(0)
+    return replace(made, group=group, summary=replace(made.summary, group_id=group.group_id, lengths=tuple(lengths)))
+
+
+def step(one: Planner, number: int):
+    """The groups due and those that are trained on, all of which are complete at once."""
+    due = one.due(number, ENGINES)
+    for group in due.groups:
+        one.started(group.group_id)
+        one.completed(group.group_id)
+    return due.groups, one.batch(number)
+
+
+def test_a_synchronous_run_admits_a_step_and_trains_on_it():
+    one = planner()
+    for number in range(3):
+        groups, batch = step(one, number)
+        assert [group.group_id for group in groups] == batch == [4 * number + i for i in range(4)]
+        assert {group.step for group in groups} == {number}
+        one.consumed([scored(group) for group in groups])
+    assert len({group.prompt.prompt_id for group in groups}) == PER_STEP
+
+
+def test_with_an_overlap_a_step_is_admitted_early_and_a_prefix_of_a_run_is_that_of_a_synchronous_one():
+    ahead, plain = planner(overlap=1, max_staleness=1), planner()
+    first, batch = step(ahead, 0)
+    assert len(first) == 2 * PER_STEP and batch == [0, 1, 2, 3]
+    expected = [group for number in range(2) for group in step(plain, number)[0]]
+    assert [(g.group_id, g.prompt.prompt_id, g.seeds) for g in first] == [
+        (g.group_id, g.prompt.prompt_id, g.seeds) for g in expected
+    ]
+
+
+def test_nothing_is_admitted_beyond_the_last_step():
+    one = planner(overlap=3, max_staleness=3, num_steps=2)
+    assert len(step(one, 0)[0]) == 2 * PER_STEP
+    assert step(one, 1)[0] == ()
+
+
+@pytest.mark.parametrize(
+    "config", [{"overlap": 1, "max_staleness": 1}, {"policy": "flexible", "overlap": 1, "max_staleness": 2}]
+)
+def test_a_resumed_run_issues_again_what_was_in_flight_under_the_same_numbers(config):
+    one = planner(**config)
+    groups, batch = step(one, 0)
+    one.consumed([scored(group) for group in groups if group.group_id in batch])
+    again = planner(state=one.state(), first_step=1, **config)
+    resumed, batch = step(again, 1)
+    in_flight = [group for group in groups if group.group_id >= PER_STEP]
+    assert [(g.group_id, g.prompt.prompt_id) for g in resumed[:PER_STEP]] == [
+        (g.group_id, g.prompt.prompt_id) for g in in_flight
+    ]
+    assert batch == [4, 5, 6, 7]
+
+
+def test_the_history_that_is_wanted_is_of_what_is_in_flight_and_of_what_comes_next():
+    one = planner(overlap=1, max_staleness=1)
+    step(one, 0)
+    wanted = {prompt.prompt_id for prompt in one.upcoming(1)}
+    assert len(wanted) == 2 * PER_STEP  # steps 1 and 2; step 0 is being trained on
+    groups, _ = step(one, 1)
+    assert {group.prompt.prompt_id for group in groups} <= wanted
+
+
+def test_a_head_start_needs_forecasts_that_have_proven_themselves():
+    one = planner(head_start=0.5, max_staleness=1)
+    assert len(one.due(0, ENGINES).groups) == PER_STEP
+    for visit in (0, 1):
+        for number in range(NUM_PROMPTS):
+            one.lengths.observe(prompt_key(f"t/{number}"), visit, [3 * number + 2] * 4)
+    assert one.lengths.correlation() > 0.9
+    groups = one.due(1, ENGINES).groups
+    assert [group.step for group in groups] == [1] * PER_STEP + [2] * (PER_STEP // 2)
+    assert one.metrics()["planner/head_start"] == 0.5
+
+
+def test_lengths_of_what_was_trained_on_are_what_is_expected_next_time():
+    one = planner()
+    groups, _ = step(one, 0)
+    one.consumed([scored(group, (10 * i + 10,) * 4) for i, group in enumerate(groups)])
+    expected = [one.lengths.expected(prompt_key(group.prompt.prompt_id)) for group in groups]
+    assert expected == sorted(expected) and expected[-1] > 2 * expected[0]
+
+
+def test_what_is_still_to_come_follows_what_its_prompt_said_before_and_ends_with_the_limit():
+    one = planner(num_steps=20)
+    groups, _ = step(one, 0)
+    one.lengths.observe(prompt_key(groups[0].prompt.prompt_id), 0, [40] * 50)
+    assert one.remaining(groups[0].group_id, 0) == pytest.approx(40, rel=0.05)
+    assert one.remaining(groups[0].group_id, 30) == pytest.approx(10, rel=0.2)
+    assert 0 < one.remaining(groups[0].group_id, 60) <= 4
+    assert one.remaining(groups[1].group_id, 60) == 4

@@ -1,0 +1,132 @@
+"""Scoring in watched worker processes."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollout.config import RewardConfig
+from rollout.failures import RewardBrokenError
+from rollout.rewards.scorer import Scorer
+from rollout.types import GroupColumns, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoreStatus
+from tests.support.byte_tokenizer import write_byte_tokenizer
+
+FUNCTIONS = "tests.support.reward_functions"
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_byte_tokenizer(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def scorer_of(model_directory):
+    started = []
+
+    def make(function, **config):
+        started.append(Scorer(model_directory, RewardConfig(function=function, **config)))
+        return started[-1]
+
+    yield make
+    for scorer in started:
+        scorer.close()
+
+
+def group_of(scorer, texts):
+    encoded = [np.append(ids, 256) for ids in scorer._loaded().encode(texts, add_special_tokens=False)]
+    prompt = Prompt(
+        prompt_id=PromptId("set/0"),
+        data_source="set",
+        token_ids=np.zeros(1, dtype=np.int32),
+        ground_truth="abc",
+        extra_info_json='{"index": 4}',
+    )
+    group = PromptGroup(
+        group_id=GroupId(0),
+        step=0,
+        prompt=prompt,
+        sampling=SamplingSpec(temperature=1.0, max_response_tokens=16),
+        seeds=tuple(range(len(texts))),
+    )
+    response_ids = np.concatenate(encoded).astype(np.int32)
+    columns = GroupColumns(
+        prompt_ids=prompt.token_ids,
+        response_ids=response_ids,
+        rollout_logprobs=np.zeros(len(response_ids), dtype=np.float32),
+        offsets=np.cumsum([0, *(len(ids) for ids in encoded)]),
+    )
+    return group, columns
+
+
+def test_responses_are_decoded_without_special_tokens_and_scored_in_order(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.length", num_workers=2)
+    scores = scorer.score(*group_of(scorer, ["abc", "äé", "x y z"]))
+    assert [score.reward for score in scores] == [3.0, 2.0, 5.0]
+    assert {score.status for score in scores} == {ScoreStatus.OK}
+    # `same`: the text that the function saw was the ground truth "abc", without the end token that was sampled.
+    assert scores[0].details == (("same", 1.0), ("index", 4.0))
+
+
+def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_and_spares_the_others(scorer_of, caplog):
+    scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=1.0, failure_score=-0.5)
+    with caplog.at_level(logging.WARNING, logger="rollout.rewards.scorer"):
+        scores = scorer.score(*group_of(scorer, ["fine", "hang", "raise", "die", "fine", "raise"]))
+    ok, timeout, error = ScoreStatus.OK, ScoreStatus.TIMEOUT, ScoreStatus.ERROR
+    assert [score.status for score in scores] == [ok, timeout, error, error, ok, error]
+    assert [score.reward for score in scores] == [1.0, -0.5, -0.5, -0.5, 1.0, -0.5]
+    assert scores[1].error == "over the limit of 1.0 s"
+    assert scores[2].error == "KeyError: 'not\\nthere'"
+    assert scores[3].error.startswith("its process died")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert ["response '" in line for line in lines] == [True, True, False, False]
+
+
+def test_a_wrong_return_type_stops_the_run(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.textual")
+    with pytest.raises(RewardBrokenError, match=r"reward\.function: .*textual returned 'good'.*dict with `score`"):
+        scorer.score(*group_of(scorer, ["a"]))
+
+
+def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_run(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.broken")
+    group, columns = group_of(scorer, ["a", "b", "c", "d", "e"])
+    for number in range(3):  # enough responses, too few prompts
+        prompt = replace(group.prompt, prompt_id=PromptId(f"set/{number}"))
+        scores = scorer.score(replace(group, prompt=prompt), columns)
+        assert {score.status for score in scores} == {ScoreStatus.ERROR}
+    with pytest.raises(RewardBrokenError, match=r"broken has failed for each of the first 16 responses, to 4 prompts"):
+        scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId("set/3"))), columns)
+
+
+def test_a_function_that_has_ever_succeeded_is_not_given_up(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
+    for number in range(5):
+        scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId(f"set/{number}"))), columns)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_told_from_a_path_that_leads_nowhere(scorer_of):
+    with pytest.raises(RewardBrokenError, match=r"importing its module failed: KeyError: 'wrong'"):
+        scorer_of("tests.support.runs.unimportable_reward.compute_score").start()
+    with pytest.raises(ValueError, match=r"No module named 'tests.nowhere'"):
+        scorer_of("tests.nowhere.compute_score").start()
+
+
+def test_a_bad_path_is_an_error_at_start(scorer_of):
+    with pytest.raises(ValueError, match=r"reward\.function.*has no 'lenght'; did you mean 'length'"):
+        scorer_of(f"{FUNCTIONS}.lenght").start()
+
+
+def test_a_model_that_the_tokenizer_does_not_fit_is_an_error_at_start(tmp_path):
+    write_byte_tokenizer(tmp_path, model_vocab_size=100)
+    with pytest.raises(ValueError, match="vocab_size is 100"):
+        Scorer(str(tmp_path), RewardConfig()).start()
+
+
+def test_start_reports_the_tokenizer(scorer_of):
+    facts = scorer_of("rollout.rewards.exact.compute_score").start()
+    assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)

@@ -1,0 +1,47 @@
+"""What an owner leaves behind when it is killed ends too."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from tests.support.deadline import DEADLINE_S
+from tests.support.runs.background import ROOT
+
+OWNER = """
+import subprocess, sys, time
+core = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(__import__("os").getpid()), sys.argv[2]])
+time.sleep(600)
+"""
+
+CORE = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+time.sleep(600)
+"""
+
+RANK = """
+import os, sys, time
+from rollout.processes import die_with
+die_with(int(sys.argv[1]))
+print(os.getppid(), os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_and_its_core_process_end_with_the_owner():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, CORE, RANK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    orphans = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(orphans) == 2 and all(process.is_running() for process in orphans)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    gone, alive = psutil.wait_procs(orphans, timeout=DEADLINE_S)
+    assert len(gone) == 2 and not alive
+
+
+def test_a_process_that_is_not_owned_goes_on():
+    script = "import time; from rollout.processes import die_with; die_with(1 << 22); time.sleep(0.1); print('here')"
+    assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "here\n"

@@ -1,0 +1,723 @@
+"""Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
+
+import dataclasses
+import errno
+import gc
+import mmap
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.transports import shm_files as files
+from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
+from rollout.transports.colocated import HandOverInbox, HandOverSender, ShmSegment, map_shm
+from rollout.transports.delta import HEADER
+from rollout.transports.delta_baselines import NodeMemory
+from rollout.transports.prefetch import Prefetch
+from rollout.transports.rendezvous import join, open_store
+from rollout.transports.shm import ShmInbox, ShmSender
+from rollout.transports.streaming import GroupInbox, GroupSender
+from rollout.types import WeightVersion
+from rollout.weights.manifest import Box, Bucket, WeightManifest
+from rollout.worker.received_parts import Arrivals
+from tests.support.engines.packing import Publish, pack
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed.weight": torch.randn(100, 16).bfloat16(),
+        "layers.0.q_proj.weight": torch.randint(-127, 128, (64, 16), dtype=torch.int8),
+        "layers.0.q_proj.weight_scale": torch.rand(64, 1),
+        "layers.0.o_proj.weight": torch.randint(-127, 128, (16, 64), dtype=torch.int8),
+        "layers.0.norm.weight": torch.randn(16).bfloat16(),
+    }
+
+
+def assemble(manifest: WeightManifest, inbox: Inbox) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of a publish, whole."""
+    arrivals = Arrivals(manifest, inbox, engine_rank=0)
+    boxes = [(spec.name, Box(start=(0,) * len(spec.shape), shape=spec.shape)) for spec in manifest.tensors]
+    return [(name, arrivals.part(name, box)) for name, box in boxes]
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# -- shared memory -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage():
+    senders = [ShmSender(run_id="transporttest", rank=rank) for rank in range(2)]
+
+    def send(publish: Publish) -> dict[int, str]:
+        return {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
+
+    yield send
+    for sender in senders:
+        sender.abandon()
+
+
+def arrive(inbox: ShmInbox) -> None:
+    until = time.monotonic() + 20
+    while not inbox.arrived() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert inbox.arrived()
+
+
+def test_a_rank_looks_at_what_it_takes_and_at_nothing_else(stage, monkeypatch):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
+    buckets = [dataclasses.replace(bucket, engine_ranks=(bucket.index % 2,)) for bucket in publish.manifest.buckets]
+    seen = []
+    monkeypatch.setattr("rollout.transports.shm.verify", lambda bucket, version, *, index: seen.append(index))
+    manifest = dataclasses.replace(publish.manifest, buckets=tuple(buckets))
+    arrive(ShmInbox(manifest, stage(publish), engine_rank=1))
+    assert len(buckets) > 3 and seen == [bucket.index for bucket in buckets if bucket.index % 2]
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1000, 1 << 20])
+def test_shared_memory_brings_every_tensor_back_from_pieces_of_two_ranks(stage, bucket_bytes):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
+    segments = stage(publish)
+    assert equal(dict(assemble(publish.manifest, ShmInbox(publish.manifest, segments, engine_rank=0))), tensors())
+
+
+def test_a_tensor_in_one_piece_is_not_copied(stage):
+    publish = pack(tensors(), 7, "int8")
+    inbox = ShmInbox(publish.manifest, stage(publish), engine_rank=0)
+    start = inbox.take(publish.manifest.buckets[0]).data_ptr()
+    _, first = assemble(publish.manifest, inbox)[0]
+    assert first.data_ptr() == start
+
+
+def test_a_segment_appears_whole_or_not_at_all():
+    sender = ShmSender(run_id="transporttest", rank=0)
+    publish = pack(tensors(), 7, "int8")
+    sender.open(publish.manifest.weight_version, publish.manifest.buckets)
+    path = files.segment_path(run_id="transporttest", pid=os.getpid(), weight_version=7, rank=0)
+    assert not path.exists()
+    assert sender.finish() == str(path)
+    assert path.exists()
+    sender.abandon()
+    assert not path.exists()
+
+
+def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
+    publish = pack(tensors(), 7, "int8")
+    sender = ShmSender(run_id="transporttest", rank=5)
+    inbox = ShmInbox(publish.manifest, {0: publish.send(sender)}, engine_rank=0)
+    sender.abandon()
+    assert equal(dict(assemble(publish.manifest, inbox)), tensors())
+
+
+def test_buckets_of_a_segment_stay_resident_until_they_are_forgotten_and_views_of_them_right(stage):
+    publish = pack({"a.weight": torch.randn(512, 512), "b.weight": torch.randn(512, 512)}, 7, "bf16", bucket_bytes=1000)
+    segments = stage(publish)
+    inbox = ShmInbox(publish.manifest, segments, engine_rank=0)
+    first, second = publish.manifest.buckets
+    arrive(inbox)
+    whole = resident(segments[0])
+    assert whole >= 2 * (512 * 512 * 4)
+    with torch.inference_mode():  # here a view does not keep the tensor that it is of
+        bucket = inbox.take(first)
+        view, before = bucket[5000:], bucket[5000:].clone()
+    assert resident(segments[0]) == whole
+    del bucket
+    assert whole - first.num_bytes <= resident(segments[0]) <= whole - first.num_bytes + 2 * mmap.PAGESIZE
+    assert torch.equal(view, before) and view.count_nonzero()
+    inbox.take(second)
+    assert resident(segments[0]) <= first.num_bytes + 2 * mmap.PAGESIZE
+
+
+def resident(path: str) -> int:
+    """Bytes of a mapped file that this process has resident."""
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    (mapped,) = (part for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if path in part.splitlines()[0])
+    return int(mapped.split("\nRss:")[1].split()[0]) * 1024
+
+
+def test_a_corrupt_bucket_of_a_segment_is_named(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
+    segments = stage(publish)
+    offsets, _ = files.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
+    index = max(offsets)
+    with Path(segments[1]).open("r+b") as file:
+        file.seek(offsets[index])
+        byte = file.read(1)
+        file.seek(offsets[index])
+        file.write(bytes([byte[0] ^ 1]))
+    inbox = ShmInbox(publish.manifest, segments, engine_rank=0)
+    with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
+        arrive(inbox)
+    with pytest.raises(RuntimeError, match=f"bucket {index}: checksum"):
+        inbox.take(publish.manifest.buckets[0])
+
+
+def test_what_is_found_corrupt_while_one_asks_has_not_arrived(stage):
+    publish = pack(tensors(), 7, "int8")
+    inbox = ShmInbox(publish.manifest, stage(publish), engine_rank=0)
+    arrive(inbox)
+    answers = iter([False, True])
+    inbox._verified = SimpleNamespace(done=lambda: next(answers))
+    assert not inbox.arrived()
+
+
+def test_a_missing_segment_names_its_rank(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2)
+    segments = stage(publish)
+    with pytest.raises(RuntimeError, match="trainer rank 1"):
+        ShmInbox(publish.manifest, {0: segments[0]}, engine_rank=0)
+    with pytest.raises(RuntimeError, match="trainer rank 1"):
+        ShmInbox(publish.manifest, {0: segments[0], 1: segments[1] + "x"}, engine_rank=0)
+
+
+def test_a_truncated_segment_is_refused(stage):
+    publish = pack(tensors(), 7, "int8", num_ranks=2)
+    segments = stage(publish)
+    os.truncate(segments[0], 10)
+    with pytest.raises(RuntimeError, match="has 10 bytes"):
+        ShmInbox(publish.manifest, segments, engine_rank=0)
+
+
+def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
+    before = set(files.SHM.iterdir())
+    size = 1 << 50
+    with pytest.raises((RuntimeError, OSError)) as error:
+        files._reserve(files.SHM / ".mrl-transporttest-1-w0-r0.part", size)
+    assert "room" in str(error.value) or error.value.errno
+    assert not [path for path in set(files.SHM.iterdir()) - before if "transporttest" in path.name]
+
+
+def test_sweep_takes_segments_of_dead_processes_and_of_the_named_run_only():
+    dead = files.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
+    part = dead.with_name(f".{dead.name}.part")
+    alive = files.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
+    other = files.SHM / "sweeptest-something-else"
+    for path in (dead, part, alive, other):
+        path.write_bytes(b"x")
+    try:
+        removed = files.sweep()
+        assert {dead, part} <= set(removed)
+        assert alive.exists() and other.exists()
+        assert alive in files.sweep("sweeptest-2")
+        assert other.exists()
+    finally:
+        for path in (dead, part, alive, other):
+            path.unlink(missing_ok=True)
+
+
+# -- gloo ----------------------------------------------------------------------------------------------
+
+
+def in_threads(*jobs: Callable[[], object]) -> list[object]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(60) for future in [pool.submit(job) for job in jobs]]
+
+
+def connect(
+    num_engine_ranks: int, timeout_s: float, **more: object
+) -> tuple[list[GroupSender], list[GroupInbox], object]:
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    channel = GroupChannel(
+        host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
+    )
+    senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+    found = in_threads(
+        *(lambda s=sender: s.attach(0, channel) for sender in senders),
+        *(lambda r=rank: GroupInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
+    )
+    return senders, found[2:], store
+
+
+def publish_of_ranks_4_and_6(version: int, bucket_bytes: int = 1000) -> Publish:
+    publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
+    buckets = tuple(dataclasses.replace(b, source_rank=(4, 6)[b.source_rank]) for b in publish.manifest.buckets)
+    return Publish(dataclasses.replace(publish.manifest, buckets=buckets), publish.payloads)
+
+
+def receive(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[str, torch.Tensor]:
+    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
+    return dict(assemble(publish.manifest, Prefetch(inbox, publish.manifest.buckets)))
+
+
+def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
+    senders, inboxes, _store = connect(2, 20)
+    for version in (0, 1):
+        publish = publish_of_ranks_4_and_6(version)
+        found = in_threads(
+            lambda p=publish: p.send(senders[0], 4),
+            lambda p=publish: p.send(senders[1], 6),
+            *(lambda i=inbox, p=publish: receive(i, p) for inbox in inboxes),
+        )
+        assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
+
+
+def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int, list[tuple[int, bytes]]]:
+    """Offset and bytes of every piece by bucket, as they were verified; what lies between pieces is anything."""
+    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
+    taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
+    return {
+        index: [
+            (offset, view[offset : offset + len(data)].numpy().tobytes()) for offset, data in publish.payloads[index]
+        ]
+        for index, view in taken.items()
+    }
+
+
+def test_what_changed_makes_the_new_bucket_of_the_last_one_and_all_travels_now_and_then():
+    senders, (inbox,), _store = connect(1, 20, delta=True, full_every=4)
+    sent = []
+    for version in range(5):
+        publish = publish_of_ranks_4_and_6(version)
+        for parts in publish.payloads.values():  # one byte of each bucket
+            offset, data = parts[0]
+            parts[0] = offset, bytes([version]) + data[1:]
+        found = in_threads(
+            lambda p=publish: p.send(senders[0], 4),
+            lambda p=publish: p.send(senders[1], 6),
+            lambda p=publish: raw(inbox, p),
+        )
+        assert found[2] == publish.payloads
+        sent.append(sum(sender.sent_bytes for sender in senders))
+    whole = sum(bucket.num_bytes for bucket in publish.manifest.buckets)
+    assert sent[0] == sent[4] > whole > 10 * sent[1]
+    assert sent[1] == sent[2] == sent[3]
+
+
+def test_gloo_does_not_touch_the_default_group():
+    connect(1, 20)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_trainer_rank_that_sends_nothing_is_named():
+    senders, (inbox,), _store = connect(1, 20)
+    publish = publish_of_ranks_4_and_6(0)
+    first_of_6 = next(bucket.index for bucket in publish.manifest.buckets if bucket.source_rank == 6)
+    sender = threading.Thread(target=lambda: publish.send(senders[0], 4, only=first_of_6))
+    sender.start()
+    with pytest.raises(RuntimeError, match=r"engine rank 0 waited in vain .* trainer rank 6 to send bucket"):
+        receive(inbox, publish, timeout_s=2)
+    sender.join()
+
+
+def test_an_engine_that_takes_nothing_is_named_and_left():
+    senders, _inboxes, _store = connect(1, 1)
+    publish = publish_of_ranks_4_and_6(0)
+    with pytest.raises(RuntimeError, match=r"trainer rank 4 waited in vain .* engine 0 rank 0 to take bucket 0"):
+        publish.send(senders[0], 4)
+    publish.send(senders[0], 4)  # nobody is attached any more
+
+
+def test_an_engine_that_comes_again_gets_everything():
+    """Its process is new and keeps nothing; the other engine goes on with changes."""
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    again = open_store(host="127.0.0.1", timeout_s=20)
+    other = open_store(host="127.0.0.1", timeout_s=20)
+    sender = GroupSender(rank=4, timeout_s=20, delta=True)
+
+    def join(engine_id: int, port: int) -> GroupInbox:
+        channel = GroupChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
+        return in_threads(lambda: sender.attach(engine_id, channel), lambda: GroupInbox(channel, engine_rank=0))[1]
+
+    inboxes = [join(0, store.port), join(1, other.port)]
+    for version in range(3):
+        if version == 2:
+            inboxes[0] = join(0, again.port)
+        publish = pack(tensors(), version, "int8")
+        renumbered = dataclasses.replace(
+            publish.manifest,
+            buckets=tuple(dataclasses.replace(bucket, source_rank=4) for bucket in publish.manifest.buckets),
+        )
+        publish = Publish(renumbered, publish.payloads)
+        found = in_threads(lambda p=publish: p.send(sender, 4), *(lambda i=i, p=publish: raw(i, p) for i in inboxes))
+        assert found[1] == found[2] == publish.payloads
+
+
+def test_a_change_of_something_else_is_refused():
+    senders, (inbox,), _store = connect(1, 20, delta=True)
+    first, second = publish_of_ranks_4_and_6(0), publish_of_ranks_4_and_6(1)
+    in_threads(lambda: first.send(senders[0], 4), lambda: first.send(senders[1], 6), lambda: raw(inbox, first))
+    inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
+    sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
+    sending.start()
+    with pytest.raises(RuntimeError, match="changed since weight version 0 came, but 7 is kept here"):
+        raw(inbox, second)
+    sending.join()
+
+
+def test_a_bucket_of_another_version_is_refused():
+    senders, (inbox,), _store = connect(1, 20)
+    sent, expected = publish_of_ranks_4_and_6(3), publish_of_ranks_4_and_6(4)
+    sender = threading.Thread(target=lambda: sent.send(senders[0], 4, only=1))
+    sender.start()
+    with pytest.raises(RuntimeError, match="carries weight version 3, the manifest says 4"):
+        receive(inbox, expected)
+    sender.join()
+
+
+def test_whoever_does_not_join_a_channel_is_named():
+    store = open_store(host="127.0.0.1", timeout_s=20)
+    channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
+        GroupSender(rank=3, timeout_s=1).attach(0, channel)
+
+
+class Chain:
+    """Two trainer ranks, 4 and 6, and engines in a row."""
+
+    def __init__(
+        self,
+        num_engines: int,
+        num_ranks: int,
+        *,
+        timeout_s: float = 20,
+        order: Sequence[int] | None = None,
+        **more: object,
+    ) -> None:
+        order = range(num_engines) if order is None else order
+        self.stores = [open_store(host="127.0.0.1", timeout_s=20) for _ in range(num_engines)]
+        addresses = [("127.0.0.1", store.port) for store in self.stores]
+        channels = chain(addresses, order=order, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
+        self.senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+        _, _, *inboxes = in_threads(
+            *(lambda s=sender: s.attach(order[0], channels[order[0]]) for sender in self.senders),
+            *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels for r in range(num_ranks)),
+        )
+        self.engines = [inboxes[first : first + num_ranks] for first in range(0, len(inboxes), num_ranks)]
+
+    def publish(self, publish: Publish) -> list[object]:
+        """What each inbox has got, engine by engine."""
+        _, _, *found = in_threads(
+            *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(self.senders, (4, 6), strict=True)),
+            *(lambda i=inbox: raw(i, publish) for engine in self.engines for inbox in engine),
+        )
+        return found
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_engines_in_a_chain_all_get_everything_and_trainer_ranks_send_it_once(delta):
+    chain = Chain(3, 2, delta=delta)
+    sent = []
+    for version in range(3):
+        publish = changing(version)
+        assert all(found == publish.payloads for found in chain.publish(publish))
+        sent.append(sum(sender.sent_bytes for sender in chain.senders))
+        assert all(len(sender._groups) == 1 for sender in chain.senders)
+    whole = sum(bucket.num_bytes + HEADER.size for bucket in publish.manifest.buckets)
+    assert sent[0] == whole
+    assert sent[2] < whole / 10 if delta else sent[2] == whole
+
+
+def changing(version: int) -> Publish:
+    """Every publish changes the first byte of every bucket."""
+    publish = publish_of_ranks_4_and_6(version)
+    for parts in publish.payloads.values():
+        offset, data = parts[0]
+        parts[0] = offset, bytes([version]) + data[1:]
+    return publish
+
+
+def test_a_chain_goes_through_engines_in_the_order_that_is_asked_for():
+    chain = Chain(3, 2, order=[1, 2, 0])
+    publish = changing(0)
+    assert all(found == publish.payloads for found in chain.publish(publish))
+    before = [engine[0]._channel.source_engine for engine in chain.engines]
+    assert before == [2, None, 1]
+    assert all(list(sender._groups) == [1] for sender in chain.senders)
+
+
+def test_engines_of_a_node_follow_each_other_in_a_chain():
+    assert side_by_side(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
+    assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
+
+
+def test_of_engines_on_a_node_the_first_keeps_buckets_and_the_others_see_them():
+    chain = Chain(3, 2, delta=True, full_every=3)
+    for version in range(5):
+        publish = changing(version)
+        assert all(found == publish.payloads for found in chain.publish(publish))
+    first, *behind = chain.engines
+    assert all(len(inbox._baselines) == len(publish.payloads) for inbox in first)
+    assert not any(inbox._baselines for engine in behind for inbox in engine)
+
+
+def test_an_engine_that_does_not_see_the_one_before_keeps_buckets_for_those_behind_it(monkeypatch):
+    """Engines 0 and 1 on one node, 2 and 3 on another: whoever shows memory, only neighbours find it."""
+    find, asked = NodeMemory.find, []
+
+    def on_two_nodes(address: str) -> NodeMemory | None:
+        asked.append(address)
+        return None if len(asked) == 2 else find(address)  # channels are joined from the first to the last
+
+    monkeypatch.setattr(NodeMemory, "find", on_two_nodes)
+    chain = Chain(4, 1, delta=True)
+    for version in range(3):
+        publish = changing(version)
+        assert all(found == publish.payloads for found in chain.publish(publish))
+    assert [bool(inbox._baselines) for (inbox,) in chain.engines] == [True, False, True, False]
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
+    chain = Chain(2, 1, delta=True)
+    first = changing(0)
+    views: list[dict[int, torch.Tensor]] = []
+
+    def views_of(inbox: GroupInbox) -> None:
+        inbox.expect(first.manifest.weight_version, timeout_s=20)
+        views.append({bucket.index: inbox.take(bucket) for bucket in first.manifest.buckets})
+
+    in_threads(
+        *(lambda s=s, r=r: first.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        *(lambda i=inbox: views_of(i) for (inbox,) in chain.engines),
+    )
+    before = [{index: view.clone() for index, view in found.items()} for found in views]
+    chain.publish(changing(1))
+    for found, was in zip(views, before, strict=True):
+        assert all(torch.equal(view, was[index]) for index, view in found.items())
+
+
+def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
+    chain = Chain(2, 1, delta=True)
+    chain.publish(changing(0))
+    keeper, behind = (inbox for (inbox,) in chain.engines)
+    keep = keeper._keep
+
+    def spoiled(index: int, payload: torch.Tensor, place: int) -> int:
+        start = keep(index, payload, place)
+        keeper._baselines[index][1][0] ^= 1
+        return start
+
+    keeper._keep = spoiled
+    publish = changing(1)
+    _, _, found, message = in_threads(
+        *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        lambda: raw(keeper, publish),
+        lambda: refusal(lambda: raw(behind, publish)),
+    )
+    assert found == publish.payloads
+    assert "bucket 0: checksum" in message
+
+
+def test_another_process_reads_what_its_maker_has_written():
+    memory = NodeMemory.make()
+    start = memory.grow(3)
+    memory.view(start, 3).copy_(torch.tensor([5, 6, 7]))
+    code = (
+        "import sys; from rollout.transports.delta_baselines import NodeMemory\n"
+        f"print(NodeMemory.find(sys.argv[1]).view({start}, 3).tolist())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, memory.address], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[5, 6, 7]"
+
+
+def test_shared_memory_of_a_node_is_found_by_its_token_only_and_goes_with_its_maker():
+    memory = NodeMemory.make()
+    starts = [memory.grow(size) for size in (10, 5000, 1)]
+    for start, number in zip(starts, (1, 2, 3), strict=True):
+        memory.view(start, 1)[0] = number
+    found = NodeMemory.find(memory.address)
+    assert [int(found.view(start, 1)[0]) for start in starts] == [1, 2, 3]
+    found.view(starts[1], 5000).fill_(9)  # its own copy
+    assert memory.view(starts[1], 5000).sum() == 2
+    path, token = memory.address.split()
+    assert NodeMemory.find(f"{path} {token[::-1]}") is None
+    with pytest.raises(RuntimeError, match="5000 bytes of publish baselines from 1048576 on"):
+        found.view(1 << 20, 5000)
+    del memory, found
+    gc.collect()
+    assert NodeMemory.find(f"{path} {token}") is None
+
+
+def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
+    chain = Chain(3, 1, timeout_s=12)
+    publish = publish_of_ranks_4_and_6(0)
+    chain.engines[1][0].close()
+    behind = chain.engines[2][0]
+    behind.expect(publish.manifest.weight_version, timeout_s=2)
+    _, _, found, message = in_threads(
+        *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
+        lambda: raw(chain.engines[0][0], publish, timeout_s=12),
+        lambda: refusal(lambda: behind.take(publish.manifest.buckets[0])),
+    )
+    assert found == publish.payloads
+    assert "engine rank 0 waited in vain" in message and "for engine 1's rank 0 to send bucket 0" in message
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value)
+
+
+def test_a_prefetch_takes_no_more_than_its_window_ahead():
+    taken: list[int] = []
+
+    class Source:
+        def take(self, bucket):
+            taken.append(bucket.index)
+            return torch.zeros(1, dtype=torch.uint8)
+
+    buckets = [Bucket(index=index, source_rank=0, num_bytes=100, pieces=()) for index in range(20)]
+    ahead = Prefetch(Source(), buckets, window=2)
+    ahead.take(buckets[0])
+    ahead.take(buckets[1])
+    deadline = time.monotonic() + 5
+    while len(taken) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert taken == [0, 1, 2, 3], "two were used, two wait"
+    assert ahead.arrived()
+    ahead.close()
+
+
+# -- hand-over -----------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Trainer ranks as threads, with a gloo group of bare objects between them."""
+
+    def __init__(self, publish: Publish, hosted: list[list[int]], *, timeout_s: float = 20) -> None:
+        self.store = open_store(host="127.0.0.1", timeout_s=20)
+        self.hosted = hosted
+        world = len(hosted)
+        # every rank joins as a source, so the group is one of trainer ranks only
+        channel = GroupChannel(
+            host="127.0.0.1",
+            port=self.store.port,
+            source_ranks=tuple(range(world)),
+            num_engine_ranks=0,
+            timeout_s=20,
+        )
+        groups = in_threads(*(lambda r=rank: join(channel, r) for rank in range(world)))
+        self.senders = [
+            HandOverSender(
+                ShmSegment(run_id="transporttest", rank=rank),
+                group,
+                rank=rank,
+                hosted=hosted,
+                buckets=publish.manifest.buckets,
+                backend="gloo",
+                timeout_s=timeout_s,
+            )
+            for rank, group in enumerate(groups)
+        ]
+
+    def send(self, publish: Publish) -> list[str]:
+        return in_threads(*(lambda s=s, r=r: publish.send(s, r) for r, s in enumerate(self.senders)))
+
+    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> HandOverInbox:
+        shared = {"engine_rank": engine_rank, "shared_with": self.hosted[host]}
+        return HandOverInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
+
+    def abandon(self) -> None:
+        for sender in self.senders:
+            sender.abandon()
+
+
+HALVES = [
+    {"layers.0.q_proj.weight": (Box(start=(0, 0), shape=(32, 16)),)},
+    {"layers.0.q_proj.weight": (Box(start=(32, 0), shape=(32, 16)),)},
+]
+HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
+
+
+@pytest.mark.parametrize(
+    "hosted",
+    [[[0], [1]], [[1], [0]], [[0, 1], []], [[], [0, 1], []], [[0], [1], [0]]],
+    ids=["in order", "crossed", "all on one", "ranks that host nothing", "a rank without buckets"],
+)
+@pytest.mark.parametrize("bucket_bytes", [64, 1000])
+def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bucket_bytes):
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+    exchange = Exchange(publish, hosted)
+    for version in (0, 1):
+        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+        addresses = exchange.send(publish)
+        for host, engine_ranks in enumerate(hosted):
+            assert bool(addresses[host]) == bool(engine_ranks)
+            shared = [b for b in publish.manifest.buckets if any(b.wanted_by(r) for r in engine_ranks)]
+            if engine_ranks:
+                assert Path(addresses[host]).stat().st_size == files.bucket_offsets(shared)[1]
+            for rank in engine_ranks:
+                inbox = exchange.inbox(publish, addresses, host=host, engine_rank=rank)
+                arrivals = Arrivals(publish.manifest, inbox, engine_rank=rank)
+                (box,) = HALVES[rank]["layers.0.q_proj.weight"]
+                expected = tensors()["layers.0.q_proj.weight"][box.slices((0, 0))]
+                assert torch.equal(arrivals.part("layers.0.q_proj.weight", box), expected)
+                norm = Box(start=(0,), shape=(16,))
+                assert torch.equal(arrivals.part("layers.0.norm.weight", norm), tensors()["layers.0.norm.weight"])
+        exchange.abandon()
+    assert not [path for path in files.SHM.iterdir() if "transporttest" in path.name]
+
+
+def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applied():
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    exchange = Exchange(publish, [[0, 1], []])
+    addresses = exchange.send(publish)
+    only_of_1 = next(b for b in publish.manifest.buckets if b.engine_ranks == (1,))
+    offsets, _ = files.bucket_offsets(publish.manifest.buckets)
+    with Path(addresses[0]).open("r+b") as file:
+        file.seek(offsets[only_of_1.index])
+        byte = file.read(1)
+        file.seek(offsets[only_of_1.index])
+        file.write(bytes([byte[0] ^ 1]))
+    exchange.inbox(publish, addresses, host=0, engine_rank=0)
+    with pytest.raises(RuntimeError, match=f"bucket {only_of_1.index}: checksum"):
+        exchange.inbox(publish, addresses, host=0, engine_rank=1)
+    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    with pytest.raises(RuntimeError, match="carries weight version 0, the manifest says 1"):
+        exchange.inbox(later, addresses, host=0, engine_rank=0)
+    exchange.abandon()
+
+
+def test_a_trainer_rank_that_hands_nothing_over_is_named():
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    exchange = Exchange(publish, [[0], [1]], timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
+        publish.send(exchange.senders[0], 0)
+    exchange.abandon()
+
+
+def test_a_segment_is_written_piece_by_piece_whatever_the_kernel_takes_at_once() -> None:
+    content = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
+    segment, pwrite = files.SegmentFile(run_id="pieces", rank=0), os.pwrite
+    segment.begin(WeightVersion(1), 1200)
+    try:
+        with patch.object(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:77], offset)):
+            segment.write(memoryview(content), 100)
+        found = np.frombuffer(Path(segment.show()).read_bytes(), dtype=np.uint8)
+    finally:
+        segment.remove()
+    assert np.array_equal(found, np.concatenate([np.zeros(100), content, np.zeros(100)]))
+
+
+def test_a_segment_that_has_no_room_is_refused_before_and_while_it_is_written() -> None:
+    segment = files.SegmentFile(run_id="noroom", rank=0)
+    with pytest.raises(RuntimeError, match=r"/dev/shm has no room for \d+ bytes .*publish.transport=gloo"):
+        segment.begin(WeightVersion(1), 1 << 60)
+    segment.begin(WeightVersion(1), 100)
+    full = OSError(errno.ENOSPC, "full")
+    with patch.object(os, "pwrite", side_effect=full), pytest.raises(RuntimeError, match="has no room for 100 bytes"):
+        segment.write(memoryview(bytes(100)), 0)
+    segment.remove()
+    assert not list(files.SHM.glob(".mrl-noroom-*"))

@@ -1,0 +1,117 @@
+"""Transports whose bytes never leave CUDA devices."""
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from rollout.transports.base import GroupChannel
+from rollout.transports.checksum import multilinear
+from rollout.transports.colocated import HandOverInbox, HandOverSender
+from rollout.transports.rendezvous import open_store
+from rollout.transports.streaming import GroupInbox, GroupSender
+from rollout.weights.manifest import Box
+from rollout.worker.received_parts import Arrivals
+from tests.support.engines.packing import Publish, pack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TIMEOUT_S = 60
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(5000, 64, generator=random).bfloat16(),
+        "q_proj.weight": torch.randint(-127, 128, (640, 512), dtype=torch.int8, generator=random),
+        "q_proj.weight_scale": torch.rand(640, 1, generator=random),
+        "norm.weight": torch.randn(512, generator=random).bfloat16(),
+    }
+
+
+def publish(version: int) -> Publish:
+    return pack(tensors(), version, "int8", bucket_bytes=100_000)
+
+
+def arrived(found: Publish, inbox: HandOverInbox | GroupInbox) -> bool:
+    """Whether every tensor lies whole on a device."""
+    arrivals = Arrivals(found.manifest, inbox, engine_rank=0)
+    for name, expected in tensors().items():
+        part = arrivals.part(name, Box(start=(0,) * expected.dim(), shape=tuple(expected.shape)))
+        if not part.is_cuda or not torch.equal(part.cpu(), expected):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 4096 * 4 * 3 + 5, 9_000_001])
+def test_the_checksum_of_a_device_is_that_of_the_host(length):
+    payload = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert multilinear(payload.cuda()) == multilinear(payload)
+
+
+def _map(pipe: Connection) -> None:
+    """Another process on the same device: takes addresses of two publishes, answers whether all has come."""
+    from rollout.transports.cuda_ipc import map_cuda
+
+    for version in (0, 1):
+        memory = map_cuda(pipe.recv())
+        inbox = HandOverInbox(publish(version).manifest, memory, engine_rank=0, shared_with=[0])
+        pipe.send(arrived(publish(version), inbox))
+        del memory, inbox
+
+
+def test_what_is_laid_down_on_a_device_is_mapped_by_another_process_and_freed():
+    from rollout.transports.cuda_ipc import CudaSegment
+
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    reader = context.Process(target=_map, args=(end,))
+    reader.start()
+    buckets = publish(0).manifest.buckets
+    sender = HandOverSender(
+        CudaSegment(), None, rank=0, hosted=[[0]], buckets=buckets, backend="nccl", timeout_s=TIMEOUT_S
+    )
+    for version in (0, 1):
+        pipe.send(publish(version).send(sender))
+        assert pipe.poll(TIMEOUT_S) and pipe.recv() is True
+        sender.abandon()
+    reader.join(TIMEOUT_S)
+    assert reader.exitcode == 0
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() < 1 << 20
+
+
+def _take(port: int, pipe: Connection) -> None:
+    torch.cuda.set_device(1)
+    inbox = GroupInbox(_channel(port), engine_rank=0)
+    for version in range(3):
+        found = publish(version)
+        inbox.expect(found.manifest.weight_version, timeout_s=TIMEOUT_S)
+        pipe.send(arrived(found, inbox))
+
+
+def _channel(port: int) -> GroupChannel:
+    return GroupChannel(
+        backend="nccl", host="127.0.0.1", port=port, source_ranks=(0,), num_engine_ranks=1, timeout_s=TIMEOUT_S
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
+@pytest.mark.parametrize("delta", [False, True])
+def test_nccl_brings_publishes_from_device_to_device(delta):
+    store = open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    reader = context.Process(target=_take, args=(store.port, end))
+    reader.start()
+    sender = GroupSender(rank=0, backend="nccl", timeout_s=TIMEOUT_S, delta=delta)
+    sender.attach(0, _channel(store.port))
+    for version in range(3):
+        publish(version).send(sender)
+        assert pipe.poll(TIMEOUT_S) and pipe.recv() is True
+    reader.join(TIMEOUT_S)
+    assert reader.exitcode == 0

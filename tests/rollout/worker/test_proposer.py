@@ -1,0 +1,291 @@
+"""Rows of vLLM's batch become slots of the drafter; and an engine that drafts is otherwise the engine that it was."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from history.drafting.stats import DraftStats
+from history.types import prompt_key
+from rollout.engine.responses import sampling_params
+from rollout.types import PromptId, SamplingSpec, WeightSpan
+from rollout.worker.proposer import HistoryProposer
+from tests.rollout.conftest import endless
+from tests.support.engines.drafting import LENGTH, PROMPT, Reference, drafting_engine, greedy, remember
+from tests.support.engines.oracle import PROBE
+
+K = 4
+CONFIG = SimpleNamespace(
+    speculative_config=SimpleNamespace(num_speculative_tokens=K),
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=12),
+    compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
+    additional_config={"drafts": {"max_draft_tokens": K, "segments_dir": ""}},
+)
+"""As much of vLLM's configuration as is read."""
+
+
+class Recorder:
+    """A drafter that drafts as much as it may, and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.opened: list[dict[str, int]] = []
+        self.closed: list[int] = []
+        self.rooms: list[int] = []
+
+    def open(self, **request: int) -> int:
+        self.opened.append(request)
+        return len(self.opened) - 1
+
+    def close(self, slot: int) -> None:
+        self.closed.append(slot)
+
+    def drain(self) -> DraftStats:
+        return DraftStats()
+
+    def propose(self, slots, token_ids, num_tokens, rooms):
+        assert slots.dtype == np.int64 and len(slots) == len(token_ids) == len(num_tokens) == len(rooms)
+        self.rooms = rooms.tolist()
+        return [[slot] * room if slot >= 0 else [] for slot, room in zip(slots.tolist(), self.rooms, strict=True)]
+
+
+class Batch:
+    """A proposer bound to a runner whose batch the test arranges."""
+
+    def __init__(self, monkeypatch) -> None:
+        rows = SimpleNamespace(req_ids=[], token_ids_cpu=np.zeros((9, 100), dtype=np.int32))
+        self.runner = SimpleNamespace(input_batch=rows, requests={}, max_model_len=100)
+        self.drafter = Recorder()
+        self.num_forwards = 0
+        self.proposer = HistoryProposer(CONFIG)
+        monkeypatch.setattr(self.proposer, "make_drafter", lambda prices: self.drafter)
+        self.proposer.bind(self.runner, self.forward_ended)
+        self.drafter.__init__()
+
+    def forward_ended(self) -> None:
+        self.num_forwards += 1
+
+    def knows(self, name: str, *, prompt: int = 10, limit: int = 50, keyed: bool = True) -> None:
+        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name), 7)
+        params.extra_args = params.extra_args if keyed else None
+        self.runner.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
+
+    def propose(self, **num_tokens: int) -> dict[str, list[int]]:
+        """One draft by name of the request; 0 tokens mean that its prompt is still being computed."""
+        self.runner.input_batch.req_ids = list(num_tokens)
+        sampled = [[1] if count else [] for count in num_tokens.values()]
+        lengths = np.array([*num_tokens.values(), 99, 99], dtype=np.int32)  # vLLM's arrays are longer than the batch
+        drafts = self.proposer.propose(sampled, lengths, self.runner.input_batch.token_ids_cpu)
+        return dict(zip(num_tokens, drafts, strict=True))
+
+
+@pytest.fixture
+def batch(monkeypatch) -> Batch:
+    return Batch(monkeypatch)
+
+
+def test_a_request_keeps_its_slot_when_rows_move_and_when_it_is_preempted(batch):
+    for name in "abc":
+        batch.knows(name)
+    assert batch.propose(a=20, b=20) == {"a": [0] * K, "b": [1] * K}
+    assert batch.propose(b=21, c=20, a=21) == {"b": [1] * 3, "c": [2] * 3, "a": [0] * 3}
+    assert batch.propose(c=22) == {"c": [2] * K}
+    assert batch.propose(c=23, a=22) == {"c": [2] * K, "a": [0] * K}
+    assert [each["prompt_key"] for each in batch.drafter.opened] == [prompt_key(name) for name in "abc"]
+    assert batch.num_forwards == 4
+
+
+def test_a_request_that_has_ended_gives_its_slot_back_once(batch):
+    batch.knows("a")
+    batch.propose(a=20)
+    batch.proposer.end({"a", "never sampled"})
+    batch.proposer.end({"a"})
+    assert batch.drafter.closed == [0]
+
+
+def test_a_prompt_that_is_still_being_computed_is_not_drafted(batch):
+    batch.knows("a")
+    batch.knows("b")
+    assert batch.propose(a=0, b=20) == {"a": [], "b": [1] * K}
+
+
+def test_a_request_without_a_prompt_key_is_not_drafted(batch):
+    batch.knows("probe", keyed=False)
+    assert batch.propose(probe=20) == {"probe": []}
+    assert batch.drafter.opened == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "room"), [(11, 4), (55, 4), (56, 3), (58, 1), (59, 0), (60, 0)], ids=lambda value: str(value)
+)
+def test_a_draft_ends_where_the_response_must(batch, num_tokens, room):
+    batch.knows("a", prompt=10, limit=50)
+    assert len(batch.propose(a=num_tokens)["a"]) == room
+    # the forward emits what it accepts and one more
+    assert num_tokens + room + 1 <= 60 or room == 0
+
+
+def test_a_draft_ends_where_the_engines_longest_request_does(batch):
+    batch.knows("a", prompt=10, limit=500)
+    assert batch.propose(a=98)["a"] == [0]
+    assert batch.drafter.opened[0] == {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100, "step": 7}
+
+
+def test_drafts_leave_every_row_its_place_in_the_forward(batch):
+    """12 tokens fit a forward."""
+    names = "abcdef"
+    for name in names:
+        batch.knows(name)
+    for count, room in ((1, 4), (2, 4), (3, 3), (4, 2), (5, 1), (6, 1)):
+        drafts = batch.propose(**dict.fromkeys(names[:count], 20))
+        assert {len(draft) for draft in drafts.values()} == {room}
+        assert count * (1 + room) <= 12
+
+
+def test_a_rank_whose_drafts_nobody_uses_drafts_nothing():
+    proposer = HistoryProposer(CONFIG)
+    assert proposer.propose([[1], [2]], np.array([5, 5]), np.zeros((2, 9), dtype=np.int32)) == [[], []]
+    proposer.end({"a"})
+    assert proposer.drain() == DraftStats()
+
+
+# -- in an engine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def segments(tmp_path_factory):
+    return tmp_path_factory.mktemp("segments")
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoints, loop, tmp_path_factory, segments):
+    directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
+    with drafting_engine(checkpoints, loop, directory, segments) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def references(checkpoints) -> dict[str, Reference]:
+    return {weights: Reference(checkpoints.path("qwen3", weights, "bf16")) for weights in "AB"}
+
+
+@pytest.fixture(scope="module")
+def says_a(references) -> list[int]:
+    return references["A"].greedy(PROMPT, LENGTH)[0]
+
+
+@pytest.fixture
+def remembering(drafting, segments, loop, references, says_a):
+    """The engine serves weights A, and its prompt's history is what A and B say, with a flaw every 12 tokens."""
+    loop.run(drafting.push("A"))
+    remember(segments, drafting.engine.state().weight_version, says_a, references["B"].greedy(PROMPT, LENGTH)[0])
+    loop.run(drafting.engine.draft_stats())
+    loop.run(drafting.engine.drain_trace())
+    return drafting
+
+
+def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, says_a):
+    assert loop.run(greedy(remembering))[1].response_ids.tolist() == says_a
+    forwards, stats = loop.run(remembering.engine.drain_trace()), loop.run(remembering.engine.draft_stats())
+    assert len(forwards) < LENGTH / 2
+    assert stats.num_requests == stats.num_hits == 1
+    assert 0 < stats.num_accepted < stats.num_drafted
+    # the first token comes from the prompt
+    decoding = forwards[1:]
+    assert (stats.num_rows, stats.num_emitted) == (len(decoding), LENGTH - 1)
+    assert decoding["num_scheduled_tokens"].sum() == len(decoding) + stats.num_drafted
+    assert set(decoding["num_running"]) == {1}
+    assert loop.run(remembering.engine.draft_stats()) == DraftStats()
+
+
+def test_rollout_log_probabilities_are_teacher_forced_ones(remembering, loop, references):
+    _, columns = loop.run(greedy(remembering))
+    _, expected = references["A"].greedy(PROMPT, LENGTH)
+    assert np.abs(columns.rollout_logprobs - expected).max() < 1e-3
+
+
+def test_weights_that_change_in_mid_response_leave_the_response_that_it_would_be(remembering, loop, references):
+    """Stamps count several tokens per forward, and keys and values of before the update are not used after it."""
+
+    async def updated():
+        theirs = []
+        finish = remembering.engine._ledger.finish
+
+        def spy(response, output, current):
+            theirs.append([(int(s.version), s.end - s.start) for s in output.outputs[0].weight_versions])
+            return finish(response, output, current)
+
+        remembering.engine._ledger.finish = spy
+        try:
+            job = asyncio.create_task(greedy(remembering))
+            await remembering.until_emitted(20)
+            await remembering.push("B")
+            summary, columns = await job
+        finally:
+            remembering.engine._ledger.finish = finish
+        return summary.weight_spans[0], columns, theirs[0]
+
+    spans, columns, theirs = loop.run(updated())
+    assert [(span.weight_version, span.num_tokens) for span in spans] == theirs
+    old, new = (span.num_tokens for span in spans)
+    assert old >= 20 and new > 0 and old + new == LENGTH
+    first, first_logprobs = references["A"].greedy(PROMPT, old)
+    rest, rest_logprobs = references["B"].greedy((*PROMPT, *first), new)
+    assert columns.response_ids.tolist() == first + rest
+    assert np.abs(columns.rollout_logprobs - (first_logprobs + rest_logprobs)).max() < 1e-3
+
+
+def test_abort_keeps_the_tokens_so_far(remembering, loop, says_a):
+    async def aborted():
+        group = remembering.group(prompt=PROMPT, temperature=0.0, max_response_tokens=240)
+        job = asyncio.create_task(remembering.engine.generate_group(group))
+        await remembering.until_emitted(20)
+        await remembering.engine.abort(group.group_id)
+        return await job
+
+    summary, columns = loop.run(aborted())
+    (length,) = summary.lengths
+    assert 20 <= length < 240
+    assert columns.response_ids.tolist()[:LENGTH] == says_a[:length]
+    version = remembering.engine.state().weight_version
+    assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=length),),)
+
+
+def test_a_response_goes_on_from_its_partial_text_in_the_prefix_cache(remembering, loop, says_a):
+    for done in (150, 125, 124):  # a block is 128 tokens
+        _, columns = loop.run(greedy(remembering, (*PROMPT, *says_a[:done]), LENGTH - done))
+        assert columns.response_ids.tolist() == says_a[done:]
+
+
+def test_a_request_at_the_engines_end_costs_its_neighbour_no_drafts(remembering, loop, says_a):
+    async def both():
+        job = asyncio.create_task(greedy(remembering))
+        while not job.done():
+            await greedy(remembering, prompt=tuple(range(3, 251)), num_tokens=8)
+        return (await job)[1].response_ids.tolist()
+
+    loop.run(greedy(remembering))
+    alone = len(loop.run(remembering.engine.drain_trace()))
+    assert loop.run(both()) == says_a
+    assert len(loop.run(remembering.engine.drain_trace())) < alone + 30
+
+
+def test_a_probe_is_not_drafted_and_disturbs_nothing(remembering, loop, references, says_a):
+    async def probed():
+        job = asyncio.create_task(greedy(remembering))
+        await remembering.until_emitted(20)
+        probe = await remembering.engine.weights.probe(PROBE)
+        return probe, (await job)[1].response_ids.tolist()
+
+    probe, response = loop.run(probed())
+    with torch.no_grad():
+        logprobs = references["A"].model(torch.tensor([PROBE])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0].numpy()
+    assert np.abs(np.subtract(probe, expected)).max() < 1e-3
+    assert response == says_a
+    assert loop.run(remembering.engine.draft_stats()).num_requests == 1
+
+
+def test_a_stock_engine_reports_no_drafts(live, loop):
+    assert loop.run(live.engine.draft_stats()) == DraftStats()

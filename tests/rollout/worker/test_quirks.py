@@ -1,0 +1,316 @@
+"""Each workaround is still needed. A test that fails here says: upstream has mended it, drop the workaround."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample import rejection_sampler
+
+from rollout.cpu import quirks
+from rollout.processes import ProcessEnv
+from rollout.worker import vllm_quirks
+from tests.rollout.worker.test_publish import gap
+from tests.support.deadline import DEADLINE_S
+from tests.support.runs.background import ROOT
+
+
+def test_onednn_int8_is_right_after_every_reload(oracle):
+    for weights, answer in zip("ABA", oracle.answers["push-qwen3-ABA-int8-onednn"], strict=True):
+        expected = oracle.fresh("qwen3", weights, "int8", onednn=True)
+        assert answer["tokens"] == expected["tokens"]
+        assert gap(answer["logprobs"], expected["logprobs"]) == 0
+        assert "onednn" in dict(answer["kernels"])["model.layers.0.mlp.down_proj"]
+
+
+def without_amx(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", layer_utils.check_cpu_sgl_kernel)
+    current_platform.import_kernels()
+
+
+def test_int8_still_goes_to_the_slow_kernel_on_cpus_without_amx_which_the_fast_one_does_not_need(monkeypatch):
+    without_amx(monkeypatch)
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
+    for _ in range(2):  # a process may start more than one engine
+        quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8) == has_instructions
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.bfloat16)  # needs what it asks for
+
+
+def test_the_fast_int8_kernel_still_takes_only_whole_blocks_of_rows_while_vllm_asks_for_half_of_one(monkeypatch):
+    without_amx(monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
+    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    assert not scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
+    if scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8):
+        with pytest.raises(RuntimeError, match="BLOCK_N"):
+            torch.ops._C.convert_weight_packed(torch.ones(48, 64, dtype=torch.int8))
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(32, 32), (96, 64), (160, 1024), (1024, 96)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_the_fast_int8_kernel_multiplies_codes_exactly(monkeypatch, num_rows, num_columns, num_tokens):
+    without_amx(monkeypatch)
+    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    if not scaled_mm_cpu.check_cpu_sgl_kernel(num_rows, num_columns, torch.int8):
+        return  # another kernel's work
+    random = torch.Generator().manual_seed(num_rows)
+    weight = torch.randint(-127, 128, (num_rows, num_columns), generator=random, dtype=torch.int8)
+    scales = torch.rand(num_rows, 1, generator=random) + 0.5
+    inputs = torch.randint(-127, 128, (num_tokens, num_columns), generator=random).float()
+    inputs[:, 0] = 127  # what a token is divided by is then 1, and its codes are its numbers
+    packed = torch.ops._C.convert_weight_packed(weight)
+    found = torch.ops._C.int8_scaled_mm_with_quant(inputs.bfloat16(), packed, scales, None, torch.bfloat16, True)
+    expected = (inputs.double() @ weight.double().T * scales.double().T).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
+
+
+def test_a_tied_head_is_still_stale_after_a_reload_without_the_workaround(oracle):
+    name = "push-qwen2-AB-bf16-without_quirk"
+    answer, expected = oracle.answers[name][1], oracle.fresh("qwen2", "B", "bf16")
+    gap = np.abs(np.subtract(answer["probe"], expected["probe"])).mean()
+    assert gap > 0.5 if bf16_products_use_a_copy_of_the_weights() else gap == 0
+
+
+def bf16_products_use_a_copy_of_the_weights() -> bool:
+    """Whether the BF16 kernel of this CPU packs weights when they are loaded; on AVX2 it reads them where they are."""
+    layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16), requires_grad=False)
+    layer.quant_method = UnquantizedEmbeddingMethod()
+    layer.quant_method.process_weights_after_loading(layer)
+    if not hasattr(layer, "cpu_linear"):
+        return False
+    layer.weight.data.zero_()
+    return bool(layer.cpu_linear(torch.ones(1, 64, dtype=torch.bfloat16), layer.weight, None).any())
+
+
+def test_experts_still_multiply_by_unpacked_weights_after_a_reload_without_the_workaround(oracle):
+    name = "push-experts-AB-bf16-without_quirk"
+    answer, expected = oracle.answers[name][1], oracle.fresh("experts", "B", "bf16")
+    assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.2
+
+
+def test_an_embedding_is_still_packed_for_products_that_nobody_asks_it_for():
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+    embedding.quant_method = UnquantizedEmbeddingMethod()
+    embedding.quant_method.process_weights_after_loading(embedding)
+    assert hasattr(embedding, "cpu_linear")
+    model = torch.nn.Module()
+    model.lm_head = embedding  # tied: here it is multiplied by
+    quirks.embedding_is_held_twice(model)
+    assert hasattr(embedding, "cpu_linear")
+    model.lm_head, model.embed_tokens = torch.nn.Linear(2, 2), embedding
+    quirks.embedding_is_held_twice(model)
+    embedding.quant_method.process_weights_after_loading(embedding)
+    assert not hasattr(embedding, "cpu_linear")
+
+
+def test_an_embedding_that_is_quantised_keeps_its_method():
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.quant_method = method = object()
+    model = torch.nn.Module()
+    model.lm_head, model.embed_tokens = torch.nn.Linear(2, 2), embedding
+    quirks.embedding_is_held_twice(model)
+    assert embedding.quant_method is method
+
+
+def test_an_output_layer_is_still_packed_through_a_reload_and_let_go_of_where_it_will_be_packed_anew():
+    def embedding() -> VocabParallelEmbedding:
+        layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        torch.nn.Module.__init__(layer)
+        layer.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+        layer.quant_method = UnquantizedEmbeddingMethod()
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    model = torch.nn.Module()
+    model.lm_head, model.model = embedding(), torch.nn.Module()
+    model.model.embed_tokens = embedding()
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
+    assert hasattr(model.lm_head, "cpu_linear")
+    quirks.output_layer_is_packed_beside_its_old_copy(model)
+    assert not hasattr(model.lm_head, "cpu_linear")
+    model.lm_head = embedding()
+    model.model.embed_tokens.weight = model.lm_head.weight  # tied: nothing is loaded into it
+    quirks.output_layer_is_packed_beside_its_old_copy(model)
+    assert hasattr(model.lm_head, "cpu_linear")
+
+
+def test_who_waits_for_a_rank_sleeps_after_a_tenth_of_a_second(tmp_path):
+    """In a process of its own: the workaround is for all of it."""
+    script = """
+import time, zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from rollout.cpu import quirks
+def waits(since_last_read):
+    reader = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="ipc:///tmp/ADDRESS")
+    reader.last_read -= since_last_read
+    began = time.monotonic()
+    reader.wait(timeout_ms=300)
+    return time.monotonic() - began
+assert waits(0.5) < 0.2, "upstream has mended it, drop the workaround"
+for _ in range(2):
+    quirks.who_waits_for_a_rank_keeps_a_core_busy()
+assert waits(0.5) >= 0.2 and waits(0.0) < 0.2
+""".replace("/tmp/ADDRESS", str(tmp_path / "notify"))
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=DEADLINE_S)
+
+
+def test_a_call_that_waits_when_the_engine_dies_raises():
+    dead = SimpleNamespace(engine_dead=False)
+
+    async def never(method: str) -> str:
+        if method == "answered":
+            return "answer"
+        dead.engine_dead = True
+        await asyncio.sleep(100)
+        return ""
+
+    client = SimpleNamespace(resources=dead, call_utility_async=never)
+    vllm_quirks.calls_wait_forever_for_a_dead_engine(client)
+    assert asyncio.run(client.call_utility_async("answered")) == "answer"
+    with pytest.raises(EngineDeadError):
+        asyncio.run(asyncio.wait_for(client.call_utility_async("unanswered"), DEADLINE_S))
+
+
+ONEDNN_READS_SCALES_LATER = """
+import torch
+import vllm.v1.worker.cpu_worker
+from vllm import _custom_ops as ops
+from rollout.cpu import quirks
+
+def what_changes_when_the_scales_do():
+    torch.manual_seed(0)
+    weight = torch.randint(-99, 99, (64, 32), dtype=torch.int8)
+    scales = torch.rand(32, 1) + 0.5
+    handler = ops.create_onednn_scaled_mm(weight.t().contiguous().t(), scales, torch.bfloat16, True, False, 32)
+    codes, x_scales, _ = ops.onednn_scaled_int8_quant(torch.randn(4, 64, dtype=torch.bfloat16), None, None, True)
+    outputs = [torch.empty(4, 32, dtype=torch.bfloat16) for _ in range(2)]
+    ops.onednn_scaled_mm(handler, codes, outputs[0], x_scales, None, None, None)
+    scales.zero_()
+    ops.onednn_scaled_mm(handler, codes, outputs[1], x_scales, None, None, None)
+    return "nothing" if torch.equal(*outputs) else "result"
+
+print(what_changes_when_the_scales_do())
+quirks.int8_logits_are_uniform_after_reload()
+print(what_changes_when_the_scales_do())
+"""
+
+
+def test_onednn_still_reads_scales_that_it_does_not_own_unless_it_is_given_a_copy():
+    environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ONEDNN_READS_SCALES_LATER]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.stdout.split()[-2:] == ["result", "nothing"], done.stderr[-2000:]
+
+
+def test_a_cpu_generator_still_cannot_be_rewound_as_vllm_does_after_a_chunk_of_a_prefill():
+    with pytest.raises(RuntimeError):
+        torch.Generator().get_offset()
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    """vLLM's rejection sampler with its CPU stand-ins in place, as in an engine's process."""
+    current_platform.import_kernels()
+
+    def sample(*arguments):
+        *first, synthetic = arguments
+        vocabulary = first[4].shape[1]
+        cpu_triton_utils._rejection_random_sample_kernel_impl(*first, vocabulary, synthetic, first[3] is None, False)
+
+    sample.register_warmup = rejection_sampler._rejection_random_sample.register_warmup
+    for kernel in ("expand_kernel", "rejection_random_sample_kernel"):
+        stand_in = SimpleNamespace(func=getattr(cpu_triton_utils, f"_{kernel}_impl"))
+        monkeypatch.setattr(rejection_sampler, kernel, stand_in)
+    monkeypatch.setattr(rejection_sampler, "_rejection_random_sample", sample)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+    return rejection_sampler
+
+
+@pytest.fixture
+def mended(sampler):
+    for _ in range(2):  # a process may start more than one engine
+        quirks.drafted_rows_are_sampled_at_a_random_temperature()
+        quirks.padding_of_a_draft_is_accepted()
+    return sampler
+
+
+def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft():
+    output = torch.full((3,), torch.nan)
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.0]), ends, 0, 1)
+    assert output.isnan().all()
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_value_per_request_is_spread_over_its_tokens(mended, counts, dtype):
+    values = torch.arange(len(counts)).to(dtype)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    found = mended.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
+    assert found.dtype is dtype
+    assert found.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
+
+
+def rejection_of_padding(sampler) -> list[int]:
+    """Outcome of a row whose only draft is padding, behind a row that ends with a sure token."""
+    output = torch.full((2, 2), -1, dtype=torch.int32)
+    sampler._rejection_random_sample(
+        output,
+        torch.tensor([1, 2], dtype=torch.int32),
+        torch.tensor([3, -1], dtype=torch.int32),
+        None,
+        torch.tensor([[0.0, 0, 0, 1], [0.25, 0.25, 0.25, 0.25]]),
+        torch.tensor([[0], [1]], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.full((2,), 0.5, dtype=torch.float64),
+        torch.tensor([False, False]),
+        1,
+        None,
+    )
+    assert output[0].tolist() == [3, 0]
+    return output[1].tolist()
+
+
+def test_padding_of_a_draft_is_still_accepted(sampler):
+    assert rejection_of_padding(sampler) == [-1, 1]
+
+
+def test_padding_of_a_draft_is_rejected_with_the_workaround(mended):
+    assert rejection_of_padding(mended) == [2, -1]
+
+
+def test_another_kernel_than_the_stand_in_is_left_alone(sampler, monkeypatch):
+    monkeypatch.setattr(rejection_sampler, "expand_kernel", SimpleNamespace(func=print))
+    monkeypatch.setattr(rejection_sampler, "rejection_random_sample_kernel", SimpleNamespace(func=print))
+    before = sampler.expand_batch_to_tokens, sampler._rejection_random_sample
+    quirks.drafted_rows_are_sampled_at_a_random_temperature()
+    quirks.padding_of_a_draft_is_accepted()
+    assert (sampler.expand_batch_to_tokens, sampler._rejection_random_sample) == before

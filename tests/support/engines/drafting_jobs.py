@@ -1,0 +1,239 @@
+"""What engines emit with and without drafts, as a script in a process of its own.
+
+One process holds many engines one after another. Reads checkpoints from the folder named first, writes a pickled
+dictionary, `Emitted` by name of the job, to the file named second.
+"""
+
+import dataclasses
+import gc
+import os
+import pickle
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from history.drafting.stats import DraftStats
+from rollout.config import EngineConfig
+from rollout.engine.spec import DraftSpec, EngineSpec
+from rollout.types import PromptId, SamplingSpec
+
+VOCABULARY = 256
+MAX_MODEL_LEN = 256
+NUM_PROMPTS, NUM_SAMPLED = 64, 12
+"""Prompts that are sampled from, and tokens of each response."""
+BLOCK = 128
+"""Tokens of a block of the key-value cache on CPU: a prompt of one token more can be cached but for its last token."""
+
+
+TEMPERATURES = (1.0, 0.7)
+
+QUIRKS = {
+    "drafted_rows_are_sampled_at_a_random_temperature": "expand_batch_to_tokens",
+    "padding_of_a_draft_is_accepted": "_rejection_random_sample",
+}
+"""Workarounds without which sampling is wrong, and what each of them replaces in vLLM's rejection sampler."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of an engine."""
+
+    name: str
+    format: str
+    dtype: str
+
+
+KINDS = (
+    Kind("bf16", "bf16", "bfloat16"),
+    Kind("int8", "int8", "bfloat16"),
+    Kind("fp32", "bf16", "float32"),
+)
+SAMPLED_KINDS = KINDS[:2]
+IN_SMALL_BATCHES = "-in-small-batches"
+SMALL_BATCH = 7
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Responses in the order of the orders, and what their engine says of its drafts."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    stats: DraftStats
+
+
+@dataclass(frozen=True)
+class Order:
+    prompt_id: str
+    prompt: list[int]
+    sampling: SamplingSpec
+    seed: int
+
+
+def greedy_orders() -> list[Order]:
+    """Prompts of many lengths, some that end beside a block and some that reach the engine's longest request."""
+    dice, max_tokens = random.Random(7), 48
+    orders = []
+    for number in range(256):
+        length = dice.choice([dice.randrange(4, 60), BLOCK + 1, MAX_MODEL_LEN - max_tokens])
+        prompt = [dice.randrange(3, VOCABULARY - 1) for _ in range(length)]
+        sampling = SamplingSpec(temperature=0.0, max_response_tokens=max_tokens)
+        orders.append(Order(f"greedy/{number}", prompt, sampling, seed=number))
+    return orders
+
+
+def sampled_orders(temperature: float, samples: int) -> list[Order]:
+    """Siblings whose prompts are cached but for one token, so that the scheduler pads their first draft."""
+    dice = random.Random(8)
+    sampling = SamplingSpec(temperature=temperature, max_response_tokens=NUM_SAMPLED)
+    prompts = [[dice.randrange(3, VOCABULARY - 1) for _ in range(BLOCK + 1)] for _ in range(NUM_PROMPTS)]
+    return [
+        Order(f"sampled/{number}", prompts[number], sampling, seed=1 + number + NUM_PROMPTS * sample)
+        for sample in range(samples)
+        for number in range(NUM_PROMPTS)
+    ]
+
+
+def engine(root: Path, kind: Kind, *, drafts: DraftSpec | None = None):
+    """A synchronous engine of the product's own arguments; only its number format is the test's."""
+    from vllm import LLM, EngineArgs
+
+    from rollout.engine.vllm_args import engine_arguments
+
+    config = EngineConfig(format=kind.format, kv_cache_bytes=64 << 20, max_num_seqs=64)
+    spec = EngineSpec(
+        engine_id=0,
+        run_id="test",
+        config=config,
+        directory=str(root / kind.format),
+        max_model_len=MAX_MODEL_LEN,
+        load_from_directory=True,
+        drafts=drafts,
+    )
+    arguments = engine_arguments(spec)
+    arguments.dtype = kind.dtype
+    if arguments.speculative_config is not None:
+        arguments.speculative_config["model"] = "tests.support.engines.eager_proposer.EagerProposer"
+    return LLM(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(EngineArgs)})
+
+
+def emit(llm, orders: list[Order], *, at_once: int) -> Emitted:
+    from rollout.engine.responses import sampling_params
+
+    found = []
+    for start in range(0, len(orders), at_once):
+        batch = orders[start : start + at_once]
+        params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id), 0) for o in batch]
+        found += llm.generate([{"prompt_token_ids": o.prompt} for o in batch], params, use_tqdm=False)
+    (stats, *_) = llm.collective_rpc("draft_stats")
+    return Emitted(
+        tokens=[list(each.outputs[0].token_ids) for each in found],
+        logprobs=[list(each.outputs[0].logprobs.logprobs) for each in found],
+        stats=pickle.loads(stats),
+    )
+
+
+def publish(folder: Path, orders: list[Order], tokens: list[list[int]]) -> str:
+    """A history of earlier responses, a tenth of it edited: substitutions, insertions, deletions."""
+    from history.index.segment import build_segment, write_segment
+    from history.types import PastResponse, prompt_key
+
+    dice = random.Random(9)
+    folder.mkdir()
+    by_prompt: dict[str, list[PastResponse]] = {}
+    for order, response in zip(orders, tokens, strict=True):
+        edited: list[int] = []
+        for token in response:
+            other = dice.randrange(VOCABULARY)
+            edited += dice.choice([[other], [token, other], []]) if dice.random() < 0.1 else [token]
+        siblings = by_prompt.setdefault(order.prompt_id, [])
+        ids = np.array(edited, dtype=np.int32)
+        siblings.append(PastResponse(token_ids=ids, step=0, sample=len(siblings)))
+    for prompt_id, responses in by_prompt.items():
+        key = prompt_key(prompt_id)
+        write_segment(folder, build_segment(key, 1, responses))
+    return str(folder)
+
+
+class Jobs:
+    """Runs one engine after another and keeps what they emit."""
+
+    def __init__(self, root: Path) -> None:
+        from vllm.v1.sample import rejection_sampler
+
+        self.root = root
+        self.found: dict[str, Emitted] = {}
+        self._originals = {name: getattr(rejection_sampler, name) for name in QUIRKS.values()}
+        self._collect, gc.collect = gc.collect, lambda *args: 0  # vLLM collects eight times per engine
+
+    def run(
+        self, orders: dict[str, list[Order]], kind: Kind, drafts: DraftSpec | None = None, *, by_vllm: bool = False
+    ) -> None:
+        """One engine for some jobs one after another, each by its name, sampled by us or by vLLM."""
+        from vllm.platforms import current_platform
+
+        from rollout.worker import sampler
+
+        with patch.object(sampler, "install", (lambda runner: None) if by_vllm else sampler.install):
+            llm = engine(self.root, kind, drafts=drafts)
+        for name, of_job in orders.items():
+            self.found[name] = emit(
+                llm, of_job, at_once=SMALL_BATCH if name.endswith(IN_SMALL_BATCHES) else len(of_job)
+            )
+        del llm
+        # vLLM would register its kernels again for each engine, and cannot once numba has been imported
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        self._collect()
+
+    def greedy(self, kind: Kind) -> None:
+        orders, stock = greedy_orders(), f"greedy-{kind.name}-stock"
+        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": orders}, kind, by_vllm=True)
+        segments = publish(self.root / f"history-greedy-{kind.name}", orders, self.found[stock].tokens)
+        drafts = DraftSpec(max_draft_tokens=8, segments_dir=segments)
+        self.run({f"greedy-{kind.name}-drafted": orders}, kind, drafts)
+
+    def sampled(self, kind: Kind) -> None:
+        from vllm.platforms import current_platform
+        from vllm.v1.sample import rejection_sampler
+
+        from rollout.cpu import quirks
+
+        past = {f"sampled-{kind.name}-{at}-stock": sampled_orders(at, samples=20) for at in TEMPERATURES}
+        self.run(past, kind)
+        (first, orders), *_ = past.items()
+        segments = publish(self.root / f"history-sampled-{kind.name}", orders, self.found[first].tokens)
+        drafts = DraftSpec(max_draft_tokens=4, segments_dir=segments)
+        self.run(
+            {f"sampled-{kind.name}-{at}-drafted": sampled_orders(at, samples=80) for at in TEMPERATURES}, kind, drafts
+        )
+        if kind is not KINDS[0]:
+            return
+        for quirk, replaced in QUIRKS.items() if current_platform.is_cpu() else ():
+            kept = getattr(quirks, quirk), getattr(rejection_sampler, replaced)
+            setattr(quirks, quirk, lambda: None)
+            setattr(rejection_sampler, replaced, self._originals[replaced])
+            name = f"sampled-{kind.name}-1.0-without-{quirk}"
+            self.run({name: sampled_orders(1.0, samples=80)}, kind, drafts, by_vllm=True)
+            setattr(quirks, quirk, kept[0])
+            setattr(rejection_sampler, replaced, kept[1])
+
+
+def main() -> None:
+    jobs = Jobs(Path(sys.argv[1]))
+    for kind in KINDS:
+        jobs.greedy(kind)
+    for kind in SAMPLED_KINDS:
+        jobs.sampled(kind)
+    Path(sys.argv[2]).write_bytes(pickle.dumps(jobs.found))
+    sys.stdout.flush()
+    os._exit(0)  # nothing of vLLM's is worth taking down in order
+
+
+if __name__ == "__main__":
+    from tests.support.engines import drafting_jobs  # what is pickled is named after the module
+
+    drafting_jobs.main()

@@ -1,0 +1,341 @@
+"""A pool whose Ray is a stand-in in this process: responses end, engines are lost and come back, in random order.
+
+`python -m tests.support.pool_stress EVENTS [SEED]` runs as many events as one likes; the test runs fewer.
+"""
+
+import random
+import sys
+from dataclasses import dataclass, field, replace
+
+from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batches
+from rollout.planning.migration import InFlight
+from rollout.planning.plan import GroupForecast
+from rollout.planning.policies import POLICIES, plan
+from rollout.pool import engine_pool as pool_module
+from rollout.pool import scorer_pool
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
+from rollout.types import FinishReason, GroupId, Score, ScoreStatus
+from tests.support.scored_groups import scored_group
+
+TEMPLATE = scored_group(0)
+SIZE = len(TEMPLATE.group.seeds)
+SLOTS = 12
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorDiedError(RayError):
+    pass
+
+
+@dataclass(eq=False)
+class Ref:
+    """A call's result: a value, or an exception, once `is_ready`."""
+
+    is_ready: bool = False
+    value: object = None
+
+
+@dataclass
+class FakeRay:
+    """`ray` as `rollout.pool.engine_pool` and `rollout.pool.scorer_pool` use it; waiting lets things happen."""
+
+    world: "World"
+
+    class exceptions:  # noqa: N801
+        RayError = RayError
+        RayActorError = ActorDiedError
+
+    def wait(self, refs, *, num_returns, timeout=None, fetch_local=False):
+        del fetch_local
+        while timeout is None and not any(ref.is_ready for ref in refs):
+            self.world.happen()
+        ready = [ref for ref in refs if ref.is_ready][: num_returns if timeout is None else len(refs)]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, ref):
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
+
+
+class Method:
+    def __init__(self, call):
+        self._call = call
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *args):
+        return self._call(*args)
+
+
+@dataclass(eq=False)
+class Engine:
+    """Responses end one by one; a group's call returns with the last one."""
+
+    world: "World"
+    is_alive: bool = True
+    ended: int = 0
+    running: dict = field(default_factory=dict)
+    """Group: (ref of the summary, ref of the columns, responses that have not ended)"""
+    asked: list = field(default_factory=list)
+    surveys: list = field(default_factory=list)
+    aborting: list = field(default_factory=list)
+
+    @property
+    def generate_group(self):
+        return Method(self._generate)
+
+    @property
+    def ended_at_least(self):
+        return Method(self._ended_at_least)
+
+    @property
+    def in_flight(self):
+        return Method(self._in_flight)
+
+    @property
+    def abort(self):
+        return Method(self.aborting.append)
+
+    def _in_flight(self):
+        ref = Ref()
+        self.surveys.append(ref)
+        if not self.is_alive:
+            ref.is_ready, ref.value = True, ActorDiedError("gone")
+        return ref
+
+    def tell_what_runs(self):
+        """Answer those who asked; what they hear may be old by the time they do."""
+        for ref in self.surveys:
+            ref.is_ready = True
+            ref.value = [
+                InFlight(group_id=group_id, num_prompt_tokens=1, emitted=(1,) * had.count(False))
+                for group_id, (_, _, had) in self.running.items()
+            ]
+        self.surveys = []
+
+    def abort_as_told(self):
+        for group_id in self.aborting:
+            if group_id in self.running:
+                self.ended += self.running[group_id][2].count(False)
+                self.world.num_moved += 1
+                self._return(group_id)
+        self.aborting = []
+        self._answer()
+
+    def _generate(self, group, summary=None, columns=None):
+        refs = Ref(), Ref(value=columns)
+        if not self.is_alive:
+            refs[0].is_ready, refs[0].value = True, ActorDiedError("gone")
+            return refs
+        had = [False] * SIZE if summary is None else [r is not FinishReason.ABORT for r in summary.finish_reasons]
+        self.world.begun(group.group_id, sum(had))
+        self.ended += sum(had)
+        self.running[group.group_id] = (*refs, had)
+        if all(had):
+            self._return(group.group_id)
+        return refs
+
+    def _ended_at_least(self, count):
+        ref = Ref()
+        if not self.is_alive:
+            ref.is_ready, ref.value = True, ActorDiedError("gone")
+        else:
+            self.asked.append((count, ref))
+            self._answer()
+        return ref
+
+    def end_one(self):
+        group_id = self.world.generator.choice(list(self.running))
+        had = self.running[group_id][2]
+        had[had.index(False)] = True
+        self.ended += 1
+        if all(had):
+            self._return(group_id)
+        self._answer()
+
+    def abort_one(self):
+        """Somebody aborts a group; what it has is what it gets."""
+        group_id = self.world.generator.choice(list(self.running))
+        if group_id in self.aborting:  # it goes on elsewhere whoever aborts it
+            return
+        self.ended += self.running[group_id][2].count(False)
+        self.world.num_aborted += 1
+        self._return(group_id)
+        self._answer()
+
+    def _return(self, group_id, fault=""):
+        ref, _, had = self.running.pop(group_id)
+        reasons = tuple(FinishReason.STOP if ended else FinishReason.ABORT for ended in had)
+        ref.is_ready = True
+        ref.value = replace(TEMPLATE.summary, group_id=group_id, finish_reasons=reasons, fault=fault)
+
+    def _answer(self):
+        for count, ref in self.asked:
+            if self.ended >= count and not ref.is_ready:
+                ref.is_ready, ref.value = True, self.ended
+        self.asked = [(count, ref) for count, ref in self.asked if not ref.is_ready]
+
+    def die(self, with_actor):
+        self.is_alive = False
+        for group_id in list(self.running):
+            if with_actor:
+                self.running.pop(group_id)[0].__init__(is_ready=True, value=ActorDiedError("killed"))
+            else:
+                self._return(group_id, fault="the core died")
+        for ref in [*(ref for _, ref in self.asked), *self.surveys]:
+            ref.is_ready, ref.value = True, ActorDiedError("killed")
+        self.aborting = []
+
+
+@dataclass
+class World:
+    generator: random.Random
+    engines: EngineGroup = field(init=False)
+    scores: list = field(default_factory=list)
+    num_events: int = 0
+    num_deaths: int = 0
+    num_aborted: int = 0
+    num_moved: int = 0
+    num_kept: int = 0
+    """Responses that had ended before their group went on elsewhere."""
+
+    def begun(self, group_id, num_had):
+        del group_id
+        self.num_kept += num_had
+
+    def happen(self):
+        """One event: a response ends, a group is scored, an engine dies or comes back."""
+        self.num_events += 1
+        draw, busy = self.generator.random(), [e for e in self.engines.actors if e.is_alive and e.running]
+        asked = [e for e in self.engines.actors if e.is_alive and (e.surveys or e.aborting)]
+        if asked and (draw < 0.5 or not busy):
+            engine = self.generator.choice(asked)
+            engine.tell_what_runs() if engine.surveys else engine.abort_as_told()
+            return
+        draw = self.generator.random()
+        if self.scores and (draw < 0.1 or not busy):
+            ref = self.scores.pop(self.generator.randrange(len(self.scores)))
+            ref.is_ready = True
+            ref.value = (Score(reward=1.0, status=ScoreStatus.OK),) * SIZE
+        elif busy and draw < 0.996:
+            self.generator.choice(busy).end_one()
+        elif busy and draw < 0.998:
+            self.generator.choice(busy).abort_one()
+        elif busy:
+            self.num_deaths += 1
+            self.generator.choice(busy).die(with_actor=self.generator.random() < 0.5)
+
+    def bring_back(self):
+        for number in self.engines.lost:
+            self.engines.replace(number, Engine(self))
+
+    def choose(self, running):
+        """A mover that moves whatever it likes."""
+        groups = [group.group_id for group in running]
+        return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
+
+    def score(self, group, columns):
+        del group, columns
+        self.scores.append(Ref())
+        return self.scores[-1]
+
+
+@dataclass
+class Watched:
+    """What the pool tells, and the batches that come of it."""
+
+    admission: object
+    started_under: dict = field(default_factory=dict)
+    version: int = 0
+
+    def started(self, group_id):
+        self.started_under.setdefault(group_id, self.version)
+        self.admission.started(group_id, self.version)
+
+    def completed(self, group_id):
+        self.admission.completed(group_id)
+
+    def batch(self, step):
+        return self.admission.batch(step)
+
+    def progress(self, step):
+        return self.admission.progress(step)
+
+
+def stress(num_events: int, seed: int, monkeypatch=None) -> World:
+    """Runs of forty steps until so many things have happened; each checks that every group was trained on once."""
+    generator = random.Random(seed)
+    world = World(generator)
+    fake = FakeRay(world)
+    for module in (pool_module, scorer_pool):
+        if monkeypatch is None:
+            module.ray = fake
+        else:
+            monkeypatch.setattr(module, "ray", fake)
+    while world.num_events < num_events:
+        one_run(world, generator)
+    return world
+
+
+def one_run(world: World, generator: random.Random) -> None:
+    num_steps, per_step = 40, generator.randrange(1, 12)
+    policy, overlap = generator.choice(list(POLICIES)), generator.randrange(3)
+    head_start = generator.choice([0.0, 0.3])
+
+    def draw(step):
+        return [
+            GroupForecast(
+                group_id=GroupId(step * per_step + i),
+                step=step,
+                num_responses=SIZE,
+                tokens=generator.lognormvariate(3, 1),
+            )
+            for i in range(per_step)
+        ]
+
+    if policy == "flexible":
+        bound = overlap + generator.randrange(2)
+        admission = FlexibleBatches(
+            draw=draw, num_steps=num_steps, groups_per_step=per_step, overlap=overlap, max_staleness=bound
+        )
+    else:
+        bound = overlap + (head_start > 0)
+        admission = FixedBatches(draw=draw, num_steps=num_steps, overlap=overlap, head_start=head_start)
+    world.engines = EngineGroup([Engine(world) for _ in range(generator.randrange(1, 5))], num_ranks=1)
+    world.scores.clear()
+    watched = Watched(admission)
+    scorer = type("Scorer", (), {"score": Method(world.score)})
+    pool = EnginePool(world.engines, [scorer], slots_per_engine=SLOTS, batches=watched)
+    pool.revive, pool.moves.mover = world.bring_back, world
+    moved_before = world.num_moved
+    batches, rewards, num_aborted, aborted_before = [], 0, 0, world.num_aborted
+    for step in range(num_steps):
+        watched.version = step
+        forecasts = admission.due(step)
+        made = [replace(TEMPLATE.group, group_id=forecast.group_id, step=forecast.step) for forecast in forecasts]
+        pool.admit(made, plan(policy, forecasts, pool.loads()))
+        taken = pool.take_batch(step)
+        batches.append([scored.group.group_id for scored in taken])
+        rewards += sum(len(scored.rewards) for scored in taken)
+        num_aborted += sum(scored.summary.is_unfinished for scored in taken)
+        pool.check_integrity()
+        for _ in range(generator.randrange(20)):  # the trainer works
+            world.happen()
+        if generator.random() < 0.5:  # a publish brings everybody back
+            world.bring_back()
+    assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
+    assert pool.moves.num_moved <= world.num_moved - moved_before
+    assert rewards == num_steps * per_step * SIZE
+    check_batches(batches, watched.started_under, groups_per_step=per_step, max_staleness=bound)
+
+
+if __name__ == "__main__":
+    done = stress(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    print(f"{done.num_events} events: {done.num_aborted} groups aborted, {done.num_deaths} engines lost, ", end="")
+    print(f"{done.num_moved} groups moved, {done.num_kept} responses kept over a loss or a move")

@@ -1,0 +1,148 @@
+"""Parameters that are FP8 themselves, without Transformer Engine.
+
+`FakePrimary` has their fields and nothing that a tensor has beside them: whoever takes it for a tensor fails.
+`BlockTensor` is one of torch's too, so that Megatron's buffers, optimizer and checkpoints take it; `in_megatron` is
+what Transformer Engine would do for Megatron there. Both follow transformer_engine 2.12; kernels are the project's.
+"""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import torch
+
+from megatron_rl.quantization.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_scale
+
+
+class Quantizer:
+    force_pow_2_scales = True
+
+
+def padded(grid):
+    """Columns up to a multiple of four; the padding is no number."""
+    return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4), value=float("nan"))
+
+
+class Fields:
+    """As `Float8BlockwiseQTensor` lays out codes and scales."""
+
+    _is_2D_scaled = True  # noqa: N815  upstream's name
+
+    def begin(self, weight):
+        self._quantizer = Quantizer()
+        self._rowwise_data = torch.empty(weight.shape, dtype=torch.uint8)
+        self.quantize_(weight)
+        self._high_precision_init_val = weight
+
+    def quantize_(self, weight):
+        assert weight.shape == self.shape and weight.dtype == self.dtype
+        scale = fp8_scale(block_amax(weight), power_of_two=True, dtype=torch.bfloat16)
+        self._rowwise_data.copy_(fp8_block_codes(weight, scale).view(torch.uint8))
+        self._columnwise_data = self._rowwise_data.t().contiguous()
+        self._rowwise_scale_inv = padded(1.0 / scale)
+        self._columnwise_scale_inv = padded((1.0 / scale).t())
+
+    def get_high_precision_init_val(self):
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self):
+        self._high_precision_init_val = None
+
+
+class FakePrimary(Fields):
+    """Can be neither sliced nor detached nor written to."""
+
+    def __init__(self, weight):
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.begin(weight)
+
+
+class BlockTensor(Fields, torch.Tensor):
+    """Decodes for whatever torch does with it; what would write to it and be lost, or quantise unasked, fails."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def of(cls, weight):
+        made = cls(weight)
+        made.begin(weight)
+        return made
+
+    def dequantize(self):
+        codes, columns = self._rowwise_data.view(torch.float8_e4m3fn), -(-self.shape[1] // 128)
+        return fp8_block_values(codes, self._rowwise_scale_inv[:, :columns]).to(self.dtype)
+
+    @property
+    def data(self):
+        return self
+
+    def untyped_storage(self):
+        return self._rowwise_data.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments, keywords=None):
+        if function is torch.ops.aten.detach.default:
+            view = cls(arguments[0])
+            view.__dict__.update(arguments[0].__dict__)
+            return view
+        if function is torch.ops.aten.copy_.default and isinstance(arguments[0], cls):
+            return arguments[0].quantize_(arguments[1])
+        assert not function._schema.is_mutable, function
+        plain = torch.utils._pytree.tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, arguments)
+        return function(*plain, **(keywords or {}))
+
+
+def _replace(tensor, raw):
+    """`replace_raw_data`"""
+    raw.copy_(tensor._rowwise_data)
+    tensor._rowwise_data = raw
+
+
+def _quantize_shards(parameters, shards, offsets, group, fsdp=None):
+    """`cast_master_weights_to_fp8`, through the whole matrix."""
+    for parameter, shard, offset in zip(parameters, shards, offsets, strict=True):
+        whole = torch.zeros(parameter.numel())
+        if shard is not None:
+            whole[offset : offset + shard.numel()] = shard
+        torch.distributed.all_reduce(whole, group=group)
+        parameter.quantize_(whole.view(parameter.shape).to(parameter.dtype))
+
+
+def _build(real):
+    def build(*arguments, fp8, **keywords):
+        (model,) = real(*arguments, **keywords)
+        for module in model.decoder.layers.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)) if fp8 == "blockwise_param" else ():
+                if parameter.ndim == 2:
+                    # what a parameter is built with was never a weight
+                    made = torch.nn.Parameter(BlockTensor.of(torch.ones_like(parameter.detach())))
+                    made.__dict__.update(parameter.__dict__)
+                    module.register_parameter(name, made)
+        return [model]
+
+    return build
+
+
+@contextmanager
+def in_megatron():
+    """The trainer builds, and Megatron takes, FP8 parameters on a CPU."""
+    from megatron.core import fp8_utils
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_rl.trainer import trainer
+
+    with ExitStack() as stack:
+
+        def put(target, **values):
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(target, name, value))
+
+        put(fp8_utils, FP8_TENSOR_CLASS=BlockTensor, HAVE_TE_FP8_TENSOR_CLASS=True)
+        put(fp8_utils, _modify_underlying_storage_impl=_replace, _quantize_param_shard_impl=_quantize_shards)
+        # gloo gathers tensors of several dtypes as if they were of one
+        put(param_and_grad_buffer, _coalescing_manager=lambda *_, **__: nullcontext())
+        put(trainer, build=_build(trainer.build))
+        yield
