@@ -1,0 +1,110 @@
+"""Commands that end other than well, as a person would start them, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tests.support.runs.background import popen
+from tests.support.runs.whole_runs import DEADLINE_S, wait_for
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left when it had ended."""
+
+    code: int
+    error: str
+    """Standard error."""
+    log: Path
+    """Where the full traceback should be."""
+    orphans: list[str]
+    """Processes that it started and that are still there."""
+
+
+def run_to_other_ends(example: Path) -> dict[str, Ended]:
+    """A command for each way to end that needs no engine in 8 bits."""
+    return {
+        "import": _end(_evaluation(example, "import", "tests.support.runs.unimportable_reward.compute_score")),
+        "every sample": _end(_evaluation(example, "every", "tests.support.reward_functions.broken")),
+        "disk": _end(_warm_start(example, "disk", log_to="/dev/full")),
+        "defect": _end(_warm_start(example, "defect", launcher="tests.support.runs.defective")),
+        "interrupted": _end(_warm_start(example, "interrupted"), signal.SIGINT),
+        "terminated": _end(_warm_start(example, "terminated"), signal.SIGTERM),
+    }
+
+
+def _evaluation(example: Path, name: str, function: str) -> tuple[subprocess.Popen[str], Path]:
+    held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 8}
+    output = example / f"ended-{name}.json"
+    settings = {
+        "model": str(example / "model"),
+        "sets": {"held_out": {**held_out, "temperature": 1.0, "samples_per_prompt": 2}},
+        "max_prompt_tokens": 96,
+        "engine": {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20},
+        "reward": {"function": function},
+        "output": str(output),
+    }
+    return _start(example, name, "eval", settings), output
+
+
+def _warm_start(
+    example: Path, name: str, *, log_to: str = "", launcher: str = "launcher"
+) -> tuple[subprocess.Popen[str], Path]:
+    output = example / f"ended-{name}.jsonl"
+    if log_to:
+        output.symlink_to(log_to)
+    settings = {
+        "model": str(example / "model"),
+        "output_dir": str(example / f"ended-{name}"),
+        "num_steps": 2,
+        "batch_size": 16,
+        "log_path": str(output),
+        "data": {"path": str(example / "data" / "warm_start.jsonl"), "max_tokens": 320},
+        "trainer": {"dtype": "fp32"},
+    }
+    return _start(example, name, "sft", settings, launcher=launcher), output
+
+
+def _start(
+    example: Path, name: str, command: str, settings: dict[str, object], *, launcher: str = "launcher"
+) -> subprocess.Popen[str]:
+    config = example / f"ended-{name}.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    return popen(
+        [sys.executable, "-m", launcher, command, str(config)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # so that Ctrl-C reaches the whole group, as on a terminal, and not the tests
+    )
+
+
+def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | None = None) -> Ended:
+    """Wait for the end; with a signal, send it as soon as a process of Ray's is there for the command."""
+    process, output = begun
+    if number is not None:
+        wait_for(lambda: any(title.startswith("ray::") for title in map(_title, _children(process))), process)
+        started = _children(process)
+        os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
+    else:
+        started = []
+    _, error = process.communicate(timeout=DEADLINE_S)
+    _, alive = psutil.wait_procs(started, timeout=20)
+    return Ended(process.returncode, error, output.with_name(f"{output.name}.log"), [_title(one) for one in alive])
+
+
+def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""

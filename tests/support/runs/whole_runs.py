@@ -1,0 +1,289 @@
+"""Whole runs through the command line, as the tests of runs configure, start and read them.
+
+Two tiny models, the example's and a mixture of experts like it, both untrained, and the example's data.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from launcher.run_dir.atomic_files import read_rows
+from rollout.transports import shm_files
+from tests.support.runs.background import popen
+from tests.support.deadline import DEADLINE_S
+
+NUM_STEPS = 4
+UNINTERRUPTED = "whole"
+EXPERTS = "experts"
+NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
+
+
+def make_example(work: Path) -> Path:
+    """Data and an untrained model of the arithmetic example, and a mixture of experts; returns `work`."""
+    sizes = ["--train", "64", "--held-out", "16", "--warm-start", "512"]
+    for command in (
+        ["-m", "examples.arithmetic.make_data", "--out", str(work / "data"), *sizes],
+        ["-m", "examples.arithmetic.make_model", "--out", str(work / "model")],
+        ["-m", "tests.support.runs.expert_model", str(work / "model"), str(work / EXPERTS)],
+    ):
+        subprocess.run([sys.executable, *command], check=True)
+    return work
+
+
+def configuration(example: Path, **changes) -> Path:
+    """A file with a small deterministic run of the mixture, whose experts are spread over two trainer ranks."""
+    config = {
+        "model": str(example / EXPERTS),
+        "run_dir": "",
+        "num_steps": NUM_STEPS,
+        "deterministic": True,
+        "data": {"train": [{"path": str(example / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
+        "sampling": {"temperature": 1.0, "max_response_tokens": 48},
+        "engine": {"format": "bf16", "max_num_seqs": 64, "kv_cache_bytes": 64 << 20},
+        "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False, "num_mini_batches": 2},
+        "trainer": {
+            "dtype": "fp32",
+            "max_micro_batch_tokens": 512,
+            "parallel": {"data": 2, "expert": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        "checkpoint": {"every": 1},
+        "evaluation": {"bf16_before_after": False},
+        **changes,
+    }
+    # several runs are configured at a time
+    with tempfile.NamedTemporaryFile("w", dir=example, prefix="run-", suffix=".yaml", delete=False) as file:
+        yaml.safe_dump(config, file)
+    return Path(file.name)
+
+
+def start(config: Path, run_dir: Path, *overrides: str, launcher: str = "launcher") -> subprocess.Popen:
+    return command("run", str(config), f"run_dir={run_dir}", *overrides, launcher=launcher)
+
+
+def command(*arguments: str, launcher: str = "launcher") -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", launcher, *arguments]
+    return popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def rows(path: Path) -> list[dict]:
+    return read_rows(path)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    kept = rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in kept]
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None or condition(), process.stdout.read()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def run_to_its_end(example: Path) -> Path:
+    """The directory of a deterministic run that nothing happened to."""
+    run_dir = example / UNINTERRUPTED
+    finish(start(configuration(example), run_dir))
+    return run_dir
+
+
+@dataclass(frozen=True)
+class KilledTwice:
+    """A run that went on after each of two kills (-9)."""
+
+    run_dir: Path
+    seed: int
+    """Of the points at which it was killed."""
+    left_behind: set[str]
+    """Shared memory of processes that have ended."""
+
+
+def run_killed_twice(example: Path) -> KilledTwice:
+    """The run of `run_to_its_end`, killed at two points drawn at random, one of them during a save."""
+    run_dir, config, before = example / "killed", configuration(example), abandoned()
+    seed = random.randrange(1 << 30)
+    generator = random.Random(seed)
+    during_save = generator.choice([1, 2])
+    for kill in (1, 2):
+        process = start(config, run_dir, launcher="tests.support.runs.slow_save" if kill == during_save else "launcher")
+        if kill == during_save:
+            saving = f"{kill + 1}.partial"
+            wait_for(lambda name=saving: any((run_dir / "checkpoints").glob(name)), process)
+            time.sleep(generator.uniform(0, 0.1))
+        else:
+            wait_for(lambda wanted=kill: len(rows(run_dir / "metrics.jsonl")) > wanted, process)
+            time.sleep(generator.uniform(0, 2.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finish(start(config, run_dir))
+    deadline = time.monotonic() + 10
+    while abandoned() - before and time.monotonic() < deadline:  # other tests leave some for a moment
+        time.sleep(0.5)
+    return KilledTwice(run_dir, seed, abandoned() - before)
+
+
+def abandoned() -> set[str]:
+    """Names of shared memory whose process has ended."""
+    found = ((path.name, shm_files._NAME.fullmatch(path.name)) for path in shm_files.SHM.iterdir())
+    return {name for name, match in found if match and not Path(f"/proc/{match['pid']}").exists()}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was made of a run's last checkpoint."""
+
+    weights: Path
+    """Exported."""
+    rows: list[dict]
+    output: str
+
+
+def run_exported_and_evaluated(example: Path) -> Evaluated:
+    """The run of `run_to_its_end`, exported, and the export evaluated greedily and sampled."""
+    exported, result, evaluation = example / "exported", example / "result.json", example / "eval.yaml"
+    finish(command("export", str(example / UNINTERRUPTED), str(exported)))
+    held_out = {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 16}
+    sets = {"greedy": held_out, "sampled": {**held_out, "temperature": 1.0, "samples_per_prompt": 3, "limit": 8}}
+    evaluation.write_text(yaml.safe_dump({"model": str(exported), "sets": sets, "max_prompt_tokens": 96}))
+    output = finish(command("eval", str(evaluation), f"output={result}"))
+    return Evaluated(exported / "model.safetensors", json.loads(result.read_text()), output)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a supervised warm start said, and a second one that would have overwritten the model it began with."""
+
+    losses: list[float]
+    refusal: int
+    """Exit status of the second."""
+    refusal_output: str
+
+
+def run_warm_start(example: Path) -> WarmStart:
+    """Eight steps of imitation on two ranks."""
+    config, target, log = example / "sft.yaml", example / "warmed-up", example / "warmed-up.jsonl"
+    settings = {
+        "model": str(example / "model"),
+        "output_dir": str(target),
+        "num_steps": 8,
+        "batch_size": 32,
+        "log_path": str(log),
+        "data": {"path": str(example / "data" / "warm_start.jsonl"), "max_tokens": 320},
+        "trainer": {"dtype": "fp32", "parallel": {"data": 2}, "optimizer": {"learning_rate": 3e-3}},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    finish(command("sft", str(config)))
+    refused = command("sft", str(config), f"output_dir={example / 'model'}")
+    output, _ = refused.communicate(timeout=DEADLINE_S)
+    return WarmStart([row["sft/loss"] for row in rows(log)], refused.returncode, output)
+
+
+def run_ahead(example: Path) -> Path:
+    """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more.
+
+    Once its engine is killed as a whole, once vLLM's process inside it, once that in the middle of a publish.
+    """
+    run_dir = example / "ahead"
+    config = configuration(
+        example,
+        model=str(example / "model"),
+        deterministic=False,
+        # three groups at a time, so that the first of a step are begun before the last of the one before are over
+        engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20},
+        algorithm={"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
+        trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
+        planner={"overlap": 1, "max_staleness": 1},
+        wandb={"mode": "disabled"},
+    )
+    process = start(config, run_dir, "num_steps=2", "placement.mode=disaggregated")
+    kill_when(1, run_dir, process, "ray::EngineActor")
+    assert "engine 0 died and is started again" in finish(process)
+    process = start(config, run_dir, "placement.mode=colocated")
+    kill_when(3, run_dir, process, "VLLM::EngineCore")
+    kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
+    output = finish(process)
+    assert "placement.mode: disaggregated -> colocated" in output
+    assert output.count("engine 0 died and is started again") == 2
+    assert f"weight version {NUM_STEPS} is published again, an engine died in it" in output
+    return run_dir
+
+
+def kill_when(num_rows: int, run_dir: Path, process: subprocess.Popen, title: str) -> None:
+    """Kill (-9) the descendant of a run with that title as soon as so many steps are recorded."""
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= num_rows, process)
+    kill(process, title)
+
+
+def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None:
+    """The same as soon as engines are given that weight version (a trainer's shared memory becomes visible)."""
+
+    def is_visible() -> bool:
+        pids = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+        found = (shm_files._NAME.fullmatch(path.name) for path in shm_files.SHM.glob(f"mrl-*-w{version}-r0"))
+        return any(match is not None and int(match["pid"]) in pids for match in found)
+
+    wait_for(is_visible, process)
+    kill(process, title)
+
+
+def kill(process: subprocess.Popen, title: str) -> None:
+    """Kill (-9) all descendants with that title."""
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    found = [one for one in descendants if (one.cmdline() or [""])[0].startswith(title)]
+    assert found, f"no {title} among the descendants"
+    for one in found:
+        one.kill()
+
+
+def run_fed_with_changes(example: Path) -> tuple[Path, str]:
+    """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets.
+
+    Its trainer is cut into two tensor-parallel ranks.
+    """
+    run_dir = example / "int8"
+    config = configuration(
+        example,
+        model=str(example / "model"),
+        num_steps=2,
+        deterministic=False,
+        sampling={"temperature": 0.6, "max_response_tokens": 48},
+        trainer={
+            "dtype": "fp32",
+            "max_micro_batch_tokens": 512,
+            "parallel": {"tensor": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        engine={
+            "format": "int8",
+            "bf16_first_layers": 0,
+            "bf16_last_layers": 1,
+            "max_num_seqs": 16,
+            "kv_cache_bytes": 64 << 20,
+        },
+        publish={"delta": True},
+        evaluation={
+            "sets": {"held_out": {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 32}}
+        },
+        wandb={"mode": "disabled"},
+    )
+    return run_dir, finish(start(config, run_dir))
