@@ -2,8 +2,8 @@
 
 import sys
 
-from launcher.commands import sft
 from launcher.cli import main
+from launcher.commands import sft
 
 
 def load_kernels() -> None:

@@ -9,18 +9,18 @@ import ray
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from megatron_rl.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, PublishConfig, TrainerConfig
+from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
+from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_slots
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
-from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
-from megatron_rl.controller.publish_report import PublishReport
-from megatron_rl.controller.publisher import Publisher
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.config import EngineConfig
-from rollout.pool.engine_group import EngineGroup
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineState
+from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import (
     EngineSlot,

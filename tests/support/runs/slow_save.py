@@ -4,8 +4,8 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.run_dir import checkpoints
 from launcher.cli import main
+from launcher.run_dir import checkpoints
 
 sync = checkpoints._sync_tree
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher.run_dir.forward_traces import append_forwards
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.forward_traces import append_forwards
 from launcher.run_dir.step_timeline import StepTimeline
 from rollout.tracing.forwards import FORWARD, Forwards
 

@@ -19,8 +19,8 @@ import yaml
 
 from launcher.run_dir.atomic_files import read_rows
 from rollout.transports import shm_files
-from tests.support.runs.background import popen
 from tests.support.deadline import DEADLINE_S
+from tests.support.runs.background import popen
 
 NUM_STEPS = 4
 UNINTERRUPTED = "whole"
