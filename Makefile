@@ -67,7 +67,7 @@ bench: $(STAMP)
 	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
 
 records: $(STAMP)
-	$(RUN) -m benchmarks.harness.record --check
+	$(RUN) -m benchmarks.record --check
 
 test-gpu:
 	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

@@ -1,7 +1,7 @@
 """Writes the record of a benchmark: flat rows, goals with their bounds, and where and by which code they were measured.
 
-`python -m benchmarks.harness.record --check` lists rows whose measured code has changed since; `--strict` makes that an
-error.
+`python -m benchmarks.record --check` lists rows whose measured code has changed since; `--strict` makes that an error.
+`python -m benchmarks.record --docs` writes `docs/records/`; with `--check` it only compares.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness import record_check
+from benchmarks.harness import record_check, record_pages
 from benchmarks.harness.record_file import Goal, Input, Machine, Provenance, Row, read_rows, text
 from benchmarks.harness.record_inputs import shown_path
 from launcher.cluster.node import cpu_model, gpu_names, package_versions, source_commit
@@ -114,12 +114,15 @@ def _module_name() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look after committed records; the exit code says whether something must be done."""
-    parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m benchmarks.harness.record")
-    parser.add_argument("--check", action="store_true", help="list rows whose code has changed")
+    parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m benchmarks.record")
+    parser.add_argument("--check", action="store_true", help="list rows whose code has changed; with --docs, pages")
+    parser.add_argument("--docs", action="store_true", help="write docs/records/ from benchmarks/results/")
     parser.add_argument("--strict", action="store_true", help="with --check: exit code 1 if rows are listed")
     options = parser.parse_args(argv)
+    if options.docs:
+        return record_pages.run(check=options.check)
     if not options.check:
-        parser.error("name --check")
+        parser.error("name --check or --docs")
     return record_check.run(strict=options.strict)
 
 

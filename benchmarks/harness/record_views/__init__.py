@@ -1,0 +1,27 @@
+"""What the page of each record says it measured, and its tables: one entry for each committed record."""
+
+from collections.abc import Mapping
+
+from benchmarks.harness.record_views import drafting, learning, planning, publishing, rollout
+from benchmarks.harness.record_views.view import View
+
+VIEWS: Mapping[str, View] = {
+    "ablation": learning.ABLATION,
+    "draft_trees": drafting.DRAFT_TREES,
+    "drafting": drafting.DRAFTING,
+    "history_example": drafting.HISTORY_EXAMPLE,
+    "history_soak": drafting.HISTORY_SOAK,
+    "int8_kernels": rollout.INT8_KERNELS,
+    "mismatch": learning.MISMATCH,
+    "packing": planning.PACKING,
+    "planner": planning.PLANNER,
+    "planner_engines": planning.PLANNER_ENGINES,
+    "publish": publishing.PUBLISH,
+    "publish_delta": publishing.PUBLISH_DELTA,
+    "publish_with_amx": publishing.PUBLISH_WITH_AMX,
+    "quickstart": learning.QUICKSTART,
+    "rollout": rollout.ROLLOUT,
+    "sampling": rollout.SAMPLING,
+    "soak": learning.SOAK,
+    "step_time": rollout.STEP_TIME,
+}

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.record`: looks after the committed records."""

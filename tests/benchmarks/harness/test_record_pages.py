@@ -1,0 +1,104 @@
+"""Pages of records are what the records give; every row of a record is in one of its tables."""
+
+import re
+
+import pytest
+
+from benchmarks.harness import record_pages
+from benchmarks.harness.record import main
+from benchmarks.harness.record_file import Record, read_all
+from benchmarks.harness.record_pages import PAGES, pages
+from benchmarks.harness.record_tables import Column, Table, number, shown
+from benchmarks.harness.record_views import VIEWS
+
+
+def test_committed_pages_are_what_the_records_give() -> None:
+    committed = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
+    wanted = pages(read_all())
+    old = sorted(name for name in committed.keys() | wanted.keys() if committed.get(name) != wanted.get(name))
+    assert old == [], "run `python -m benchmarks.record --docs`"
+
+
+@pytest.mark.parametrize("record", read_all(), ids=lambda record: record.name)
+def test_every_row_is_in_a_table_and_every_table_has_rows(record: Record) -> None:
+    tables = VIEWS[record.name].tables
+    assert [row for row in record.rows if not any(table.selects(row) for table in tables)] == []
+    assert [table.title for table in tables if not any(table.selects(row) for row in record.rows)] == []
+
+
+def test_links_of_pages_lead_to_files() -> None:
+    links = {
+        (page.name, target)
+        for page in PAGES.glob("*.md")
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert {link for link in links if not (PAGES / link[1]).is_file()} == set()
+
+
+def test_check_says_which_page_differs_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(record_pages, "PAGES", tmp_path)
+    assert main(["--docs"]) == 0
+    assert main(["--docs", "--check"]) == 0
+    (tmp_path / "soak.md").write_text("memory is flat\n")
+    (tmp_path / "stray.md").write_text("of no record\n")
+    assert main(["--docs", "--check"]) == 1
+    assert "soak.md, stray.md" in capsys.readouterr().out
+    assert (tmp_path / "soak.md").read_text() == "memory is flat\n"
+    assert main(["--docs"]) == 0
+    assert not (tmp_path / "stray.md").exists()
+
+
+def test_a_record_without_a_view_is_named() -> None:
+    with pytest.raises(ValueError, match="differ in soak"):
+        pages(read_all(), {name: view for name, view in VIEWS.items() if name != "soak"})
+
+
+ROWS = [
+    {"method": "ours", "batch": 8, "s": 0.010, "kept": True},
+    {"method": "ours", "batch": 8, "s": 0.030},
+    {"method": "ours", "batch": 1, "s": 0.002},
+    {"method": "peer", "batch": 8, "s": 0.5},
+    {"method": "other", "batch": 8, "s": float("nan")},
+]
+
+
+def test_a_table_has_medians_by_line_and_a_column_for_each_value_across() -> None:
+    table = Table(
+        title="",
+        lines={"method": "method"},
+        across="batch",
+        columns=(Column(field="s", title="ms", scale=1e3),),
+        without={"method": ("other",)},
+    )
+    assert list(table.markdown(ROWS)) == [
+        "| method | 1 | 8 |",
+        "| --- | --- | --- |",
+        "| ours | 2 | 20 |",
+        "| peer | - | 500 |",
+    ]
+
+
+def test_a_table_selects_rows_that_have_the_fields_and_values_asked_for() -> None:
+    columns = (Column(field="s", title="s", reduce="least"), Column(field="s", title="most", reduce="most"))
+    table = Table(title="", lines={}, where={"kept": (True,)}, columns=columns)
+    assert [table.selects(row) for row in ROWS] == [True, False, False, False, False]
+    assert list(table.markdown(ROWS))[-1] == "| 0.01 | 0.01 |"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1107439200, "1,107,439,200"),
+        (65536, "65,536"),
+        (1234.5, "1,234"),
+        (0.79881, "0.799"),
+        (0.0000432, "4.32e-5"),
+        (0, "0"),
+    ],
+)
+def test_numbers_are_short_and_have_no_needless_exponent(value, text) -> None:
+    assert number(value, digits=3) == text
+
+
+def test_other_values_are_words() -> None:
+    assert [shown(value) for value in (True, False, "TP2", float("nan"))] == ["yes", "no", "TP2", "-"]
