@@ -9,15 +9,17 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import ray
 
 from history.config import HistoryConfig
 from history.store.service import HistoryService, start_history
 from launcher.config.schema import ClusterConfig
+from launcher.errors import Terminated
 from megatron_rl.ranks import TrainerSlot
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
 from megatron_rl.trainer.spec import TrainerSpec
@@ -152,20 +154,7 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
     """Join or start Ray for the body of a command, and end everything afterwards."""
     local = cluster.address == "local"
     sweep()
-    on_termination = signal.getsignal(signal.SIGTERM)
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors are told once, to whoever waits
-    ray.init(
-        address=cluster.address,
-        include_dashboard=False if local else None,
-        num_cpus=num_actors if local else None,
-        object_store_memory=cluster.object_store_bytes if local else None,
-        log_to_driver=False,
-        logging_level="ERROR",
-        namespace="megatron_rl",
-        _system_config=_LOCAL_RAY if local else None,
-    )
-    if threading.current_thread() is threading.main_thread() and on_termination is not None:
-        signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own in place
+    _start_ray(cluster, num_actors=num_actors)
     running = Processes(
         environment=ProcessEnv(single_node=local),
         log_dir=log_dir,
@@ -176,3 +165,52 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
     finally:
         running.close()
         ray.shutdown()
+
+
+def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
+    """Join or start Ray; if that is interrupted, end what was started of it.
+
+    Raises:
+        Terminated: SIGTERM came meanwhile. Ray has a handler of its own in place until it has started.
+        DeadlineError: Ray's own processes did not answer in time.
+    """
+    local = cluster.address == "local"
+    on_termination = signal.getsignal(signal.SIGTERM)
+    before = psutil.Process().children()
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors are told once, to whoever waits
+    try:
+        ray.init(
+            address=cluster.address,
+            include_dashboard=False if local else None,
+            num_cpus=num_actors if local else None,
+            object_store_memory=cluster.object_store_bytes if local else None,
+            log_to_driver=False,
+            logging_level="ERROR",
+            namespace="megatron_rl",
+            _system_config=_LOCAL_RAY if local else None,
+        )
+    except BaseException as error:  # Ray has forgotten by then what it started
+        ray.shutdown()
+        _kill([child for child in psutil.Process().children() if child not in before])
+        if isinstance(error, SystemExit):
+            raise Terminated from error
+        if "timed out during startup" in str(error):
+            raise DeadlineError(
+                f"the controller waited in vain for Ray to start; the machine may be too busy: {error}"
+            ) from error
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and on_termination is not None:
+            signal.signal(signal.SIGTERM, on_termination)
+
+
+def _kill(roots: Sequence[psutil.Process]) -> None:
+    """Kill processes and all that they have started."""
+    for root in roots:
+        try:
+            family = [*root.children(recursive=True), root]
+        except psutil.NoSuchProcess:
+            continue
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

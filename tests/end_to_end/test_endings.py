@@ -34,8 +34,9 @@ def test_a_defect_shows_its_traceback_once_and_the_screen_after_it(ended):
     assert "ZeroDivisionError" in one.log.read_text()
 
 
+@pytest.mark.parametrize("early", ["", " early"])
 @pytest.mark.parametrize(("name", "code"), [("interrupted", 130), ("terminated", 143)])
-def test_a_signal_ends_everything_and_says_one_line(ended, name, code):
-    one = ended[name]
+def test_a_signal_ends_everything_and_says_one_line(ended, name, code, early):
+    one = ended[name + early]
     assert (one.code, one.orphans) == (code, [])
     assert one.error.splitlines() == [f"megatron-rl sft: {name}; kept: nothing. The same command begins anew."]

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import psutil
 import yaml
 
 from tests.support.runs.background import popen
-from tests.support.runs.whole_runs import DEADLINE_S, wait_for
+from tests.support.runs.whole_runs import DEADLINE_S
+
+_RAYLET = "raylet/raylet"
+"""In the title of the process that is there while Ray itself starts."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,10 @@ def run_to_other_ends(example: Path) -> dict[str, Ended]:
         "every sample": _end(_evaluation(example, "every", "tests.support.reward_functions.broken")),
         "disk": _end(_warm_start(example, "disk", log_to="/dev/full")),
         "defect": _end(_warm_start(example, "defect", launcher="tests.support.runs.defective")),
-        "interrupted": _end(_warm_start(example, "interrupted"), signal.SIGINT),
-        "terminated": _end(_warm_start(example, "terminated"), signal.SIGTERM),
+        "interrupted": _end(_warm_start(example, "interrupted"), signal.SIGINT, beside="ray::Trainer"),
+        "terminated": _end(_warm_start(example, "terminated"), signal.SIGTERM, beside="ray::Trainer"),
+        "interrupted early": _end(_warm_start(example, "interrupted-early"), signal.SIGINT, beside=_RAYLET),
+        "terminated early": _end(_warm_start(example, "terminated-early"), signal.SIGTERM, beside=_RAYLET),
     }
 
 
@@ -85,13 +91,15 @@ def _start(
     )
 
 
-def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | None = None) -> Ended:
-    """Wait for the end; with a signal, send it as soon as a process of Ray's is there for the command."""
+def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | None = None, *, beside: str = "") -> Ended:
+    """Wait for the end; with a signal, send it as soon as the command has a process whose title has `beside` in it."""
     process, output = begun
     if number is not None:
-        wait_for(lambda: any(title.startswith("ray::") for title in map(_title, _children(process))), process)
+        while process.poll() is None and not any(beside in title for title in map(_title, _children(process))):
+            time.sleep(0.1)
         started = _children(process)
-        os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
+        if process.poll() is None:
+            os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
     else:
         started = []
     _, error = process.communicate(timeout=DEADLINE_S)
@@ -100,7 +108,10 @@ def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | Non
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _title(process: psutil.Process) -> str:
