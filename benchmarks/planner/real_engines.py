@@ -220,7 +220,7 @@ def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
     engines, batches, pool = real.engines, real.batches, real.pool
     work = task.work
     batches.admission = admission_of(work, scheme)
-    engines.call("drain_trace", timeout_s=60)
+    engines.drain_trace(timeout_s=60)
     began = time.time()
     for step in range(work.num_steps):
         batches.version = step
@@ -231,7 +231,7 @@ def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
         with pool.aside():
             time.sleep(task.train_s[step])
     makespan_s = time.time() - began
-    forwards = tuple(ray.get(engines.begin("drain_trace")))
+    forwards = tuple(engines.drain_trace(timeout_s=60).values())
     busy_s = sum(float(_durations(of_engine).sum()) for of_engine in forwards)
     return Measured(makespan_s=makespan_s, idle=1 - busy_s / (NUM_ENGINES * makespan_s), forwards=forwards)
 
@@ -359,7 +359,7 @@ def main() -> int:
     rows: list[Row] = []
     with processes(ClusterConfig(), num_actors=NUM_ENGINES + 1, log_dir=None) as running:
         engines, starting = running.begin_engines(specs, slots)
-        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        engines.wait(starting, timeout_s=START_TIMEOUT_S)
         real = Real.of(engines)
         for lengths in steps:
             is_recorded, num_steps = lengths == "recorded", steps[lengths]

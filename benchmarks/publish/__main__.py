@@ -211,7 +211,7 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         seed=0,
     )
     trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
-    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+    engines.wait(starting, timeout_s=START_TIMEOUT_S)
     return trainer, engines
 
 

@@ -53,7 +53,7 @@ class Crew:
         self.running.end([self.engines.actors[number] for number in lost])
         begun = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}
         for number, (single, starting) in begun.items():
-            single.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+            single.wait(starting, timeout_s=START_TIMEOUT_S)
             self.engines.replace(number, single.actors[0])
         self.link.connect()
         if self.history is not None:

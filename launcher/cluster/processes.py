@@ -28,7 +28,7 @@ from rollout.data.tokenizer import TokenizerFacts
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
-from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_group import EngineCall, EngineGroup
 from rollout.processes import HEAP, ProcessEnv, on_devices
 from rollout.rewards.scorer import ScorerActor
 from rollout.transports.shm_files import sweep
@@ -47,8 +47,8 @@ each has an environment of its own."""
 
 
 Actor = ray.actor.ActorHandle
-StartingEngines = tuple[EngineGroup, list[ray.ObjectRef]]
-"""Engines, and what to wait for before they are used (`EngineGroup.wait(..., START_TIMEOUT_S)`)."""
+StartingEngines = tuple[EngineGroup, EngineCall[None]]
+"""Engines, and what to wait for before they are used (`EngineGroup.wait`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Processes:
             )
         self.started += engines
         group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
-        return group, group.begin("start")
+        return group, group.begin_start()
 
     def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
         """Start all trainer ranks and let them load the model."""

@@ -9,8 +9,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.cluster import placement
@@ -153,13 +151,13 @@ def _train(
     specs = engine_specs(config, run_id)
     engines, starting = running.begin_engines(specs, slots.engines)
     if config.engine.sleep_level:  # both at once would need room for both
-        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
-        engines.call("sleep", timeout_s=START_TIMEOUT_S)
+        engines.wait(starting, timeout_s=START_TIMEOUT_S)
+        engines.sleep(timeout_s=START_TIMEOUT_S)
     load_kernels()  # while the engines start
     trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
-    engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+    engines.wait(starting, timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     history_link = _history_link(history, engines)
     turns = device_turns(config, trainer, engines)
@@ -258,12 +256,11 @@ def _evaluator(config: RunConfig, prompts: dict[str, tuple[Prompt, ...]]) -> Eva
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
     """Say which kernels multiply, so that INT8 is seen to be INT8, and whether they are right."""
-    refs: list[dict[str, str]] = ray.get(engines.begin("kernel_classes"))
-    for number, kernels in enumerate(refs):
+    for number, kernels in engines.kernel_classes(timeout_s=START_TIMEOUT_S).items():
         counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
         progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
-    notes: list[list[str]] = ray.get(engines.begin("kernel_notes"))
-    for note in sorted({note for engine in notes for note in engine}):
+    notes = engines.kernel_notes(timeout_s=START_TIMEOUT_S)
+    for note in sorted({note for of_engine in notes.values() for note in of_engine}):
         progress.say(note)
 
 

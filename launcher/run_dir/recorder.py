@@ -39,6 +39,9 @@ LENGTHS = "lengths.npz"
 HISTORY = "history"
 """The folder of a checkpoint that holds a snapshot of the history; absent where nothing is remembered."""
 
+TRACE_TIMEOUT_S = 120.0
+"""For which engines are waited for when they are asked for their forwards."""
+
 
 class RunRecorder:
     """Satisfies `megatron_rl.controller.controller.Recorder`."""
@@ -105,7 +108,7 @@ class RunRecorder:
     def _keep_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last call to its file in `traces/`."""
         drained = [np.zeros(0, dtype=FORWARD)] * len(self._engines)
-        for number, forwards in zip(self._engines.there, ray.get(self._engines.begin("drain_trace")), strict=True):
+        for number, forwards in self._engines.drain_trace(timeout_s=TRACE_TIMEOUT_S).items():
             drained[number] = forwards
         for number, forwards in enumerate(drained):
             append_forwards(self._directory.path / "traces", number, forwards)

@@ -35,14 +35,14 @@ class Alternating:
     def trainer_works(self) -> Iterator[None]:
         """Engines stand still, and do so until they are waited for."""
         if self._leaves_work and not self._stand_still:
-            self._engines.tell("stand_still", timeout_s=self._timeout_s)
+            self._engines.stand_still(timeout_s=self._timeout_s)
             self._stand_still = True
         yield
 
     def engines_work(self) -> None:
         """They go on."""
         if self._stand_still:
-            self._engines.tell("go_on", timeout_s=self._timeout_s)
+            self._engines.go_on(timeout_s=self._timeout_s)
             self._stand_still = False
 
 
@@ -79,7 +79,7 @@ class DeviceTurns:
     def to_trainer(self) -> None:
         """Before it trains or saves."""
         if self.sleep and not self.asleep:
-            self.engines.call("sleep", timeout_s=self.timeout_s)
+            self.engines.sleep(timeout_s=self.timeout_s)
             self.asleep = True
         if self.offload != "none":
             self.trainer.move_in()
@@ -89,12 +89,12 @@ class DeviceTurns:
         if self.offload != "none":
             self.trainer.move_out(("gradients", "optimizer"))
         if self.asleep:
-            self.engines.call("wake", "weights", timeout_s=self.timeout_s)
+            self.engines.wake("weights", timeout_s=self.timeout_s)
 
     def to_engines(self) -> None:
         """When the trainer has no further part in a publish: engines may forward."""
         if self.offload == "all":
             self.trainer.move_out(("weights",))
         if self.asleep:
-            self.engines.call("wake", "kv_cache", timeout_s=self.timeout_s)
+            self.engines.wake("kv_cache", timeout_s=self.timeout_s)
             self.asleep = False

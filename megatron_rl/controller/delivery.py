@@ -51,17 +51,19 @@ class ShmLink:
     def connect(self) -> None:
         """Tell both ends to use shared memory."""
         self._trainer.ranks.call("open_shm")
-        self._engines.call("init_transport", ShmChannel(), timeout_s=self._timeout_s)
+        joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.there, ShmChannel()))
+        self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:
         """Stage everything, apply it, let go of it."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         segments = {part.rank: part.path for part in staged if part.path}
         try:
-            found = self._engines.call("update", manifest, segments, timeout_s=self._timeout_s)
+            applying = self._engines.begin_update(manifest, dict.fromkeys(self._engines.there, segments))
+            updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
-        return _delivery(staged, found)
+        return Delivery(staged=tuple(staged), updates=tuple(updates.values()))
 
 
 class GroupLink:
@@ -84,11 +86,9 @@ class GroupLink:
 
     def connect(self) -> None:
         """Join one group per engine, with what sends to it; returns when all of them are complete."""
-        actors = self._engines.actors
-        addresses = self._trainer.open_stores(self._source_ranks[0], len(actors), timeout_s=self._timeout_s)
-        asking = [actor.node_id.remote() for actor in actors]
-        nodes = [str(node) for node in self._engines.wait(asking, "node_id", timeout_s=self._timeout_s)]
-        order = side_by_side(nodes)
+        nodes = self._engines.node_ids(timeout_s=self._timeout_s)
+        addresses = self._trainer.open_stores(self._source_ranks[0], len(nodes), timeout_s=self._timeout_s)
+        order = side_by_side(list(nodes.values()))
         channels = chain(
             addresses,
             order=order,
@@ -97,15 +97,16 @@ class GroupLink:
             timeout_s=self._timeout_s,
             backend=self._backend,
         )
-        joining = [actor.init_transport.remote(channel) for actor, channel in zip(actors, channels, strict=True)]
+        joining = self._engines.begin_init_transport(dict(zip(nodes, channels, strict=True)))
         self._trainer.ranks.call("attach_group", order[0], channels[order[0]])
-        self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
+        self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:
         """Send and apply bucket after bucket."""
-        applying = self._engines.begin("update", manifest, {})
+        applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.there})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
-        return _delivery(sent, self._engines.wait(applying, "update", timeout_s=self._timeout_s))
+        updates = self._engines.wait(applying, timeout_s=self._timeout_s)
+        return Delivery(staged=tuple(sent), updates=tuple(updates.values()))
 
 
 class HandOverLink:
@@ -134,29 +135,26 @@ class HandOverLink:
             for trainer_rank in range(self._trainer.ranks.num_ranks)
         ]
         self._trainer.ranks.call("open_hand_over", hosted, self._memory)
-        joining = [
-            actor.init_transport.remote(
-                HandOverChannel(memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in home))
+        channels = {
+            number: HandOverChannel(
+                memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])
             )
-            for actor, home in zip(self._engines.actors, self._homes, strict=True)
-        ]
-        self._engines.wait(joining, "init_transport", timeout_s=self._timeout_s)
+            for number in self._engines.there
+        }
+        joining = self._engines.begin_init_transport(channels)
+        self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> Delivery:
         """Exchange and stage everything, apply it, let go of it."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
-        addresses = {part.rank: part.path for part in staged}
+        paths = {part.rank: part.path for part in staged}
+        addresses = {
+            number: {rank: paths[host] for rank, host in enumerate(self._homes[number])}
+            for number in self._engines.there
+        }
         try:
-            applying = [
-                actor.update.remote(manifest, {rank: addresses[host] for rank, host in enumerate(home)})
-                for actor, home in zip(self._engines.actors, self._homes, strict=True)
-            ]
-            found = self._engines.wait(applying, "update", timeout_s=self._timeout_s)
+            applying = self._engines.begin_update(manifest, addresses)
+            updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
-        return _delivery(staged, found)
-
-
-def _delivery(staged: Sequence[StagedWeights], updates: Sequence[object]) -> Delivery:
-    times = tuple(one for one in updates if isinstance(one, UpdateTimes))
-    return Delivery(staged=tuple(staged), updates=times)
+        return Delivery(staged=tuple(staged), updates=tuple(updates.values()))

@@ -11,7 +11,7 @@ that could not prove itself stays fenced: no token is sampled from weights that 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -98,16 +98,16 @@ class Publisher:
     def _publish(self, policy_version: int) -> PublishReport:
         version = WeightVersion(policy_version)
         manifest = self._plan.manifest(self._run_id, version)
-        self._engines.call("check", manifest, timeout_s=self._timeout_s)
+        self._engines.check(manifest, timeout_s=self._timeout_s)
         drained = time.perf_counter()
         if self._drain_timeout_s is not None:
-            self._engines.call("drain", timeout_s=self._drain_timeout_s)
+            self._engines.drain(timeout_s=self._drain_timeout_s)
         started = time.perf_counter()
         delivery = self._link.deliver(manifest)
         delivered = time.perf_counter()
         weight_gaps = self._compare(version)
         gaps = self._prove(version)
-        self._engines.call("resume", timeout_s=self._timeout_s)
+        self._engines.resume(timeout_s=self._timeout_s)
         self.version = policy_version
         return PublishReport(
             weight_version=version,
@@ -129,40 +129,39 @@ class Publisher:
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
         """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
-        numbers, summing = self._engines.there, self._engines.begin("loaded_sums")
+        summing = self._engines.begin_loaded_sums()
         expected = add_up(self._trainer.sent_sums(timeout_s=self._timeout_s))
-        found = self._engines.wait(summing, "loaded_sums", timeout_s=self._timeout_s)
-        judged = [difference(sums, expected, leniency=self._leniency) for sums in found if isinstance(sums, dict)]
+        loaded = self._engines.wait(summing, timeout_s=self._timeout_s)
+        judged = {engine: difference(sums, expected, leniency=self._leniency) for engine, sums in loaded.items()}
         faults = {
             engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
             "what is allowed"
-            for engine, (gap, where) in zip(numbers, judged, strict=True)
+            for engine, (gap, where) in judged.items()
             if not gap <= MAX_WEIGHT_GAP
         }
         if faults:
             self._fence(faults)
-        return tuple(gap for gap, _ in judged)
+        return tuple(gap for gap, _ in judged.values())
 
     def _leniency(self, name: str) -> float:
         return EXPERT_LENIENCY if stack_of(name) in self._expert_codes else 1.0
 
     def _fence(self, faults: Mapping[int, str]) -> NoReturn:
-        fencing = [self._engines.actors[engine].fence.remote(fault) for engine, fault in faults.items()]
-        self._engines.wait(fencing, "fence", timeout_s=self._timeout_s)
+        self._engines.fence(faults, timeout_s=self._timeout_s)
         raise PublishRefusedError(
             f"engine(s) {list(faults)} are fenced: {next(iter(faults.values()))}",
             Place(role="engine", ranks=tuple(faults)),
         )
 
     def _prove(self, version: WeightVersion) -> tuple[float, ...]:
-        proving = None if self._make_room is not None else self._engines.begin("probe", self._probe_tokens)
+        proving = None if self._make_room is not None else self._engines.begin_probe(self._probe_tokens)
         reference = self._trainer.probe(self._probe_tokens, timeout_s=self._timeout_s)
         if self._make_room is not None:
             self._make_room()
-        numbers, proving = self._engines.there, proving or self._engines.begin("probe", self._probe_tokens)
-        found = self._engines.wait(proving, "probe", timeout_s=self._timeout_s)
-        gaps = tuple(_gap(logprobs, reference) for logprobs in found)
-        bad = {engine: gap for engine, gap in zip(numbers, gaps, strict=True) if not gap <= self._max_probe_gap}
+        proving = proving or self._engines.begin_probe(self._probe_tokens)
+        probed = self._engines.wait(proving, timeout_s=self._timeout_s)
+        gaps = {engine: _gap(logprobs, reference) for engine, logprobs in probed.items()}
+        bad = {engine: gap for engine, gap in gaps.items() if not gap <= self._max_probe_gap}
         if bad:
             fault = (
                 f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
@@ -170,9 +169,9 @@ class Publisher:
                 "(engine.probe_max_logprob_gap)"
             )
             self._fence(dict.fromkeys(bad, fault))
-        return gaps
+        return tuple(gaps.values())
 
 
-def _gap(found: object, reference: ProbeResult) -> float:
+def _gap(logprobs: Sequence[float], reference: ProbeResult) -> float:
     """Mean absolute difference in nats; NaN if the engine's are not finite."""
-    return float(np.abs(np.asarray(found, dtype=np.float64) - reference.logprobs).mean())
+    return float(np.abs(np.asarray(logprobs, dtype=np.float64) - reference.logprobs).mean())

@@ -1,19 +1,47 @@
-"""All engines of a run, called at once and waited for with a deadline; who of them is there.
+"""All engines of a run, called at once and waited for with a deadline; the numbers of those that are lost.
+
+Every call has a typed method. A call carries the number of each engine that it was made to, so that an error names
+the engine in which it happened, whichever others are lost by then.
 
 An engine is lost when its process, or vLLM's inside it, has ended. It is not called until another takes its place
 (`replace`), under its number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Generic, Literal, TypeVar
 
+import numpy as np
 import ray
 
+from history.drafting.stats import DraftStats
+from rollout.engine.state import EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.weights.manifest import Wanted
+from rollout.tracing.forwards import Forwards
+from rollout.transports.base import Channel
+from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.manifest import Wanted, WeightManifest
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall(Generic[Answer]):
+    """A call that is under way on some engines; `EngineGroup.wait` returns its answers."""
+
+    method: str
+    kind: type[Answer]
+    refs: Mapping[int, ray.ObjectRef]
+    """By the number of the engine."""
 
 
 class EngineGroup:
-    """All engines of a run, called at once; errors name the engine. `lose` and `replace` mutate."""
+    """All engines of a run, called at once; errors name the engine. `lose` and `replace` mutate.
+
+    Answers come by the number of the engine, ascending; lost engines are not called and have none. Every call may
+    raise what `wait` raises.
+    """
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int) -> None:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks."""
@@ -67,60 +95,47 @@ class EngineGroup:
             if fault:
                 self.lose(asking[ref], fault)
 
-    def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
-        """Start `method(*args)` on every engine that is there; pass the result to `wait`."""
-        return [getattr(self._actors[number], method).remote(*args) for number in self.there]
-
-    def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float) -> list[object]:
-        """Results in the order of the engines.
-
-        Errors name the engine by number.
+    def wait(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
+        """Answers of a call by the number of the engine, ascending.
 
         Raises:
-            CallError: an engine raised.
+            CallError: an engine raised, or answered with another type than the call's.
             ProcessLostError: an engine's process ended.
             DeadlineError: an engine had not finished after `timeout_s`.
         """
-        if not refs:
-            return []
-        numbers = dict(zip(refs, self.there if len(refs) == len(self.there) else range(len(refs)), strict=True))
-        done, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
-        for ref in done:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as error:
-                kind = ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError
-                raise kind(
-                    f"engine {numbers[ref]}: {method} failed: {brief(error)}",
-                    Place(role="engine", ranks=(numbers[ref],), node=node_of(error)),
-                ) from error
+        numbers = {ref: number for number, ref in call.refs.items()}
+        if not numbers:
+            return {}
+        done, late = ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout_s, fetch_local=False)
+        answers = {numbers[ref]: _answer(call, numbers[ref]) for ref in done}
         if late:
             found = sorted(numbers[ref] for ref in late)
             raise DeadlineError(
-                f"engine(s) {found} had not finished `{method}` after {timeout_s:.0f} s, for which the controller "
+                f"engine(s) {found} had not finished `{call.method}` after {timeout_s:.0f} s, for which the controller "
                 "waited",
                 Place(role="engine", ranks=tuple(found)),
             )
-        return list(ray.get(list(refs)))
+        return dict(sorted(answers.items()))
 
-    def call(self, method: str, *args: object, timeout_s: float) -> list[object]:
-        """`begin` and `wait`."""
-        return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
+    def begin_start(self) -> EngineCall[None]:
+        """Start vLLM in every engine."""
+        return self._begin("start", NoneType)
 
-    def tell(self, method: str, *args: object, timeout_s: float) -> None:
-        """`call`, but an engine that has died is lost and no error.
+    def sleep(self, *, timeout_s: float) -> None:
+        """Engines give up the memory of weights, keys and values."""
+        self.wait(self._begin("sleep", NoneType), timeout_s=timeout_s)
 
-        Raises:
-            RuntimeError: a living engine raised, or had not finished after `timeout_s`; named by number.
-        """
-        try:
-            self.call(method, *args, timeout_s=timeout_s)
-        except RuntimeError:
-            before = self.lost
-            self.notice_deaths(timeout_s=timeout_s)
-            if self.lost == before:
-                raise
-            self.tell(method, *args, timeout_s=timeout_s)
+    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
+        """Engines take that memory again."""
+        self.wait(self._begin("wake", NoneType, what), timeout_s=timeout_s)
+
+    def stand_still(self, *, timeout_s: float) -> None:
+        """Engines sample nothing until `go_on`, and keep what they have begun; one that has died is lost."""
+        self._call_living("stand_still", timeout_s=timeout_s)
+
+    def go_on(self, *, timeout_s: float) -> None:
+        """Engines sample again; one that has died is lost."""
+        self._call_living("go_on", timeout_s=timeout_s)
 
     def wanted(self, *, timeout_s: float) -> list[Wanted]:
         """What each rank of an engine takes of a publish.
@@ -128,9 +143,117 @@ class EngineGroup:
         Raises:
             RuntimeError: engines differ in it, so that one plan cannot serve them all.
         """
-        first, *others = self.call("wanted", timeout_s=timeout_s)
-        for number, other in enumerate(others, start=1):
-            if other != first:
-                raise RuntimeError(f"engine {number} takes other parts of the weights than engine 0")
-        assert isinstance(first, list)
-        return first
+        answers = self.wait(self._begin("wanted", list), timeout_s=timeout_s)
+        first, wanted = next(iter(answers.items()))
+        for number, other in answers.items():
+            if other != wanted:
+                raise RuntimeError(f"engine {number} takes other parts of the weights than engine {first}")
+        return list(wanted)
+
+    def node_ids(self, *, timeout_s: float) -> dict[int, str]:
+        """Ray's name of the node that each engine is on."""
+        return self.wait(self._begin("node_id", str), timeout_s=timeout_s)
+
+    def begin_init_transport(self, channels: Mapping[int, Channel]) -> EngineCall[None]:
+        """Join each engine to the channel that is named under its number."""
+        return self._begin_each("init_transport", NoneType, {number: (one,) for number, one in channels.items()})
+
+    def check(self, manifest: WeightManifest, *, timeout_s: float) -> None:
+        """Every engine accepts the metadata of a publish, or refuses it."""
+        self.wait(self._begin("check", NoneType, manifest), timeout_s=timeout_s)
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Engines finish the responses that are in flight."""
+        self.wait(self._begin("drain", NoneType), timeout_s=timeout_s)
+
+    def begin_update(
+        self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]]
+    ) -> EngineCall[UpdateTimes]:
+        """Apply a publish; `addresses` are by engine, then as its transport has them."""
+        calls = {number: (manifest, dict(of_engine)) for number, of_engine in addresses.items()}
+        return self._begin_each("update", UpdateTimes, calls)
+
+    def begin_loaded_sums(self) -> "EngineCall[Sums]":
+        """Sums over all weights that each engine has loaded."""
+        return self._begin("loaded_sums", dict)
+
+    def begin_probe(self, token_ids: Sequence[int]) -> EngineCall[list[float]]:
+        """Log-probabilities of the probe prompt in each engine."""
+        return self._begin("probe", list, list(token_ids))
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Engines serve the weights that they have proven."""
+        self.wait(self._begin("resume", NoneType), timeout_s=timeout_s)
+
+    def fence(self, faults: Mapping[int, str], *, timeout_s: float) -> None:
+        """The engines named sample nothing until the next publish, because of the fault under their number."""
+        call = self._begin_each("fence", NoneType, {number: (fault,) for number, fault in faults.items()})
+        self.wait(call, timeout_s=timeout_s)
+
+    def connect_history(self, shards: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
+        """Engines send finished responses to these shards from now on."""
+        self.wait(self._begin("connect_history", NoneType, shards), timeout_s=timeout_s)
+
+    def begin_draft_stats(self) -> EngineCall[DraftStats]:
+        """What each engine has drafted since it was asked last."""
+        return self._begin("draft_stats", DraftStats)
+
+    def lost_history_calls(self, *, timeout_s: float) -> dict[int, int]:
+        """Batches of finished responses that no shard took, ever."""
+        return self.wait(self._begin("lost_history_calls", int), timeout_s=timeout_s)
+
+    def drain_trace(self, *, timeout_s: float) -> dict[int, Forwards]:
+        """Each engine's forwards since it was asked last."""
+        return self.wait(self._begin("drain_trace", np.ndarray), timeout_s=timeout_s)
+
+    def states(self, *, timeout_s: float) -> dict[int, EngineState]:
+        """The state of each engine."""
+        return self.wait(self._begin("state", EngineState), timeout_s=timeout_s)
+
+    def kernel_classes(self, *, timeout_s: float) -> dict[int, dict[str, str]]:
+        """The kernel that multiplies in each layer of each engine."""
+        return self.wait(self._begin("kernel_classes", dict), timeout_s=timeout_s)
+
+    def kernel_notes(self, *, timeout_s: float) -> dict[int, list[str]]:
+        """What each engine says of its kernels."""
+        return self.wait(self._begin("kernel_notes", list), timeout_s=timeout_s)
+
+    def _begin(self, method: str, kind: type[Answer], *args: object) -> EngineCall[Answer]:
+        """Start a call with the same arguments on every engine that is there."""
+        return self._begin_each(method, kind, dict.fromkeys(self.there, args))
+
+    def _begin_each(
+        self, method: str, kind: type[Answer], args: Mapping[int, tuple[object, ...]]
+    ) -> EngineCall[Answer]:
+        """Start a call on the engines named, each with its own arguments."""
+        refs = {number: getattr(self._actors[number], method).remote(*given) for number, given in args.items()}
+        return EngineCall(method=method, kind=kind, refs=refs)
+
+    def _call_living(self, method: str, *, timeout_s: float) -> None:
+        """Call every engine; one that has died meanwhile is lost, which is no error."""
+        try:
+            self.wait(self._begin(method, NoneType), timeout_s=timeout_s)
+        except RuntimeError:
+            before = self.lost
+            self.notice_deaths(timeout_s=timeout_s)
+            if self.lost == before:
+                raise
+            self._call_living(method, timeout_s=timeout_s)
+
+
+def _answer(call: EngineCall[Answer], number: int) -> Answer:
+    """The answer of one engine, which has answered; errors name it."""
+    try:
+        answer = ray.get(call.refs[number])
+    except ray.exceptions.RayError as error:
+        kind = ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError
+        raise kind(
+            f"engine {number}: {call.method} failed: {brief(error)}",
+            Place(role="engine", ranks=(number,), node=node_of(error)),
+        ) from error
+    if not isinstance(answer, call.kind):
+        raise CallError(
+            f"engine {number}: {call.method} answered with {type(answer).__name__}, not {call.kind.__name__}",
+            Place(role="engine", ranks=(number,)),
+        )
+    return answer

@@ -29,7 +29,7 @@ class HistoryLink:
 
     def connect(self) -> None:
         """Have the engines send their finished responses to the shards."""
-        self._engines.call("connect_history", self._service.shards, timeout_s=ANSWER_TIMEOUT_S)
+        self._engines.connect_history(self._service.shards, timeout_s=ANSWER_TIMEOUT_S)
 
     def want(self, prompts: Iterable[Prompt]) -> None:
         """Make the history of these prompts ready, in this order, and put that of others away."""
@@ -37,7 +37,7 @@ class HistoryLink:
 
     def begin_rollout(self) -> None:
         """What engines drafted before, in an evaluation, is not the step's."""
-        self._engines.begin("draft_stats")
+        self._engines.begin_draft_stats()
 
     def remember(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """The step's groups are whole and have these rewards; their tokens came from the engines long ago."""
@@ -45,12 +45,12 @@ class HistoryLink:
 
     def metrics(self) -> dict[str, float]:
         """What was drafted since `begin_rollout`, and the state of the history."""
-        drafted = self._engines.call("draft_stats", timeout_s=ANSWER_TIMEOUT_S)
-        lost = self._engines.call("lost_history_calls", timeout_s=ANSWER_TIMEOUT_S)
+        drafted = self._engines.wait(self._engines.begin_draft_stats(), timeout_s=ANSWER_TIMEOUT_S)
+        lost = self._engines.lost_history_calls(timeout_s=ANSWER_TIMEOUT_S)
         report = self._service.report()
         return {
-            **sum((one for one in drafted if isinstance(one, DraftStats)), DraftStats()).metrics(),
-            **self._state_metrics(report, sum(one for one in lost if isinstance(one, int))),
+            **sum(drafted.values(), DraftStats()).metrics(),
+            **self._state_metrics(report, sum(lost.values())),
             **return_metrics(report.returns),
         }
 

@@ -305,7 +305,7 @@ class Mortal:
 def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(with_actor):
     survivor = Mortal.remote(1000, with_actor)
     engines = group_of(Mortal.remote(4, with_actor), survivor)
-    ray.get(engines.begin("what_was_begun"))  # both are there
+    ray.get([actor.what_was_begun.remote() for actor in engines.actors])  # both are there
     pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
     admitted = groups(16, step=0)
     pool.admit(admitted)

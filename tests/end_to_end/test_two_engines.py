@@ -36,7 +36,7 @@ def hugging_face_logprobs(directory: str, token_ids: list[int]) -> np.ndarray:
 
 def probed(ring) -> np.ndarray:
     """Log-probabilities of the probe text, [engines, len - 1]."""
-    return np.array(ray.get(ring.engines.begin("probe", PROMPT_AND_ON)))
+    return np.array(list(ring.engines.wait(ring.engines.begin_probe(PROMPT_AND_ON), timeout_s=DEADLINE_S).values()))
 
 
 def learn(ring, groups) -> None:

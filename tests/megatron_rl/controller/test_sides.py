@@ -10,8 +10,11 @@ class Engines:
     def __init__(self):
         self.calls = []
 
-    def tell(self, method, *, timeout_s):
-        self.calls.append(method)
+    def stand_still(self, *, timeout_s):
+        self.calls.append("stand_still")
+
+    def go_on(self, *, timeout_s):
+        self.calls.append("go_on")
 
 
 class Pool:

@@ -14,7 +14,9 @@ def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: b
     trainer = SimpleNamespace(
         move_out=lambda parts: log.append(f"out {'+'.join(parts)}"), move_in=lambda: log.append("trainer in")
     )
-    engines = SimpleNamespace(call=lambda method, *args, timeout_s: log.append(" ".join((method, *args))))
+    engines = SimpleNamespace(
+        sleep=lambda *, timeout_s: log.append("sleep"), wake=lambda what, *, timeout_s: log.append(f"wake {what}")
+    )
     return DeviceTurns(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)
 
 

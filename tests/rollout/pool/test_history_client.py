@@ -16,16 +16,15 @@ from tests.support.scored_groups import scored_group
 
 
 class Engines:
-    def __init__(self) -> None:
-        self.began = []
+    def begin_draft_stats(self):
+        return "draft_stats"
 
-    def begin(self, method):
-        self.began.append(method)
-        return []
+    def wait(self, call, *, timeout_s):
+        assert call == "draft_stats"
+        return {0: DraftStats(num_rows=10, num_emitted=20), 1: DraftStats(num_rows=10, num_emitted=40)}
 
-    def call(self, method, *args, timeout_s):
-        drafted = [DraftStats(num_rows=10, num_emitted=20), DraftStats(num_rows=10, num_emitted=40)]
-        return drafted if method == "draft_stats" else [1, 2]
+    def lost_history_calls(self, *, timeout_s):
+        return {0: 1, 1: 2}
 
 
 class Service:

@@ -85,7 +85,7 @@ class Ring:
             seed=0,
         )
         trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
-        engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
+        engines.wait(starting, timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
         return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))
 
@@ -122,7 +122,7 @@ class Ring:
         return (publisher or self.publisher()).publish(self.version)
 
     def states(self) -> list[EngineState]:
-        return ray.get(self.engines.begin("state"))
+        return list(self.engines.states(timeout_s=TIMEOUT_S).values())
 
     def groups(self, count: int, *, seeds: Sequence[int] = (0, 1, 2, 3), **sampling: object) -> list[PromptGroup]:
         made = []

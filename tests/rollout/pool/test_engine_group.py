@@ -1,0 +1,121 @@
+"""Calls on engines: answers and errors bear the number of their engine, whichever others are lost."""
+
+import pytest
+import ray
+
+from rollout.engine.state import EngineState, EngineStatus
+from rollout.failures import CallError, DeadlineError, ProcessLostError
+from rollout.pool import engine_group
+from rollout.pool.engine_group import EngineGroup
+from rollout.types import WeightVersion
+
+
+class Method:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def remote(self, *args):
+        return Ref(self.answer(*args) if callable(self.answer) else self.answer)
+
+
+class Ref:
+    """The answer of a call, or the error that it ended with; `LATE` has not come."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+LATE = object()
+
+
+class Ray:
+    """`ray` as `rollout.pool.engine_group` uses it."""
+
+    exceptions = ray.exceptions
+
+    @staticmethod
+    def wait(refs, *, num_returns, timeout, fetch_local=True):
+        # in another order than asked for, as Ray may
+        return [ref for ref in reversed(refs) if ref.value is not LATE], [ref for ref in refs if ref.value is LATE]
+
+    @staticmethod
+    def get(ref):
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
+
+
+class Engine:
+    def __init__(self, **answers):
+        self.__dict__.update({name: Method(answer) for name, answer in answers.items()})
+
+
+@pytest.fixture(autouse=True)
+def _ray(monkeypatch):
+    monkeypatch.setattr(engine_group, "ray", Ray)
+
+
+def failed(message):
+    return ray.exceptions.RayTaskError("fence", "traceback", RuntimeError(message))
+
+
+def group(num_engines, failing, **answers):
+    """Engines of which those in `failing` answer otherwise than the others."""
+    return EngineGroup([Engine(**{**answers, **failing.get(n, {})}) for n in range(num_engines)], num_ranks=1)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_a_fence_of_engine_3_that_fails_is_reported_as_engine_3(lost):
+    engines = group(4, {3: {"fence": failed("no answer")}}, fence=None)
+    if lost is not None:
+        engines.lose(lost, "killed")
+    with pytest.raises(CallError, match=r"^engine 3: fence failed: RuntimeError: no answer") as error:
+        engines.fence({3: "the probe differs"}, timeout_s=1)
+    assert error.value.place.ranks == (3,)
+
+
+def test_an_engine_that_ended_and_one_that_is_late_are_named_by_number_after_another_was_lost():
+    died = ray.exceptions.RayActorError()
+    engines = group(4, {2: {"drain": died}, 3: {"drain": LATE}}, drain=None)
+    engines.lose(0, "killed")
+    with pytest.raises(ProcessLostError, match=r"^engine 2: drain failed") as ended:
+        engines.drain(timeout_s=1)
+    engines.lose(2, "killed")
+    with pytest.raises(DeadlineError, match=r"^engine\(s\) \[3\] had not finished `drain` after 1 s") as late:
+        engines.drain(timeout_s=1)
+    assert (ended.value.place.ranks, late.value.place.ranks) == ((2,), (3,))
+
+
+def test_answers_come_by_number_and_one_of_a_wrong_type_is_an_error():
+    engines = group(3, {}, node_id="here")
+    engines.lose(1, "killed")
+    assert engines.node_ids(timeout_s=1) == {0: "here", 2: "here"}
+    assert list(engines.node_ids(timeout_s=1)) == [0, 2]
+    wrong = group(2, {1: {"node_id": 5}}, node_id="here")
+    with pytest.raises(CallError, match=r"^engine 1: node_id answered with int, not str"):
+        wrong.node_ids(timeout_s=1)
+
+
+def test_each_engine_gets_its_own_arguments():
+    said = []
+    engines = group(3, {}, fence=lambda fault: said.append(fault))
+    engines.fence({2: "two", 0: "zero"}, timeout_s=1)
+    assert said == ["two", "zero"]
+
+
+def test_a_call_to_the_living_goes_on_without_an_engine_that_died():
+    died = ray.exceptions.RayActorError()
+    engines = group(2, {0: {"stand_still": died, "fault": died}}, stand_still=None, fault="")
+    engines.stand_still(timeout_s=1)
+    assert engines.lost == (0,)
+
+
+def test_engines_that_take_other_parts_of_the_weights_are_named():
+    engines = group(3, {2: {"wanted": [{"a": ()}]}}, wanted=[{"b": ()}])
+    with pytest.raises(RuntimeError, match="engine 2 takes other parts of the weights than engine 0"):
+        engines.wanted(timeout_s=1)
+
+
+def test_states_are_typed():
+    state = EngineState(status=EngineStatus.SERVING, weight_version=WeightVersion(1), held=False, fault="")
+    assert group(1, {}, state=state).states(timeout_s=1) == {0: state}
