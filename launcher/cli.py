@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.checks.check import check_eval, check_run, check_sft, run_warnings
+from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.cluster.node import node_resources
-from launcher.cluster.placement import plan
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, termination_raises
@@ -88,18 +87,17 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     command.run_dir = Path(config.run_dir)
-    node = node_resources()
-    memory = check_run(config, node)
-    for warning in run_warnings(config, node):
+    checked = check_run(config, node_resources())
+    for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    placement = plan(config, node)
     if dry_run:
         print(resolved_yaml(config))
-        print("\n".join(["# placement", *placement.lines(), "", "# memory (estimate)", *memory.lines()]))
+        found = ["# placement", *checked.placement.lines(), "", "# memory (estimate)", *checked.memory.lines()]
+        print("\n".join(found))
         return 0
     from launcher.commands.run import run
 
-    run(config)
+    run(checked)
     return 0
 
 

@@ -65,14 +65,6 @@ FLOORS = {
         libraries="torch vllm",
         loads="*",
     ),
-    "rollout/pool": Floor(
-        imports=(
-            "history history/lengths history/drafting history/store history/store/service.py rollout "
-            "rollout/planning rollout/weights"
-        ),
-        libraries="ray",
-        loads="ray",
-    ),
     "rollout/engine": Floor(
         imports=(
             "history history/drafting history/store rollout rollout/tracing rollout/planning rollout/weights "
@@ -80,6 +72,14 @@ FLOORS = {
         ),
         libraries="ray vllm",
         loads="*",
+    ),
+    "rollout/pool": Floor(
+        imports=(
+            "history history/lengths history/drafting history/store history/store/service.py rollout "
+            "rollout/tracing rollout/planning rollout/weights rollout/transports rollout/engine"
+        ),
+        libraries="ray",
+        loads="ray",
     ),
     "megatron_rl": Floor(imports="history rollout"),
     "megatron_rl/cpu": Floor(imports="rollout/weights rollout/cpu", libraries="torch", loads="*"),
@@ -131,7 +131,7 @@ FLOORS = {
     "launcher/checks": Floor(
         imports=(
             "history/store rollout rollout/data rollout/weights megatron_rl megatron_rl/model "
-            "megatron_rl/weights megatron_rl/memory.py launcher launcher/config launcher/cluster"
+            "megatron_rl/batching megatron_rl/weights megatron_rl/memory.py launcher launcher/config launcher/cluster"
         ),
         loads="ray",
     ),

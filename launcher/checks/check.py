@@ -5,6 +5,7 @@ Every problem found is listed in one `ConfigError`; what depends on a file that 
 imports torch.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
@@ -16,20 +17,40 @@ from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, run_memory, sft_memory
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import Placement, plan
 from launcher.config.loading import listing
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError
+from megatron_rl.batching.cost_model import CostModel, cost_model
 from megatron_rl.config import ParallelConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model.spec import ModelSpec, check_parallel, read_model_spec
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes
 from rollout.config import EngineConfig, EvalSetConfig
+from rollout.weights.format import WeightFormat
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
-    """The memory plan of a run that can be started; raises `ConfigError` listing every problem otherwise."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """A run that can be started, with what its checks have read and worked out: nobody reads or works it out again."""
+
+    config: RunConfig
+    spec: ModelSpec
+    """Of the model in `config.model`."""
+    format: WeightFormat
+    """Of the weights that engines are sent."""
+    costs: CostModel
+    """What samples are spread over ranks and micro batches by."""
+    placement: Placement
+    memory: MemoryPlan
+    warnings: tuple[str, ...]
+    """What should be known of a run that is let pass, a sentence each."""
+
+
+def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
+    """The facts of a run that can be started; raises `ConfigError` listing every problem otherwise."""
     problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
     for number, one in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", one.path)
@@ -49,7 +70,16 @@ def check_run(config: RunConfig, node: NodeResources) -> MemoryPlan:
     memory = run_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
-    return memory
+    warnings = weight_format_warnings(spec, config.engine, node) + fp8_warnings(spec, config.trainer, config.engine)
+    return CheckedRun(
+        config=config,
+        spec=spec,
+        format=WeightFormat.of(config.engine),
+        costs=cost_model(spec, config.trainer),
+        placement=plan(config, node),
+        memory=memory,
+        warnings=tuple(warnings),
+    )
 
 
 def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
@@ -65,12 +95,6 @@ def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
             "needs all weights, and what it keeps to take changes fills the memory that sleeping frees; turn one off"
         )
     return found
-
-
-def run_warnings(config: RunConfig, node: NodeResources) -> list[str]:
-    """What should be known of a run that `check_run` lets pass, a sentence each."""
-    spec = read_model_spec(Path(config.model))
-    return weight_format_warnings(spec, config.engine, node) + fp8_warnings(spec, config.trainer, config.engine)
 
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:

@@ -1,17 +1,13 @@
-"""What a run is made of, each part from the keys that concern it."""
+"""What a run is made of, each part from the keys that concern it and from what the run's checks have found."""
 
-from pathlib import Path
-
-from launcher.cluster import placement
+from launcher.checks.check import CheckedRun
 from launcher.commands.history import draft_spec
 from launcher.config.schema import RunConfig
-from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.controller.colocation import Alternating, Apart, DeviceTurns
 from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
 from megatron_rl.controller.phases import Sides
 from megatron_rl.controller.publisher import Publisher
-from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
@@ -48,7 +44,7 @@ def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
     ]
 
 
-def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
+def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str) -> TrainerSpec:
     """What the trainer ranks of a run are built from."""
     updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
     return TrainerSpec(
@@ -57,7 +53,7 @@ def trainer_spec(config: RunConfig, run_id: str) -> TrainerSpec:
         config=config.trainer,
         algorithm=config.algorithm,
         publish=config.publish,
-        format=WeightFormat.of(config.engine),
+        format=format,
         temperature=config.sampling.temperature,
         total_updates=updates,
         seed=config.seed,
@@ -89,7 +85,7 @@ def device_turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup)
 
 
 def publisher_of(
-    config: RunConfig,
+    checked: CheckedRun,
     trainer: TrainerGroup,
     engines: EngineGroup,
     link: Link,
@@ -98,13 +94,14 @@ def publisher_of(
     turns: DeviceTurns | None,
 ) -> Publisher:
     """Sequences publishes over a link that is connected."""
+    config = checked.config
     return Publisher(
         trainer,
         engines,
         link,
         plan=plan,
         run_id=run_id,
-        vocab_size=read_model_spec(Path(config.model)).vocab_size,
+        vocab_size=checked.spec.vocab_size,
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
         timeout_s=config.publish.timeout_s,
@@ -113,43 +110,43 @@ def publisher_of(
     )
 
 
-def publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
+def publish_plan(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
     """Which trainer rank sends what to which engine rank; the trainer has it, too."""
+    config = checked.config
     wanted = engines.wanted(timeout_s=config.publish.timeout_s)
     trainer.plan_publishes(wanted)
     return plan_reshard(
-        read_model_spec(Path(config.model)),
+        checked.spec,
         config.trainer.parallel,
         wanted=wanted,
-        format=WeightFormat.of(config.engine),
+        format=checked.format,
         bucket_bytes=config.publish.bucket_bytes,
         te_names=trainer.te_names(),
     )
 
 
-def link_of(
-    config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, slots: placement.Placement, plan: ReshardPlan
-) -> Link:
+def link_of(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan) -> Link:
     """How weights travel; not connected."""
-    timeout_s = config.publish.timeout_s
-    match slots.transport:
+    timeout_s = checked.config.publish.timeout_s
+    match checked.placement.transport:
         case "shm":
             return ShmLink(trainer, engines, timeout_s=timeout_s)
         case "cuda_ipc":
-            homes = [slot.devices for slot in slots.engines]
+            homes = [slot.devices for slot in checked.placement.engines]
             return HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
         case backend:
             return GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
 
 
-def loop_settings(config: RunConfig) -> LoopSettings:
+def loop_settings(checked: CheckedRun) -> LoopSettings:
     """The numbers that the loop reads."""
+    config = checked.config
     return LoopSettings(
         num_steps=config.num_steps,
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
         max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
         data_parallel=config.trainer.parallel.data,
-        costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+        costs=checked.costs,
         seed=config.seed,
     )

@@ -9,6 +9,7 @@ from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from megatron_rl.ranks import trainer_slots
+from rollout.weights.format import WeightFormat
 
 
 def export(config: ExportConfig) -> None:
@@ -25,7 +26,9 @@ def export(config: ExportConfig) -> None:
     parallel = run_config.trainer.parallel
     slots = trainer_slots(parallel, run_config.trainer.cpu_threads)
     with processes(run_config.cluster, num_actors=len(slots), log_dir=None) as running:
-        trainer = running.start_trainer(trainer_spec(run_config, secrets.token_hex(4)), slots)
+        trainer = running.start_trainer(
+            trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4)), slots
+        )
         trainer.load(str(checkpoint / "trainer"))
         trainer.export(str(target))
     print(f"wrote {target} from step {checkpoint.name}")

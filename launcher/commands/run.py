@@ -11,9 +11,9 @@ from pathlib import Path
 
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
-from launcher.cluster import placement
+from launcher.checks.check import CheckedRun
 from launcher.cluster.engine_restarts import Crew
-from launcher.cluster.node import describe, node_resources
+from launcher.cluster.node import describe
 from launcher.cluster.processes import START_TIMEOUT_S, Processes, processes
 from launcher.commands.build import (
     device_turns,
@@ -70,8 +70,9 @@ class _Resume:
     order: OrderState | None = None
 
 
-def run(config: RunConfig) -> None:
-    """Run `config` to its end; see `docs/configuration.md` for what the run directory holds afterwards."""
+def run(checked: CheckedRun) -> None:
+    """Run to the end; see `docs/configuration.md` for what the run directory holds afterwards."""
+    config, slots = checked.config, checked.placement
     with RunDirectory(config.run_dir) as directory:
         resume = _resume(directory)
         changes = changed_keys(directory.path, config) if resume.first_step else []
@@ -82,13 +83,12 @@ def run(config: RunConfig) -> None:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
         for change in changes:
             progress.say(f"changed since the last start: {change}")
-        slots = placement.plan(config, node_resources())
         for note in slots.notes:
             progress.say(note)
         log_dir = directory.path / "logs"
         with processes(config.cluster, num_actors=slots.num_actors, log_dir=log_dir) as running:
             if resume.first_step < config.num_steps:
-                _train(config, directory, progress, running, slots, resume)
+                _train(checked, directory, progress, running, resume)
             if config.evaluation.sets and config.evaluation.bf16_before_after:
                 _evaluate_ends(config, directory, progress, running)
         rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
@@ -123,13 +123,13 @@ def _resume(directory: RunDirectory) -> _Resume:
 
 
 def _train(
-    config: RunConfig,
+    checked: CheckedRun,
     directory: RunDirectory,
     progress: RunProgress,
     running: Processes,
-    slots: placement.Placement,
     resume: _Resume,
 ) -> None:
+    config, slots = checked.config, checked.placement
     run_id = secrets.token_hex(4)
     with judging_user_input():
         scorer, tokenizer = running.start_scorer(config.model, config.reward)
@@ -154,17 +154,17 @@ def _train(
         engines.wait(starting, timeout_s=START_TIMEOUT_S)
         engines.sleep(timeout_s=START_TIMEOUT_S)
     load_kernels()  # while the engines start
-    trainer = running.start_trainer(trainer_spec(config, run_id), slots.trainers)
+    trainer = running.start_trainer(trainer_spec(config, checked.format, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
     _say_kernels(engines, progress)
     history_link = _history_link(history, engines)
     turns = device_turns(config, trainer, engines)
-    plan = publish_plan(config, trainer, engines)
-    link = link_of(config, trainer, engines, slots, plan)
+    plan = publish_plan(checked, trainer, engines)
+    link = link_of(checked, trainer, engines, plan)
     link.connect()
-    publisher = publisher_of(config, trainer, engines, link, plan, run_id, turns)
+    publisher = publisher_of(checked, trainer, engines, link, plan, run_id, turns)
     planner = Planner(
         order,
         training.by_id(),
@@ -208,7 +208,7 @@ def _train(
         evaluator=_evaluator(config, evaluation),
         recorder=recorder,
         algorithm=config.algorithm,
-        settings=loop_settings(config),
+        settings=loop_settings(checked),
         history=history_link,
         crew=Crew(
             running=running,

@@ -21,7 +21,7 @@ def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
 
 
 def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) -> None:
-    memory = check_run(load(RunConfig, write_config("")), node)
+    memory = check_run(load(RunConfig, write_config("")), node).memory
     assert 0 < memory.total_bytes < node.available_bytes
 
 
