@@ -188,7 +188,6 @@ EXCEPTIONS = {
     "megatron_rl/weights/shards.py:placements": "9 parameters",
     "launcher/commands/build.py:publisher_of": "7 parameters",
     "launcher/commands/history.py:start_drafting": "7 parameters",
-    "launcher/commands/run.py:_train": "111 lines",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",
     "benchmarks/planner/simulator/run.py:simulate": "106 lines",
     "benchmarks/planner/simulator/run.py:_outcome": "8 parameters",

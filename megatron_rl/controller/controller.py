@@ -175,7 +175,7 @@ class Controller:
         metrics["engine/restarts"] = float(self.crew.num_restarts)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
-        metrics["planner/moved_groups"] = float(self.pool.moves.num_moved)
+        metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)
         if self.history is not None:
             metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)

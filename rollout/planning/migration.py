@@ -12,18 +12,20 @@ moves once it is longer than its tier).
 
 Pure. The pool asks when an engine has nothing to do and nothing waits.
 
-`Moves`: how a running group comes to go on elsewhere, one at a time; the pool's part of it, without any call.
+`GroupMigration`: how a running group comes to go on elsewhere, one at a time; the pool's part of it, without any call.
 
-    an engine has nothing to do          `whom_to_ask`: the engine with the most groups is asked what it runs
-    it has answered                      `choose`: one of its groups is to be aborted there
-    the group comes back, unfinished     `came_back`: it waits for the idle engine alone, with what it has
+    an engine has nothing to do          `donor`: the engine with the most groups is asked what it runs
+    it has answered                      `answered`: one of its groups is to be aborted there
+    it has died instead                  `lost`: nobody is asked any more
+    the call of a group has ended        `returned`: unfinished, it waits for the idle engine alone, with what it has
 
 Invariants: at most one engine is asked at a time and at most one group moves; after an answer that led to nothing
 nobody is asked until a group has come back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollout.tracing.engine_speed import EngineSpeed
 from rollout.types import GroupId
@@ -48,7 +50,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mover:
+class MigrationRule:
     """Decides which group an empty engine takes over."""
 
     remaining: Callable[[GroupId, int], float]
@@ -81,49 +83,71 @@ def _forward_s(speed: EngineSpeed, running: Sequence[InFlight]) -> float:
     return speed.fixed_s + speed.token_s * tokens + speed.context_s * sum(g.num_context_tokens for g in running)
 
 
-@dataclass(slots=True)
-class Moves:
-    """All methods but `whom_to_ask` mutate."""
+class GroupChooser(Protocol):
+    """Says which of an engine's groups goes on elsewhere; `MigrationRule` in a run."""
 
-    mover: Mover | None = None
-    """Decides which group moves; None: all stay where they are."""
-    num_moved: int = 0
+    def choose(self, running: Sequence[InFlight]) -> GroupId | None:
+        """The group that leaves an engine which runs `running`, for one that runs nothing; None: all stay."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupMigration:
+    """All methods mutate."""
+
+    rule: GroupChooser | None = None
+    """None: all groups stay where they are."""
+    num_moved: int = field(default=0, init=False)
     """Groups that went on elsewhere, ever."""
-    asked: int | None = None
+    _asked: int | None = field(default=None, init=False)
     """The engine whose answer is waited for."""
-    _leaving: tuple[GroupId, int] | None = None
+    _leaving: tuple[GroupId, int] | None = field(default=None, init=False)
     """The group that moves, and to which engine."""
-    _is_settled: bool = False
+    _is_settled: bool = field(default=False, init=False)
     """The last answer led to nothing, and no group has come back since."""
 
-    def whom_to_ask(self, num_groups: Mapping[int, int], idle: int | None) -> int | None:
-        """The engine that might give something away; None: nobody is to be asked now.
+    def donor(self, num_groups: Mapping[int, int], idle: int | None) -> int | None:
+        """The engine that has to be asked now what it runs; None: nobody is to be asked.
 
         Args:
             num_groups: that each engine which is there runs; those that run none may be left out.
             idle: an engine for which there is nothing to do.
         """
-        if self.mover is None or self.asked is not None or self._leaving is not None or self._is_settled:
+        if self.rule is None or self._asked is not None or self._leaving is not None or self._is_settled:
             return None
         if idle is None or not num_groups:
             return None
         busiest = max(num_groups, key=lambda engine: (num_groups[engine], -engine))
-        return busiest if num_groups[busiest] > 1 else None
+        self._asked = busiest if num_groups[busiest] > 1 else None
+        return self._asked
 
-    def choose(self, running: Sequence[InFlight], idle: int | None) -> GroupId | None:
+    def answered(self, running: Sequence[InFlight], idle: int | None) -> GroupId | None:
         """The engine that was asked runs `running`: the group that is to leave it for `idle`; None: all stay."""
-        self.asked = None
-        chosen = self.mover.choose(running) if self.mover is not None and idle is not None else None
+        self._asked = None
+        chosen = self.rule.choose(running) if self.rule is not None and idle is not None else None
         if chosen is None or idle is None:
             self._is_settled = True
             return None
         self._leaving = (chosen, idle)
         return chosen
 
-    def came_back(self, group_id: GroupId) -> int | None:
-        """The call of a group has ended, somehow; the engine that it was to move to."""
+    def lost(self, engine: int) -> bool:
+        """An engine has died; whether it was the one whose answer is waited for, which is over then."""
+        if engine != self._asked:
+            return False
+        self._asked = None
+        return True
+
+    def returned(self, group_id: GroupId, *, goes_on: bool) -> int | None:
+        """The call of a group has ended on an engine that lives, with responses that could go on, or otherwise.
+
+        Returns the engine at which the group goes on because it moves; None for any other group.
+        """
         self._is_settled = False
         if self._leaving is None or self._leaving[0] != group_id:
             return None
         (_, target), self._leaving = self._leaving, None
+        if not goes_on:
+            return None
+        self.num_moved += 1
         return target

@@ -29,7 +29,7 @@ import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, brief, node_of
 from rollout.planning.dispatcher import Dispatcher, free_slots_for
-from rollout.planning.migration import InFlight, Moves
+from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.scorer_pool import ScorerPool
@@ -86,14 +86,16 @@ class EnginePool:
         slots_per_engine: int,
         batches: Batches | None = None,
         whole_step: bool = False,
+        migration: GroupMigration | None = None,
     ) -> None:
         """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.scorer.ScorerActor` handles.
 
-        Without `batches` there is no training, and `take_batch` may not be called.
+        Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
+        stays where it was begun.
         """
         self.revive: Callable[[], None] | None = None
         """Called when no engine is left; returns when there is one that serves. Without it, that is an error."""
-        self.moves = Moves()
+        self.migration = migration or GroupMigration()
         """Groups that go on elsewhere because an engine has nothing to do."""
         self.num_reissued = 0
         """Groups that were begun again, or went on elsewhere, because their engine had died."""
@@ -110,8 +112,8 @@ class EnginePool:
         self._sent = [0] * len(self._engines)
         self._ended = [0] * len(self._engines)
         self._asked: dict[ray.ObjectRef, int] = {}
-        self._survey: ray.ObjectRef | None = None
-        """What the engine that `moves` asked runs."""
+        self._survey: tuple[ray.ObjectRef, int] | None = None
+        """What the engine that `migration` named runs, and its number."""
         self._generating: dict[ray.ObjectRef, _Generating] = {}
         self._scored: dict[GroupId, ScoredGroup] = {}
 
@@ -262,7 +264,7 @@ class EnginePool:
 
     def _calls(self) -> list[ray.ObjectRef]:
         """All that are under way."""
-        surveys = [] if self._survey is None else [self._survey]
+        surveys = [] if self._survey is None else [self._survey[0]]
         return [*self._generating, *self._scoring, *self._asked, *surveys]
 
     def _advance(self, timeout_s: float | None = None) -> None:
@@ -283,8 +285,8 @@ class EnginePool:
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
         more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
-            if ref == self._survey:
-                self._move_one(ref)
+            if self._survey is not None and ref == self._survey[0]:
+                self._move_one(*self._survey)
             elif ref in self._asked:
                 self._note_ended(ref)
             elif ref in self._generating:
@@ -296,10 +298,9 @@ class EnginePool:
 
     def _look_for_a_move(self) -> None:
         running = Counter(item.engine for item in self._generating.values() if item.engine not in self._closed)
-        engine = self.moves.whom_to_ask(running, self._idle_engine())
+        engine = self.migration.donor(running, self._idle_engine())
         if engine is not None:
-            self.moves.asked = engine
-            self._survey = self._engines.actors[engine].in_flight.remote()
+            self._survey = (self._engines.actors[engine].in_flight.remote(), engine)
 
     def _idle_engine(self) -> int | None:
         """One that runs nothing and has nothing to wait for."""
@@ -307,10 +308,9 @@ class EnginePool:
         idle = (engine for engine in self._engines.there if engine not in busy)
         return next((engine for engine in idle if self._dispatcher.peek(engine) is None), None)
 
-    def _move_one(self, ref: ray.ObjectRef) -> None:
+    def _move_one(self, ref: ray.ObjectRef, source: int) -> None:
         """An engine has said what it runs: the group that gains most by it leaves for an idle engine."""
-        source, self._survey = self.moves.asked, None
-        assert source is not None
+        self._survey = None
         try:
             running: list[InFlight] = ray.get(ref)
         except ray.exceptions.RayActorError as error:
@@ -323,7 +323,7 @@ class EnginePool:
             for item in self._generating.values()
             if item.engine == source and item.group.purpose == TRAIN
         }
-        chosen = self.moves.choose([one for one in running if one.group_id in trained], self._idle_engine())
+        chosen = self.migration.answered([one for one in running if one.group_id in trained], self._idle_engine())
         if chosen is not None:
             self._engines.actors[source].abort.remote(chosen)
 
@@ -363,24 +363,25 @@ class EnginePool:
             # a successor counts from 0; whoever asked the old one is answered by its end
             self._asked = {ref: number for ref, number in self._asked.items() if number != engine}
             self._sent[engine] = self._ended[engine] = 0
-            if self.moves.asked == engine:
-                self.moves.asked = self._survey = None
+            if self.migration.lost(engine):
+                self._survey = None
         for engine in self._closed - lost:
             self._dispatcher.open(engine)
         self._closed = lost
 
     def _finish_generating(self, ref: ray.ObjectRef) -> None:
         item = self._generating.pop(ref)
-        target = self.moves.came_back(item.group.group_id)
         try:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayActorError as error:
+            self.migration.returned(item.group.group_id, goes_on=False)
             self._lose(item.engine, error)
             self.num_reissued += 1
             self._issue_again(item.group)
             return
         except ray.exceptions.RayError as error:
             raise _failed(item.engine, f"group {item.group.group_id}", error) from error
+        target = self.migration.returned(item.group.group_id, goes_on=summary.is_unfinished and not summary.fault)
         if summary.fault:
             self._lose(item.engine, ProcessLostError(summary.fault))
             if summary.is_unfinished:
@@ -388,9 +389,8 @@ class EnginePool:
                 self.num_reissued += 1
                 self._issue_again(item.group)
                 return
-        elif target is not None and summary.is_unfinished:
+        elif target is not None:
             self._begun[item.group.group_id] = (summary, item.columns)
-            self.moves.num_moved += 1
             self._issue_again(item.group, at=target)
             return
         self._dispatcher.finish(item.group.group_id)

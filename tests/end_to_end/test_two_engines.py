@@ -108,14 +108,14 @@ def test_a_running_group_goes_on_where_nothing_runs_and_keeps_what_it_has(publis
     made = [*published.groups(1, max_response_tokens=4), *published.groups(2, max_response_tokens=100, temperature=1.0)]
     forecasts = [GroupForecast(group_id=g.group_id, step=g.step, num_responses=4, tokens=50.0) for g in made]
     pool = published.pool
-    pool.moves.mover = FirstBegun()
+    pool.migration.rule = FirstBegun()
     try:
         pool.admit(made, RolloutPlan(queues=(tuple(forecasts), ()), shares_work=False))
         short, *long = [scored for group in made for scored in pool.take("train", group.step)]
     finally:
-        pool.moves.mover = None
+        pool.migration.rule = None
     pool.check_integrity()
-    assert short.summary.engine_id == 0 and pool.moves.num_moved >= 1 and pool.num_reissued == 0
+    assert short.summary.engine_id == 0 and pool.migration.num_moved >= 1 and pool.num_reissued == 0
     assert 1 in {scored.summary.engine_id for scored in long}
     for scored in long:
         columns = ray.get(scored.columns)

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batches
-from rollout.planning.migration import InFlight
+from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import POLICIES, plan
 from rollout.pool import engine_pool as pool_module
@@ -236,7 +236,7 @@ class World:
             self.engines.replace(number, Engine(self))
 
     def choose(self, running):
-        """A mover that moves whatever it likes."""
+        """A rule that moves whatever it likes."""
         groups = [group.group_id for group in running]
         return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
 
@@ -311,8 +311,10 @@ def one_run(world: World, generator: random.Random) -> None:
     world.scores.clear()
     watched = Watched(admission)
     scorer = type("Scorer", (), {"score": Method(world.score)})
-    pool = EnginePool(world.engines, [scorer], slots_per_engine=SLOTS, batches=watched)
-    pool.revive, pool.moves.mover = world.bring_back, world
+    pool = EnginePool(
+        world.engines, [scorer], slots_per_engine=SLOTS, batches=watched, migration=GroupMigration(rule=world)
+    )
+    pool.revive = world.bring_back
     moved_before = world.num_moved
     batches, rewards, num_aborted, aborted_before = [], 0, 0, world.num_aborted
     for step in range(num_steps):
@@ -330,7 +332,7 @@ def one_run(world: World, generator: random.Random) -> None:
         if generator.random() < 0.5:  # a publish brings everybody back
             world.bring_back()
     assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
-    assert pool.moves.num_moved <= world.num_moved - moved_before
+    assert pool.migration.num_moved <= world.num_moved - moved_before
     assert rewards == num_steps * per_step * SIZE
     check_batches(batches, watched.started_under, groups_per_step=per_step, max_staleness=bound)
 

@@ -10,7 +10,7 @@ from benchmarks.planner.simulator.workload import MAX_TOKENS, Workload
 from history.lengths.estimate import LengthEstimate
 from rollout.planning.admission import Admission, FixedBatches, FlexibleBatches, check_batches
 from rollout.planning.dispatcher import Dispatcher, free_slots_for
-from rollout.planning.migration import InFlight, Mover
+from rollout.planning.migration import InFlight, MigrationRule
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import plan
 from rollout.tracing.engine_speed import EngineSpeed
@@ -174,7 +174,7 @@ def _train_s(cluster: Cluster, step: int, tokens: float) -> float:
     return cluster.train_s[step] if cluster.train_s else cluster.train_s_per_token * tokens
 
 
-def _mover(workload: Workload, cluster: Cluster) -> Mover:
+def _mover(workload: Workload, cluster: Cluster) -> MigrationRule:
     """The product's rule, by the simulated engines' speed and the forecasts."""
     speed, forecasts = cluster.speed, workload.forecasts
     token_s = float(speed.fixed_s[2] - speed.fixed_s[1])
@@ -189,7 +189,7 @@ def _mover(workload: Workload, cluster: Cluster) -> Mover:
         left = LengthEstimate.of([], prior_mean=float(forecasts[group])).remaining(emitted)
         return min(left, MAX_TOKENS - emitted)
 
-    return Mover(remaining=remaining, speed=lambda: known)
+    return MigrationRule(remaining=remaining, speed=lambda: known)
 
 
 def admission_of(workload: Workload, scheme: Scheme) -> FixedBatches | FlexibleBatches:

@@ -80,7 +80,7 @@ def controller(
         ),
         pool=Stand(
             num_reissued=0,
-            moves=Stand(num_moved=0),
+            migration=Stand(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),
             take_batch=lambda step, progress: groups,

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.planning.migration import MIN_GAIN, InFlight, Mover
+from rollout.planning.migration import MIN_GAIN, GroupMigration, InFlight, MigrationRule
 from rollout.tracing.engine_speed import EngineSpeed
 from rollout.types import GroupId
 
 SPEED = EngineSpeed(fixed_s=0.010, token_s=4e-5, context_s=2.7e-8, saturated_requests=64)
 
 
-def mover(left: dict[int, float], speed: EngineSpeed | None = SPEED) -> Mover:
-    return Mover(remaining=lambda group, emitted: left[group] + 0 * emitted, speed=lambda: speed)
+def rule(left: dict[int, float], speed: EngineSpeed | None = SPEED) -> MigrationRule:
+    return MigrationRule(remaining=lambda group, emitted: left[group] + 0 * emitted, speed=lambda: speed)
 
 
 def in_flight(number: int, *emitted: int, prompt: int = 100) -> InFlight:
@@ -39,23 +39,69 @@ def test_the_group_that_saves_most_moves_if_it_saves_more_than_it_costs(drawn):
         gain = left[group.group_id] * (naive_forward_s(groups) - naive_forward_s([group])) - price
         if group.emitted and gain > MIN_GAIN * price:
             saved[group.group_id] = gain
-    chosen = mover(left).choose(groups)
+    chosen = rule(left).choose(groups)
     assert (chosen is None) == (not saved)
     if saved:
         assert saved[chosen] == pytest.approx(max(saved.values()), rel=1e-9)
 
 
 def test_nobody_moves_off_an_engine_that_has_nothing_else():
-    assert mover({0: 1e6}).choose([in_flight(0, 10, 20, 30)]) is None
+    assert rule({0: 1e6}).choose([in_flight(0, 10, 20, 30)]) is None
 
 
 def test_the_outlier_leaves_a_full_engine_and_what_is_nearly_over_stays():
     full = [in_flight(number, *[6000] * 8) for number in range(15)]
     outlier = in_flight(99, 20_000)
     left = dict.fromkeys(range(15), 50.0)
-    assert mover(left | {99: 8000.0}).choose([*full, outlier]) == 99
-    assert mover(left | {99: 20.0}).choose([*full, outlier]) is None
+    assert rule(left | {99: 8000.0}).choose([*full, outlier]) == 99
+    assert rule(left | {99: 20.0}).choose([*full, outlier]) is None
 
 
 def test_without_a_measured_speed_all_stay():
-    assert mover({0: 1e6, 1: 1e6}, speed=None).choose([in_flight(0, 1), in_flight(1, 1)]) is None
+    assert rule({0: 1e6, 1: 1e6}, speed=None).choose([in_flight(0, 1), in_flight(1, 1)]) is None
+
+
+def asked(left: dict[int, float]) -> GroupMigration:
+    """Engine 1 has most groups and has been asked what it runs, since engine 0 has nothing to do."""
+    migration = GroupMigration(rule=rule(left))
+    assert migration.donor({1: 3, 2: 2}, idle=0) == 1
+    assert migration.donor({1: 3, 2: 2}, idle=0) is None, "one is asked at a time"
+    return migration
+
+
+FULL = [in_flight(7, 20_000), *(in_flight(number, *[6000] * 8) for number in range(6))]
+LEFT = dict.fromkeys(range(6), 50.0) | {7: 8000.0}
+
+
+def test_a_group_that_was_chosen_goes_on_at_the_idle_engine_and_counts_once_it_has_come_back():
+    migration = asked(LEFT)
+    assert migration.answered(FULL, idle=0) == 7
+    assert migration.returned(GroupId(3), goes_on=False) is None
+    assert migration.donor({1: 3}, idle=0) is None, "one group moves at a time"
+    assert migration.num_moved == 0
+    assert migration.returned(GroupId(7), goes_on=True) == 0
+    assert migration.num_moved == 1
+    assert migration.returned(GroupId(7), goes_on=True) is None
+
+
+def test_a_group_that_ended_before_it_could_be_moved_does_not_move():
+    migration = asked(LEFT)
+    migration.answered(FULL, idle=0)
+    assert migration.returned(GroupId(7), goes_on=False) is None
+    assert migration.num_moved == 0
+    assert migration.donor({1: 3}, idle=0) == 1
+
+
+def test_after_an_answer_that_led_to_nothing_nobody_is_asked_until_a_group_has_come_back():
+    migration = asked(dict.fromkeys(range(8), 0.0))
+    assert migration.answered(FULL, idle=0) is None
+    assert migration.donor({1: 3}, idle=0) is None
+    migration.returned(GroupId(3), goes_on=False)
+    assert migration.donor({1: 3}, idle=0) == 1
+
+
+def test_when_the_engine_that_was_asked_dies_another_may_be_asked():
+    migration = asked(LEFT)
+    assert not migration.lost(2)
+    assert migration.lost(1)
+    assert migration.donor({2: 2}, idle=0) == 2
