@@ -186,7 +186,7 @@ EXCEPTIONS = {
     "megatron_rl/model/logprobs.py:_TokenScores.forward": "torch's: one argument per saved tensor",
     "megatron_rl/model/parallel.py:initialize": "7 parameters",
     "megatron_rl/weights/shards.py:placements": "9 parameters",
-    "launcher/commands/build.py:publisher_of": "7 parameters",
+    "launcher/commands/build.py:build_publisher": "7 parameters",
     "launcher/commands/history.py:start_drafting": "7 parameters",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",
     "benchmarks/planner/simulator/run.py:simulate": "106 lines",

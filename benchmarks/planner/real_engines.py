@@ -228,7 +228,7 @@ def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
         groups = [_group(forecast.group_id, int(work.lengths[forecast.group_id, 0])) for forecast in forecasts]
         pool.admit(groups, plan(scheme.policy, forecasts, pool.loads()))
         pool.take_batch(step)
-        with pool.aside():
+        with pool.run_in_background():
             time.sleep(task.train_s[step])
     makespan_s = time.time() - began
     forwards = tuple(engines.drain_trace(timeout_s=60).values())

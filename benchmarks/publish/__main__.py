@@ -36,7 +36,7 @@ from benchmarks.publish.peer import PARTS, Peer, peer_row
 from launcher.cluster.processes import START_TIMEOUT_S, Processes, processes
 from launcher.config.schema import ClusterConfig
 from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
-from megatron_rl.controller.delivery import GroupLink, Link, ShmLink
+from megatron_rl.controller.delivery import ShmDelivery, StreamingDelivery, WeightDelivery
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_slots
@@ -229,14 +229,14 @@ def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, te_names: bool) 
 def _publisher(
     trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan, model: Path, transport: str
 ) -> Publisher:
-    link: Link = ShmLink(trainer, engines, timeout_s=TIMEOUT_S)
+    delivery: WeightDelivery = ShmDelivery(trainer, engines, timeout_s=TIMEOUT_S)
     if transport == "gloo":
-        link = GroupLink(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
-    link.connect()
+        delivery = StreamingDelivery(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+    delivery.connect()
     return Publisher(
         trainer,
         engines,
-        link,
+        delivery,
         plan=plan,
         run_id=RUN_ID,
         vocab_size=read_model_spec(model).vocab_size,

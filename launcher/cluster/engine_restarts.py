@@ -8,29 +8,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
-from megatron_rl.controller.delivery import Link
+from megatron_rl.controller.delivery import WeightDelivery
 from rollout.engine.spec import EngineSpec
 from rollout.failures import EnginesLostError, Place
 from rollout.pool.engine_group import EngineGroup
-from rollout.pool.history_client import ANSWER_TIMEOUT_S, HistoryLink
+from rollout.pool.history_client import ANSWER_TIMEOUT_S, HistoryClient
 from rollout.types import EngineSlot
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
-    """The engines of a run; satisfies `megatron_rl.controller.controller.Crew`."""
+class EngineRestarter:
+    """The engines of a run; satisfies `megatron_rl.controller.controller.EngineRestarter`."""
 
     running: Processes
     engines: EngineGroup
     specs: Sequence[EngineSpec]
     slots: Sequence[EngineSlot]
-    link: Link
-    history: HistoryLink | None
+    delivery: WeightDelivery
+    history: HistoryClient | None
     max_restarts: int
     say: Callable[[str], None]
     num_restarts: int = field(default=0)
 
-    def replace_lost(self) -> int:
+    def restart_lost(self) -> int:
         """Start another engine for each that is lost; returns how many. They need a publish before they serve.
 
         Raises:
@@ -55,7 +55,7 @@ class Crew:
         for number, (single, starting) in begun.items():
             single.wait(starting, timeout_s=START_TIMEOUT_S)
             self.engines.replace(number, single.actors[0])
-        self.link.connect()
+        self.delivery.connect()
         if self.history is not None:
             self.history.connect()
         return len(lost)

@@ -14,17 +14,17 @@ from pathlib import Path
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
-from launcher.cluster.engine_restarts import Crew
+from launcher.cluster.engine_restarts import EngineRestarter
 from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes
 from launcher.commands.build import (
-    device_turns,
+    build_delivery,
+    build_publisher,
+    device_sharing,
     engine_specs,
-    link_of,
     loop_settings,
     publish_plan,
-    publisher_of,
     sampling_spec,
-    sides,
+    train_phase_policy,
     trainer_spec,
 )
 from launcher.commands.history import start_drafting
@@ -37,7 +37,7 @@ from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.batching.balance import load_kernels
 from megatron_rl.controller.controller import Controller
-from megatron_rl.controller.delivery import Link
+from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.phases import Phases
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.data.order import OrderState, PromptOrder
@@ -47,7 +47,7 @@ from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
-from rollout.pool.history_client import HistoryLink
+from rollout.pool.history_client import HistoryClient
 from rollout.types import Prompt
 
 EXPORT = "policy"
@@ -101,11 +101,11 @@ def build(
     inputs = _read_inputs(config, running, resume, run_id, progress)
     workers = _start_workers(checked, running, resume, run_id, progress)
     engines, trainer = workers.engines, workers.trainer
-    history = _history_link(inputs.history, engines)
-    turns = device_turns(config, trainer, engines)
+    history = _history_client(inputs.history, engines)
+    sharing = device_sharing(config, trainer, engines)
     plan = publish_plan(checked, trainer, engines)
-    link = link_of(checked, trainer, engines, plan)
-    link.connect()
+    delivery = build_delivery(checked, trainer, engines, plan)
+    delivery.connect()
     planner = _planner(config, inputs, resume)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
     recorder = _recorder(config, directory, tracker, progress, inputs, engines)
@@ -114,14 +114,14 @@ def build(
         planner=planner,
         pool=pool,
         trainer=trainer,
-        publisher=publisher_of(checked, trainer, engines, link, plan, run_id, turns),
-        phases=Phases(recorder.record_span, turns, sides=sides(config, engines, pool)),
+        publisher=build_publisher(checked, trainer, engines, delivery, plan, run_id, sharing),
+        phases=Phases(recorder.record_span, sharing, policy=train_phase_policy(config, engines, pool)),
         evaluator=Evaluator(config.evaluation.sets, inputs.evaluation, format=config.engine.format, seed=config.seed),
         recorder=recorder,
         algorithm=config.algorithm,
         settings=loop_settings(checked),
         history=history,
-        crew=_crew(checked, running, workers, link, history, progress),
+        restarter=_restarter(checked, running, workers, delivery, history, progress),
         first_step=resume.first_step,
     )
     try:
@@ -231,20 +231,20 @@ def _pool(
     )
 
 
-def _crew(
+def _restarter(
     checked: CheckedRun,
     running: Processes,
     workers: _Workers,
-    link: Link,
-    history: HistoryLink | None,
+    delivery: WeightDelivery,
+    history: HistoryClient | None,
     progress: RunProgress,
-) -> Crew:
-    return Crew(
+) -> EngineRestarter:
+    return EngineRestarter(
         running=running,
         engines=workers.engines,
         specs=workers.specs,
         slots=checked.placement.engines,
-        link=link,
+        delivery=delivery,
         history=history,
         max_restarts=checked.config.engine.max_restarts,
         say=progress.say,
@@ -258,12 +258,12 @@ def _lengths(resume: Resume) -> LengthBook:
     return book
 
 
-def _history_link(history: HistoryService | None, engines: EngineGroup) -> HistoryLink | None:
+def _history_client(history: HistoryService | None, engines: EngineGroup) -> HistoryClient | None:
     if history is None:
         return None
-    link = HistoryLink(history, engines)
-    link.connect()
-    return link
+    client = HistoryClient(history, engines)
+    client.connect()
+    return client
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:

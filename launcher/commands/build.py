@@ -3,10 +3,10 @@
 from launcher.checks.check import CheckedRun
 from launcher.commands.history import draft_spec
 from launcher.config.schema import RunConfig
-from megatron_rl.controller.colocation import Alternating, Apart, DeviceTurns
+from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
 from megatron_rl.controller.controller import LoopSettings
-from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
-from megatron_rl.controller.phases import Sides
+from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
+from megatron_rl.controller.phases import TrainPhasePolicy
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
@@ -18,11 +18,11 @@ from rollout.types import SamplingSpec
 from rollout.weights.format import WeightFormat
 
 
-def sides(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> Sides:
+def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> TrainPhasePolicy:
     """What engines do while the trainer works."""
     if config.placement.mode == "disaggregated":
-        return Apart(pool)
-    return Alternating(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
+        return KeepSampling(pool)
+    return PauseEngines(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
 
 
 def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
@@ -69,12 +69,12 @@ def sampling_spec(config: RunConfig) -> SamplingSpec:
     )
 
 
-def device_turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceTurns | None:
+def device_sharing(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceSharing | None:
     """None where trainer and engines stay in memory side by side."""
     sleep, offload = config.engine.sleep_level > 0, config.trainer.offload
     if not sleep and offload == "none":
         return None
-    return DeviceTurns(
+    return DeviceSharing(
         trainer=trainer,
         engines=engines,
         offload=offload,
@@ -84,28 +84,28 @@ def device_turns(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup)
     )
 
 
-def publisher_of(
+def build_publisher(
     checked: CheckedRun,
     trainer: TrainerGroup,
     engines: EngineGroup,
-    link: Link,
+    delivery: WeightDelivery,
     plan: ReshardPlan,
     run_id: str,
-    turns: DeviceTurns | None,
+    sharing: DeviceSharing | None,
 ) -> Publisher:
-    """Sequences publishes over a link that is connected."""
+    """Sequences publishes over a delivery that is connected."""
     config = checked.config
     return Publisher(
         trainer,
         engines,
-        link,
+        delivery,
         plan=plan,
         run_id=run_id,
         vocab_size=checked.spec.vocab_size,
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
         timeout_s=config.publish.timeout_s,
-        make_room=None if turns is None else turns.to_engines,
+        make_room=None if sharing is None else sharing.to_engines,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )
 
@@ -125,17 +125,21 @@ def publish_plan(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGrou
     )
 
 
-def link_of(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan) -> Link:
+def build_delivery(
+    checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan
+) -> WeightDelivery:
     """How weights travel; not connected."""
     timeout_s = checked.config.publish.timeout_s
     match checked.placement.transport:
         case "shm":
-            return ShmLink(trainer, engines, timeout_s=timeout_s)
+            return ShmDelivery(trainer, engines, timeout_s=timeout_s)
         case "cuda_ipc":
             homes = [slot.devices for slot in checked.placement.engines]
-            return HandOverLink(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+            return ColocatedDelivery(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
         case backend:
-            return GroupLink(trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s)
+            return StreamingDelivery(
+                trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s
+            )
 
 
 def loop_settings(checked: CheckedRun) -> LoopSettings:

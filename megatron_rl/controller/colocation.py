@@ -1,8 +1,8 @@
-"""What engines with unfinished responses do while the trainer works: stand still, or go on.
+"""What engines with unfinished responses do while the trainer works: they pause, or sample on.
 
 Only with `planner.overlap` or `planner.head_start` is anything unfinished then.
 
-`DeviceTurns`: who holds the devices that trainer and engines share: calls that make room for whoever works next.
+`DeviceSharing`: who holds the devices that trainer and engines share: calls that make room for whoever works next.
 
 A colocated step on GPUs: engines sample while the trainer is in host memory; they sleep while it trains; its gradients
 and optimizer leave again, engines wake their weights and are sent new ones; the trainer's weights leave when the last
@@ -21,32 +21,32 @@ from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 
 
-class Alternating:
-    """`placement.mode` = colocated: engines stand still, and keep what they have begun."""
+class PauseEngines:
+    """`placement.mode` = colocated: engines pause, and keep what they have begun."""
 
     def __init__(self, engines: EngineGroup, *, timeout_s: float, leaves_work: bool) -> None:
         """Without `leaves_work` all that was admitted is finished when the trainer begins, and nobody is asked."""
         self._engines = engines
         self._timeout_s = timeout_s
         self._leaves_work = leaves_work
-        self._stand_still = False
+        self._are_paused = False
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
-        """Engines stand still, and do so until they are waited for."""
-        if self._leaves_work and not self._stand_still:
-            self._engines.stand_still(timeout_s=self._timeout_s)
-            self._stand_still = True
+        """Engines pause, and do so until they are waited for."""
+        if self._leaves_work and not self._are_paused:
+            self._engines.pause_sampling(timeout_s=self._timeout_s)
+            self._are_paused = True
         yield
 
     def engines_work(self) -> None:
         """They go on."""
-        if self._stand_still:
-            self._engines.go_on(timeout_s=self._timeout_s)
-            self._stand_still = False
+        if self._are_paused:
+            self._engines.resume_sampling(timeout_s=self._timeout_s)
+            self._are_paused = False
 
 
-class Apart:
+class KeepSampling:
     """`placement.mode` = disaggregated: engines go on, and are given what waits."""
 
     def __init__(self, pool: EnginePool) -> None:
@@ -54,8 +54,8 @@ class Apart:
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
-        """The pool works aside."""
-        with self._pool.aside():
+        """The pool works in the background."""
+        with self._pool.run_in_background():
             yield
 
     def engines_work(self) -> None:
@@ -63,8 +63,8 @@ class Apart:
 
 
 @dataclass(slots=True, kw_only=True)
-class DeviceTurns:
-    """Turns of one trainer and its engines; satisfies `megatron_rl.controller.phases.Turns`."""
+class DeviceSharing:
+    """How one trainer and its engines share devices; satisfies `megatron_rl.controller.phases.Sharing`."""
 
     trainer: TrainerGroup
     engines: EngineGroup

@@ -26,7 +26,7 @@ from rollout.evaluation import EvaluationRow
 from rollout.planning.planner import Planner
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
-from rollout.pool.history_client import HistoryLink
+from rollout.pool.history_client import HistoryClient
 from rollout.seeds import derive_seed
 from rollout.types import PromptId, ScoredGroup
 
@@ -49,14 +49,14 @@ class Recorder(Protocol):
         """Write a checkpoint that `finished_steps` resumes from."""
 
 
-class Crew(Protocol):
-    """Who brings engines back that have died; `launcher.cluster.engine_restarts.Crew` in a run."""
+class EngineRestarter(Protocol):
+    """Who brings engines back that have died; `launcher.cluster.engine_restarts.EngineRestarter` in a run."""
 
     @property
     def num_restarts(self) -> int:
         """Engines that have been started again in this run."""
 
-    def replace_lost(self) -> int:
+    def restart_lost(self) -> int:
         """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
 
 
@@ -89,8 +89,8 @@ class Controller:
     recorder: Recorder
     algorithm: AlgorithmConfig
     settings: LoopSettings
-    crew: Crew
-    history: HistoryLink | None = None
+    restarter: EngineRestarter
+    history: HistoryClient | None = None
     """None: nothing is remembered, engines do not draft."""
     first_step: int = 0
     num_repeated_publishes: int = field(default=0, init=False)
@@ -117,7 +117,7 @@ class Controller:
             batch = self._batch(groups, step)
             with self.phases.train():
                 result = self.trainer.train(batch)
-            self.crew.replace_lost()
+            self.restarter.restart_lost()
             published = self._publish(step + 1)
             self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
@@ -135,14 +135,14 @@ class Controller:
                 with self.phases.publish():
                     return self.publisher.publish(version)
             except RuntimeError as error:
-                if not self.crew.replace_lost():
+                if not self.restarter.restart_lost():
                     raise
                 self.num_repeated_publishes += 1
                 _log.warning("weight version %d is published again, an engine died in it: %s", version, error)
 
     def _revive(self) -> None:
         """No engine is left in the middle of a rollout."""
-        self.crew.replace_lost()
+        self.restarter.restart_lost()
         with self.phases.revival():
             self.publisher.publish(self.publisher.version)
 
@@ -172,7 +172,7 @@ class Controller:
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
         metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
-        metrics["engine/restarts"] = float(self.crew.num_restarts)
+        metrics["engine/restarts"] = float(self.restarter.num_restarts)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)

@@ -1,9 +1,9 @@
 """How a publish gets from trainer ranks to engines, as the controller sees it: one object per transport.
 
-A *staged* link (shared memory, hand-over) lets every rank lay down its whole share first; engines then look at all of
-it before they touch anything. A *streaming* link (gloo, NCCL) has engines wait for buckets while trainer ranks quantise
-and send. All are given a manifest that every engine has accepted, and return when every engine has applied it (and is
-not serving yet).
+A *staged* delivery (shared memory, colocated) lets every rank lay down its whole share first; engines then look at all
+of it before they touch anything. A *streaming* delivery (gloo, NCCL) has engines wait for buckets while trainer ranks
+quantise and send. All are given a manifest that every engine has accepted, and return when every engine has applied it
+(and is not serving yet).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from rollout.weights.manifest import WeightManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class DeliveryReport:
     """What the two ends say of a publish that has come."""
 
     staged: tuple[StagedWeights, ...]
@@ -28,19 +28,19 @@ class Delivery:
     """By engine."""
 
 
-class Link(Protocol):
+class WeightDelivery(Protocol):
     """One transport between a trainer and its engines."""
 
     def connect(self) -> None:
         """Join both ends; once, before the first publish."""
         ...
 
-    def deliver(self, manifest: WeightManifest) -> Delivery:
+    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
         """Bring one publish from every trainer rank into every engine."""
         ...
 
 
-class ShmLink:
+class ShmDelivery:
     """Shared memory on one node."""
 
     def __init__(self, trainer: TrainerGroup, engines: EngineGroup, *, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class ShmLink:
         joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.there, ShmChannel()))
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> Delivery:
+    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
         """Stage everything, apply it, let go of it."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         segments = {part.rank: part.path for part in staged if part.path}
@@ -63,10 +63,10 @@ class ShmLink:
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
-        return Delivery(staged=tuple(staged), updates=tuple(updates.values()))
+        return DeliveryReport(staged=tuple(staged), updates=tuple(updates.values()))
 
 
-class GroupLink:
+class StreamingDelivery:
     """gloo or NCCL, in a chain: trainer ranks that send, then the engines of one node, of the next one, and so on."""
 
     def __init__(
@@ -101,15 +101,15 @@ class GroupLink:
         self._trainer.ranks.call("attach_group", order[0], channels[order[0]])
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> Delivery:
+    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
         """Send and apply bucket after bucket."""
         applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.there})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
-        return Delivery(staged=tuple(sent), updates=tuple(updates.values()))
+        return DeliveryReport(staged=tuple(sent), updates=tuple(updates.values()))
 
 
-class HandOverLink:
+class ColocatedDelivery:
     """Colocated engines: each device's trainer rank lays down what the engine ranks on it take."""
 
     def __init__(
@@ -144,7 +144,7 @@ class HandOverLink:
         joining = self._engines.begin_init_transport(channels)
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> Delivery:
+    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
         """Exchange and stage everything, apply it, let go of it."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         paths = {part.rank: part.path for part in staged}
@@ -157,4 +157,4 @@ class HandOverLink:
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
-        return Delivery(staged=tuple(staged), updates=tuple(updates.values()))
+        return DeliveryReport(staged=tuple(staged), updates=tuple(updates.values()))

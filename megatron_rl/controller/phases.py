@@ -1,8 +1,8 @@
 """The phases of a step as context managers: who may use the machine now, and how long it took.
 
-What engines do while the trainer works is said by `Sides` (`megatron_rl.controller.colocation`); where both share
-devices, one makes room for the other first (`megatron_rl.controller.colocation`). Every phase is a span (start and end
-on the wall clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
+A `TrainPhasePolicy` says what engines do while the trainer works; where both share devices, one makes room for the
+other first (`Sharing`). Both are in `megatron_rl.controller.colocation`. Every phase is a span (start and end on the
+wall clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
 """
 
 import time
@@ -14,7 +14,7 @@ RecordSpan = Callable[[str, str, float, float], None]
 """Called with (who, what, start_s, end_s), wall clock."""
 
 
-class Turns(Protocol):
+class Sharing(Protocol):
     """Makes room on shared devices for whoever works next (`megatron_rl.controller.colocation`)."""
 
     asleep: bool
@@ -29,7 +29,7 @@ class Turns(Protocol):
         ...
 
 
-class Sides(Protocol):
+class TrainPhasePolicy(Protocol):
     """What engines with unfinished responses do while the trainer works (`megatron_rl.controller.colocation`)."""
 
     def trainer_works(self) -> AbstractContextManager[None]:
@@ -44,11 +44,11 @@ class Sides(Protocol):
 class Phases:
     """Phases of a run."""
 
-    def __init__(self, record_span: RecordSpan, turns: Turns | None = None, *, sides: Sides) -> None:
-        """Without `turns`, trainer and engines stay in memory side by side."""
+    def __init__(self, record_span: RecordSpan, sharing: Sharing | None = None, *, policy: TrainPhasePolicy) -> None:
+        """Without `sharing`, trainer and engines stay in memory side by side."""
         self._record_span = record_span
-        self._sides = sides
-        self._turns = turns
+        self._policy = policy
+        self._sharing = sharing
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
 
@@ -64,14 +64,14 @@ class Phases:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Engines sample, scorers score."""
-        self._sides.engines_work()
+        self._policy.engines_work()
         with self._phase("engines", "rollout"):
             yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
         """The trainer computes."""
-        with self._sides.trainer_works():
+        with self._policy.trainer_works():
             self._make_room()
             with self._phase("trainer", "train"):
                 yield
@@ -79,32 +79,32 @@ class Phases:
     @contextmanager
     def publish(self) -> Iterator[None]:
         """Weights travel."""
-        with self._sides.trainer_works():
-            if self._turns is not None:
+        with self._policy.trainer_works():
+            if self._sharing is not None:
                 with self._phase("engines", "switch"):
-                    self._turns.to_publish()
+                    self._sharing.to_publish()
             with self._phase("publisher", "publish"):
                 yield
 
     @contextmanager
     def revival(self) -> Iterator[None]:
         """Weights travel to engines that have come in the middle of a rollout."""
-        if self._turns is not None:
-            self._turns.to_publish()
+        if self._sharing is not None:
+            self._sharing.to_publish()
         with self._phase("publisher", "publish"):
             yield
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Engines sample evaluation sets."""
-        self._sides.engines_work()
+        self._policy.engines_work()
         with self._phase("engines", "evaluate"):
             yield
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """The trainer writes itself to disk."""
-        with self._sides.trainer_works():
+        with self._policy.trainer_works():
             self._make_room()
             with self._phase("trainer", "checkpoint"):
                 yield
@@ -112,12 +112,12 @@ class Phases:
     @property
     def needs_publish(self) -> bool:
         """Whether engines have lost their weights since the last publish."""
-        return self._turns is not None and self._turns.asleep
+        return self._sharing is not None and self._sharing.asleep
 
     def _make_room(self) -> None:
-        if self._turns is not None:
+        if self._sharing is not None:
             with self._phase("trainer", "switch"):
-                self._turns.to_trainer()
+                self._sharing.to_trainer()
 
     @contextmanager
     def _phase(self, who: str, what: str) -> Iterator[None]:

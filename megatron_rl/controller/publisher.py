@@ -1,7 +1,7 @@
 """Sequences one publish: check, deliver, prove, resume.
 
 The controller's side; no torch, no bytes. The order is decision 3's: every engine accepts the manifest
-before a byte is sent; the link brings the buckets over, and engines verify before they apply; sums over
+before a byte is sent; the delivery brings the buckets over, and engines verify before they apply; sums over
 all weights, taken through the engine's kernels, are compared with the trainer's; the probe compares each
 engine's log-probabilities with the trainer's own under the same codes; only then the engine serves the
 new version. Whatever goes wrong is raised with the engine or rank named; an engine
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from megatron_rl.controller.delivery import Link
+from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.group import TrainerGroup
@@ -50,7 +50,7 @@ class Publisher:
         self,
         trainer: TrainerGroup,
         engines: EngineGroup,
-        link: Link,
+        delivery: WeightDelivery,
         *,
         plan: ReshardPlan,
         run_id: str,
@@ -68,7 +68,7 @@ class Publisher:
         """
         self._trainer = trainer
         self._engines = engines
-        self._link = link
+        self._delivery = delivery
         self._plan = plan
         layout = plan.format.layout
         self._expert_codes = {one.name for one in plan.tensors if one.is_stack and layout and one.dtype == layout.dtype}
@@ -103,7 +103,7 @@ class Publisher:
         if self._drain_timeout_s is not None:
             self._engines.drain(timeout_s=self._drain_timeout_s)
         started = time.perf_counter()
-        delivery = self._link.deliver(manifest)
+        report = self._delivery.deliver(manifest)
         delivered = time.perf_counter()
         weight_gaps = self._compare(version)
         gaps = self._prove(version)
@@ -111,20 +111,20 @@ class Publisher:
         self.version = policy_version
         return PublishReport(
             weight_version=version,
-            wire_bytes=sum(part.num_bytes for part in delivery.staged),
-            scales_s=max(part.scales_s for part in delivery.staged),
-            pack_s=max(part.pack_s for part in delivery.staged),
-            send_s=max(part.send_s for part in delivery.staged),
+            wire_bytes=sum(part.num_bytes for part in report.staged),
+            scales_s=max(part.scales_s for part in report.staged),
+            pack_s=max(part.pack_s for part in report.staged),
+            send_s=max(part.send_s for part in report.staged),
             drain_s=started - drained,
-            num_in_flight=sum(update.num_in_flight for update in delivery.updates),
-            num_recomputed_tokens=sum(update.num_recomputed_tokens for update in delivery.updates),
-            pause_s=max(update.pause_s for update in delivery.updates),
-            apply_s=max(update.apply_s for update in delivery.updates),
+            num_in_flight=sum(update.num_in_flight for update in report.updates),
+            num_recomputed_tokens=sum(update.num_recomputed_tokens for update in report.updates),
+            pause_s=max(update.pause_s for update in report.updates),
+            apply_s=max(update.apply_s for update in report.updates),
             deliver_s=delivered - started,
             probe_s=time.perf_counter() - delivered,
             weight_gaps=weight_gaps,
             probe_gaps=gaps,
-            codes=together(part.codes for part in delivery.staged),
+            codes=together(part.codes for part in report.staged),
         )
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from typing import Literal
 import ray
 
 from history.drafting.stats import DraftStats
-from rollout.engine.history_sender import HistoryOutbox
+from rollout.engine.history_sender import HistorySender
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineState, EngineStats, UpdateTimes
 from rollout.planning.migration import InFlight
@@ -37,7 +37,7 @@ class EngineActor:
         from rollout.engine.engine import Engine
 
         self._engine = Engine(spec)
-        self._outbox: HistoryOutbox | None = None
+        self._history_sender: HistorySender | None = None
 
     async def start(self) -> None:
         """See `Engine.start`."""
@@ -77,13 +77,13 @@ class EngineActor:
         """See `Engine.release`."""
         await self._engine.release(group_ids)
 
-    async def stand_still(self) -> None:
-        """See `Engine.stand_still`."""
-        await self._engine.stand_still()
+    async def pause_sampling(self) -> None:
+        """See `Engine.pause_sampling`."""
+        await self._engine.pause_sampling()
 
-    async def go_on(self) -> None:
-        """See `Engine.go_on`."""
-        await self._engine.go_on()
+    async def resume_sampling(self) -> None:
+        """See `Engine.resume_sampling`."""
+        await self._engine.resume_sampling()
 
     async def init_transport(self, channel: Channel) -> None:
         """See `EngineWeights.init_transport`."""
@@ -154,13 +154,13 @@ class EngineActor:
         return await self._engine.draft_stats()
 
     async def connect_history(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """Send finished responses to these shards from now on; see `HistoryOutbox`."""
-        self._outbox = HistoryOutbox(shards)
-        self._engine.tell_ended(self._outbox.put)
+        """Send finished responses to these shards from now on; see `HistorySender`."""
+        self._history_sender = HistorySender(shards)
+        self._engine.tell_ended(self._history_sender.put)
 
     async def lost_history_calls(self) -> int:
         """Batches of finished responses that no shard took, ever."""
-        return self._outbox.num_lost_calls if self._outbox is not None else 0
+        return self._history_sender.num_lost_calls if self._history_sender is not None else 0
 
     async def kernel_classes(self) -> dict[str, str]:
         """See `Engine.kernel_classes`."""

@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from history.drafting.stats import DraftStats
 from rollout.engine.async_llm import LlmHandle
-from rollout.engine.ordered_start import RollCall
+from rollout.engine.ordered_start import OrderedStart
 from rollout.engine.responses import (
     NOTHING,
     Finished,
@@ -61,8 +61,8 @@ class Engine:
         self._handle = LlmHandle(spec.name)
         self._ledger = ResponseLedger()
         self.weights = EngineWeights(spec, self._handle, self._ledger, self._settle)
-        self._roll_call: RollCall | None = None
-        self._stands_still = False
+        self._ordered_start: OrderedStart | None = None
+        self._is_paused = False
         self._num_requests = 0
         self._num_ended = 0
         self._ended = asyncio.Condition()
@@ -180,9 +180,9 @@ class Engine:
         self, group: PromptGroup, before: Sequence[Finished], responses: dict[int, Response]
     ) -> None:
         """Hand a group to vLLM whole; while the engine is held, when the group's turn has come."""
-        roll_call = self._roll_call
-        if roll_call is not None:
-            await roll_call.wait_for_turn(group.group_id)
+        ordered_start = self._ordered_start
+        if ordered_start is not None:
+            await ordered_start.wait_for_turn(group.group_id)
         try:
             async with self._submitting:
                 for sample, had in enumerate(before):
@@ -190,8 +190,8 @@ class Engine:
                         responses[sample] = await self._submit(group, sample, had)
             await self._note_ended(len(before) - len(responses))
         finally:
-            if roll_call is not None:
-                await roll_call.enter(group.group_id)
+            if ordered_start is not None:
+                await ordered_start.enter(group.group_id)
 
     async def _submit(self, group: PromptGroup, sample: int, had: Finished) -> Response:
         self._num_requests += 1
@@ -260,30 +260,30 @@ class Engine:
 
     async def hold(self) -> None:
         """Keep new groups waiting until `release()`, so that a step is submitted whole before it is sampled."""
-        self._roll_call = RollCall()
+        self._ordered_start = OrderedStart()
         await self._settle()
 
     async def release(self, group_ids: Sequence[GroupId]) -> None:
         """Wait for these groups, submit them in this order, then let sampling begin."""
-        if self._roll_call is None:
+        if self._ordered_start is None:
             raise RuntimeError(f"{self.spec.name} is not held")
-        await self._roll_call.admit(group_ids)
-        self._roll_call = None
+        await self._ordered_start.admit(group_ids)
+        self._ordered_start = None
         await self._settle()
 
-    async def stand_still(self) -> None:
-        """Sample nothing until `go_on`; responses in flight keep their tokens, their keys and values, and wait."""
-        self._stands_still = True
+    async def pause_sampling(self) -> None:
+        """Sample nothing until `resume_sampling`; responses in flight wait, with their tokens, keys and values."""
+        self._is_paused = True
         await self._settle()
 
-    async def go_on(self) -> None:
+    async def resume_sampling(self) -> None:
         """Sample again, as soon as there are weights to serve."""
-        self._stands_still = False
+        self._is_paused = False
         await self._settle()
 
     async def _settle(self) -> None:
-        """Make vLLM run exactly if the engine serves, is not held and does not stand still."""
-        if self.weights.status is EngineStatus.SERVING and self._roll_call is None and not self._stands_still:
+        """Make vLLM run exactly if the engine serves, is neither held nor paused."""
+        if self.weights.status is EngineStatus.SERVING and self._ordered_start is None and not self._is_paused:
             await self._llm.resume_generation()
         elif self.weights.status is EngineStatus.SERVING:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -300,7 +300,7 @@ class Engine:
         return EngineState(
             status=self.weights.status,
             weight_version=self.weights.version,
-            held=self._roll_call is not None,
+            held=self._ordered_start is not None,
             fault=fault,
         )
 

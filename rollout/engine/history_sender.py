@@ -20,7 +20,7 @@ DELAY_S = 0.2
 """A finished response waits at most so long for others."""
 
 
-class HistoryOutbox:
+class HistorySender:
     """Of one engine; lives on its event loop."""
 
     def __init__(self, shards: Sequence[ray.actor.ActorHandle]) -> None:

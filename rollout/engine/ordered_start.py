@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rollout.types import GroupId
 
 
-class RollCall:
+class OrderedStart:
     """One step's groups; lives on the engine's event loop."""
 
     def __init__(self) -> None:

@@ -129,13 +129,13 @@ class EngineGroup:
         """Engines take that memory again."""
         self.wait(self._begin("wake", NoneType, what), timeout_s=timeout_s)
 
-    def stand_still(self, *, timeout_s: float) -> None:
-        """Engines sample nothing until `go_on`, and keep what they have begun; one that has died is lost."""
-        self._call_living("stand_still", timeout_s=timeout_s)
+    def pause_sampling(self, *, timeout_s: float) -> None:
+        """Engines sample nothing until `resume_sampling`, and keep what they have begun; one that has died is lost."""
+        self._call_living("pause_sampling", timeout_s=timeout_s)
 
-    def go_on(self, *, timeout_s: float) -> None:
+    def resume_sampling(self, *, timeout_s: float) -> None:
         """Engines sample again; one that has died is lost."""
-        self._call_living("go_on", timeout_s=timeout_s)
+        self._call_living("resume_sampling", timeout_s=timeout_s)
 
     def wanted(self, *, timeout_s: float) -> list[Wanted]:
         """What each rank of an engine takes of a publish.

@@ -7,8 +7,8 @@ to say when enough of its responses have ended (`EngineActor.ended_at_least`). T
 composition of a batch must not depend on timing.
 
 A group passes four places, each in exactly one of `_waiting`, `_generating`, `_scoring`, `_scored`;
-`check_integrity` asserts it. Only references to tokens pass through here. One thread at a time: `aside` lends the
-pool to one of its own.
+`check_integrity` asserts it. Only references to tokens pass through here. One thread at a time:
+`run_in_background` lends the pool to one of its own.
 
 An engine that dies loses no group. Where its actor lives on, its groups come back with the tokens that they had and
 go on elsewhere from there; where it died with it, they begin again at the prompt, with the same seeds. If no engine
@@ -168,7 +168,7 @@ class EnginePool:
         return [self._scored.pop(group_id) for group_id in wanted]
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def run_in_background(self) -> Iterator[None]:
         """While the caller does something else, engines are given what waits, and what is finished is scored.
 
         Raises:

@@ -19,7 +19,7 @@ _FEWEST_RETURNS = 3
 """Fewer lengths have no rank correlation worth the name."""
 
 
-class HistoryLink:
+class HistoryClient:
     """One run's engines and their history."""
 
     def __init__(self, service: HistoryService, engines: EngineGroup) -> None:

@@ -239,7 +239,7 @@ def test_while_the_caller_does_something_else_groups_are_started_and_scored(answ
     engines = group_of(Engine.remote(answers_after_s))
     pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4, batches=batches)
     pool.admit(groups(12))
-    with pool.aside():
+    with pool.run_in_background():
         deadline = time.monotonic() + 60
         while len(batches.complete) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -253,7 +253,7 @@ def test_what_fails_aside_is_told_when_the_caller_comes_back():
     pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4)
     (group,) = groups(1)
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
-    with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.aside():
+    with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.run_in_background():
         time.sleep(3.0)
 
 

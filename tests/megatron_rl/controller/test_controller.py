@@ -87,7 +87,7 @@ def controller(
         ),
         trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=Stand(publish=log.call("publish", report)),
-        crew=Stand(replace_lost=lambda: 0, num_restarts=0),
+        restarter=Stand(restart_lost=lambda: 0, num_restarts=0),
         phases=phases,
         evaluator=Stand(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
@@ -168,7 +168,7 @@ def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_pla
         log.append("replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
-    run.crew = Stand(replace_lost=replace, num_restarts=1)
+    run.restarter = Stand(restart_lost=replace, num_restarts=1)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace")]
     assert kept == ["replace", "publish 1", "replace", "publish 1"]

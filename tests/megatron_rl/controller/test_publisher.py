@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.controller.delivery import Delivery
+from megatron_rl.controller.delivery import DeliveryReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.trainer.results import ProbeResult, StagedWeights
@@ -58,7 +58,7 @@ class Trainer:
         return ProbeResult(logprobs=REFERENCE)
 
 
-class Link:
+class Delivery:
     def __init__(self, log):
         self.log = log
 
@@ -70,14 +70,14 @@ class Link:
             UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds, num_in_flight=2, num_recomputed_tokens=30)
             for seconds in (0.5, 0.75)
         ]
-        return Delivery(staged=(staged,), updates=tuple(times))
+        return DeliveryReport(staged=(staged,), updates=tuple(times))
 
 
 def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, tensor="w", **more) -> Publisher:
     return Publisher(
         Trainer(log, tensor),
         Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
-        Link(log),
+        Delivery(log),
         plan=plan_reshard(spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, te_names=False),
         run_id="run",
         vocab_size=spec.vocab_size,

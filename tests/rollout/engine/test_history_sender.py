@@ -9,7 +9,7 @@ import ray
 
 from history.types import prompt_key
 from rollout.engine import history_sender
-from rollout.engine.history_sender import HistoryOutbox
+from rollout.engine.history_sender import HistorySender
 from rollout.types import FinishReason, GroupId, PromptId
 from tests.support.scored_groups import scored_group
 
@@ -56,11 +56,11 @@ def test_a_group_leaves_as_one_batch_when_its_last_response_has_ended():
     shard = Shard()
 
     async def body():
-        outbox = HistoryOutbox([shard])
+        sender = HistorySender([shard])
         for sample in (2, 0, 3):
-            outbox.put(group(1), sample, IDS, FinishReason.STOP)
+            sender.put(group(1), sample, IDS, FinishReason.STOP)
         assert shard.batches == []
-        outbox.put(group(1), 1, IDS, FinishReason.LENGTH)
+        sender.put(group(1), 1, IDS, FinishReason.LENGTH)
         await asyncio.sleep(0)
         assert len(shard.batches) == 1
 
@@ -73,12 +73,12 @@ def test_what_waits_longer_than_a_moment_leaves_by_itself_and_only_once(monkeypa
     shard = Shard()
 
     async def body():
-        outbox = HistoryOutbox([shard])
-        outbox.put(group(1), 0, IDS, FinishReason.STOP)
-        outbox.put(group(2), 0, IDS, FinishReason.STOP)
+        sender = HistorySender([shard])
+        sender.put(group(1), 0, IDS, FinishReason.STOP)
+        sender.put(group(2), 0, IDS, FinishReason.STOP)
         while not shard.batches:
             await asyncio.sleep(0.005)
-        outbox.flush()
+        sender.flush()
 
     run(body)
     assert len(shard.batches) == 1
@@ -89,9 +89,9 @@ def test_aborted_responses_are_not_remembered_but_end_their_group():
     shard = Shard()
 
     async def body():
-        outbox = HistoryOutbox([shard])
-        outbox.put(group(1, 2), 0, IDS, FinishReason.STOP)
-        outbox.put(group(1, 2), 1, IDS, FinishReason.ABORT)
+        sender = HistorySender([shard])
+        sender.put(group(1, 2), 0, IDS, FinishReason.STOP)
+        sender.put(group(1, 2), 1, IDS, FinishReason.ABORT)
 
     run(body)
     assert shard.held() == [(prompt_key("math/1"), 7, 0)]
@@ -102,9 +102,9 @@ def test_every_prompt_goes_to_its_owner(num_shards):
     shards = [Shard() for _ in range(num_shards)]
 
     async def body():
-        outbox = HistoryOutbox(shards)
+        sender = HistorySender(shards)
         for number in range(12):
-            outbox.put(group(number, 1), 0, IDS, FinishReason.STOP)
+            sender.put(group(number, 1), 0, IDS, FinishReason.STOP)
 
     run(body)
     assert sum(len(shard.held()) for shard in shards) == 12
@@ -117,12 +117,12 @@ def test_what_a_dead_shard_does_not_take_is_counted_and_the_living_one_gets_its_
     kept = []
 
     async def body():
-        outbox = HistoryOutbox([dead, living])
+        sender = HistorySender([dead, living])
         for number in range(12):
-            outbox.put(group(number, 1), 0, IDS, FinishReason.STOP)
+            sender.put(group(number, 1), 0, IDS, FinishReason.STOP)
         for _ in range(5):
             await asyncio.sleep(0)
-        kept.append(outbox)
+        kept.append(sender)
 
     run(body)
     assert kept[0].num_lost_calls == len(dead.batches) > 0

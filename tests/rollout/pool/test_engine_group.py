@@ -105,8 +105,8 @@ def test_each_engine_gets_its_own_arguments():
 
 def test_a_call_to_the_living_goes_on_without_an_engine_that_died():
     died = ray.exceptions.RayActorError()
-    engines = group(2, {0: {"stand_still": died, "fault": died}}, stand_still=None, fault="")
-    engines.stand_still(timeout_s=1)
+    engines = group(2, {0: {"pause_sampling": died, "fault": died}}, pause_sampling=None, fault="")
+    engines.pause_sampling(timeout_s=1)
     assert engines.lost == (0,)
 
 

@@ -9,7 +9,7 @@ from history.drafting.stats import DraftStats
 from history.store.prompt_store import Return, StoreStats
 from history.store.service import ServiceReport
 from history.types import prompt_key
-from rollout.pool.history_client import HistoryLink, return_metrics
+from rollout.pool.history_client import HistoryClient, return_metrics
 from rollout.tracing.draft_savings import seconds_saved
 from rollout.tracing.forwards import FORWARD
 from tests.support.scored_groups import scored_group
@@ -50,22 +50,22 @@ def come_back(before: float, now: float, share: float = math.nan, tokens: int = 
 
 def test_metrics_add_up_engines_and_count_losses_once():
     service = Service()
-    link = HistoryLink(service, Engines())
-    first = link.metrics()
+    client = HistoryClient(service, Engines())
+    first = client.metrics()
     assert first["history/tokens_per_forward"] == 3.0
     assert (first["history/lost_calls"], first["history/evictions"]) == (8.0, 7.0)
     service.lost += 1
-    second = link.metrics()
+    second = client.metrics()
     assert (second["history/lost_calls"], second["history/evictions"]) == (1.0, 0.0)
     service.evictions = 2  # the shard was started again
-    assert link.metrics()["history/evictions"] == 0.0
+    assert client.metrics()["history/evictions"] == 0.0
 
 
 def test_prompts_and_rewards_go_by_key():
     service, group = Service(), scored_group(0)
-    link = HistoryLink(service, Engines())
-    link.want([group.group.prompt])
-    link.remember(4, [group])
+    client = HistoryClient(service, Engines())
+    client.want([group.group.prompt])
+    client.remember(4, [group])
     key = prompt_key(group.group.prompt.prompt_id)
     assert service.calls == [("want", [key]), ("rewards", 4, {key: group.rewards})]
 

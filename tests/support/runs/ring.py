@@ -9,7 +9,7 @@ import ray
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from megatron_rl.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, PublishConfig, TrainerConfig
-from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLink
+from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
@@ -90,7 +90,7 @@ class Ring:
         return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))
 
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
-        """A publisher over `transport`; the link that is asked for becomes the one that engines listen to."""
+        """A publisher over `transport`; the delivery that is asked for becomes the one that engines listen to."""
         spec = read_model_spec(Path(self.directory))
         wanted = self.engines.wanted(timeout_s=TIMEOUT_S)
         self.trainer.plan_publishes(wanted)
@@ -98,16 +98,20 @@ class Ring:
             spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, te_names=False, wanted=wanted
         )
         if transport == "shm":
-            link: Link = ShmLink(self.trainer, self.engines, timeout_s=TIMEOUT_S)
+            delivery: WeightDelivery = ShmDelivery(self.trainer, self.engines, timeout_s=TIMEOUT_S)
         elif transport == "hand over":  # engine 0 beside trainer rank 1, engine 1 beside trainer rank 0
-            link = HandOverLink(self.trainer, self.engines, homes=[[1], [0]], memory="shm", timeout_s=TIMEOUT_S)
+            delivery = ColocatedDelivery(
+                self.trainer, self.engines, homes=[[1], [0]], memory="shm", timeout_s=TIMEOUT_S
+            )
         else:
-            link = GroupLink(self.trainer, self.engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
-        link.connect()
+            delivery = StreamingDelivery(
+                self.trainer, self.engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S
+            )
+        delivery.connect()
         return Publisher(
             self.trainer,
             self.engines,
-            link,
+            delivery,
             plan=plan,
             run_id=RUN_ID,
             vocab_size=spec.vocab_size,

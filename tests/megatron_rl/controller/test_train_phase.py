@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from megatron_rl.controller.colocation import Alternating, Apart
+from megatron_rl.controller.colocation import KeepSampling, PauseEngines
 from megatron_rl.controller.phases import Phases
 
 
@@ -10,11 +10,11 @@ class Engines:
     def __init__(self):
         self.calls = []
 
-    def stand_still(self, *, timeout_s):
-        self.calls.append("stand_still")
+    def pause_sampling(self, *, timeout_s):
+        self.calls.append("pause_sampling")
 
-    def go_on(self, *, timeout_s):
-        self.calls.append("go_on")
+    def resume_sampling(self, *, timeout_s):
+        self.calls.append("resume_sampling")
 
 
 class Pool:
@@ -22,7 +22,7 @@ class Pool:
         self.log = log
 
     @contextmanager
-    def aside(self):
+    def run_in_background(self):
         self.log.append("pool works")
         yield
         self.log.append("pool stops")
@@ -39,22 +39,22 @@ def one_step(phases, log):
 
 def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_for():
     engines = Engines()
-    phases = Phases(lambda *span: None, sides=Alternating(engines, timeout_s=1, leaves_work=True))
+    phases = Phases(lambda *span: None, policy=PauseEngines(engines, timeout_s=1, leaves_work=True))
     one_step(phases, engines.calls)
     with phases.checkpoint():
         pass
     one_step(phases, engines.calls)
-    step = ["rollout", "stand_still", "train", "publish"]
-    assert engines.calls == [*step, "go_on", *step]
+    step = ["rollout", "pause_sampling", "train", "publish"]
+    assert engines.calls == [*step, "resume_sampling", *step]
 
 
 def test_engines_that_have_finished_everything_are_not_asked():
     engines = Engines()
-    one_step(Phases(lambda *span: None, sides=Alternating(engines, timeout_s=1, leaves_work=False)), engines.calls)
+    one_step(Phases(lambda *span: None, policy=PauseEngines(engines, timeout_s=1, leaves_work=False)), engines.calls)
     assert engines.calls == ["rollout", "train", "publish"]
 
 
 def test_engines_apart_go_on_while_the_trainer_works():
     log = []
-    one_step(Phases(lambda *span: None, sides=Apart(Pool(log))), log)
+    one_step(Phases(lambda *span: None, policy=KeepSampling(Pool(log))), log)
     assert log == ["rollout", "pool works", "train", "pool stops", "pool works", "publish", "pool stops"]

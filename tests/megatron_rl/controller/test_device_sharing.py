@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.controller.colocation import DeviceTurns
+from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.phases import Phases
 
 
-def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceTurns:
+def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceSharing:
     trainer = SimpleNamespace(
         move_out=lambda parts: log.append(f"out {'+'.join(parts)}"), move_in=lambda: log.append("trainer in")
     )
     engines = SimpleNamespace(
         sleep=lambda *, timeout_s: log.append("sleep"), wake=lambda what, *, timeout_s: log.append(f"wake {what}")
     )
-    return DeviceTurns(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)
+    return DeviceSharing(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)
 
 
 class Beside:
@@ -31,7 +31,7 @@ class Beside:
         pass
 
 
-def step(phases: Phases, shared: DeviceTurns, log: list[str]) -> None:
+def step(phases: Phases, shared: DeviceSharing, log: list[str]) -> None:
     with phases.train():
         log.append("train")
     with phases.publish():
@@ -44,7 +44,7 @@ def test_nobody_comes_before_the_other_has_left():
     log: list[str] = []
     spans: list[str] = []
     shared = turns(log, asleep=True)
-    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared, sides=Beside())
+    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared, policy=Beside())
     with phases.publish():  # publish 0: engines went to sleep before the trainer was there
         shared.to_engines()
     assert log == ["out gradients+optimizer", "wake weights", "out weights", "wake kv_cache"]
@@ -62,7 +62,7 @@ def test_nobody_comes_before_the_other_has_left():
 def test_after_a_checkpoint_engines_need_weights_before_they_serve():
     log: list[str] = []
     shared = turns(log)
-    phases = Phases(lambda *span: None, shared, sides=Beside())
+    phases = Phases(lambda *span: None, shared, policy=Beside())
     assert not phases.needs_publish
     with phases.checkpoint():
         log.append("save")
@@ -84,5 +84,5 @@ def test_after_a_checkpoint_engines_need_weights_before_they_serve():
 def test_what_stays_is_left_alone(offload, sleep, expected):
     log: list[str] = []
     shared = turns(log, offload=offload, sleep=sleep)
-    step(Phases(lambda *span: None, shared, sides=Beside()), shared, log)
+    step(Phases(lambda *span: None, shared, policy=Beside()), shared, log)
     assert log == expected
