@@ -18,7 +18,7 @@ from rollout.types import EngineSlot
 
 @dataclass(slots=True, kw_only=True)
 class EngineRestarter:
-    """The engines of a run; satisfies `megatron_rl.controller.controller.EngineRestarter`."""
+    """The engines of a run; satisfies `megatron_rl.controller.engine_revival.EngineRestarter`."""
 
     running: Processes
     engines: EngineGroup

@@ -38,7 +38,8 @@ from launcher.run_dir.wandb import Tracker
 from megatron_rl.batching.balance import load_kernels
 from megatron_rl.controller.controller import Controller
 from megatron_rl.controller.delivery import WeightDelivery
-from megatron_rl.controller.phases import Phases
+from megatron_rl.controller.engine_revival import EngineRevival
+from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.data.order import OrderState, PromptOrder
 from rollout.engine.spec import EngineSpec
@@ -109,19 +110,23 @@ def build(
     planner = _planner(config, inputs, resume)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
     recorder = _recorder(config, directory, tracker, progress, inputs, engines)
-    pool = _pool(config, engines, inputs.scorer, planner, recorder)
+    publisher = build_publisher(checked, trainer, engines, delivery, plan, run_id, sharing)
+    restarter = _restarter(checked, running, workers, delivery, history, progress)
+    clock = PhaseClock(recorder.record_span)
+    revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
+    pool = _pool(config, engines, inputs.scorer, planner, recorder, revival)
     controller = Controller(
         planner=planner,
         pool=pool,
         trainer=trainer,
-        publisher=build_publisher(checked, trainer, engines, delivery, plan, run_id, sharing),
-        phases=Phases(recorder.record_span, sharing, policy=train_phase_policy(config, engines, pool)),
+        publisher=publisher,
+        phases=Phases(clock, sharing, policy=train_phase_policy(config, engines, pool)),
         evaluator=Evaluator(config.evaluation.sets, inputs.evaluation, format=config.engine.format, seed=config.seed),
         recorder=recorder,
         algorithm=config.algorithm,
         settings=loop_settings(checked),
         history=history,
-        restarter=_restarter(checked, running, workers, delivery, history, progress),
+        restarter=restarter,
         first_step=resume.first_step,
     )
     try:
@@ -216,7 +221,12 @@ def _recorder(
 
 
 def _pool(
-    config: RunConfig, engines: EngineGroup, scorer: Actor, planner: Planner, recorder: RunRecorder
+    config: RunConfig,
+    engines: EngineGroup,
+    scorer: Actor,
+    planner: Planner,
+    recorder: RunRecorder,
+    revival: EngineRevival,
 ) -> EnginePool:
     """Groups move between engines only where the configuration wants it and there is more than one engine."""
     moves = config.planner.migration and config.engine.num_engines > 1
@@ -228,6 +238,7 @@ def _pool(
         batches=planner,
         whole_step=config.deterministic,
         migration=GroupMigration(rule=rule),
+        revive=revival,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from megatron_rl.batching.batch import TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.controller.engine_revival import EngineRestarter
 from megatron_rl.controller.phases import Phases
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
@@ -47,17 +48,6 @@ class Recorder(Protocol):
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
         """Write a checkpoint that `finished_steps` resumes from."""
-
-
-class EngineRestarter(Protocol):
-    """Who brings engines back that have died; `launcher.cluster.engine_restarts.EngineRestarter` in a run."""
-
-    @property
-    def num_restarts(self) -> int:
-        """Engines that have been started again in this run."""
-
-    def restart_lost(self) -> int:
-        """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +88,12 @@ class Controller:
 
     def run(self) -> None:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
-        self.pool.revive = self._revive
         self._make_ready(self.first_step)
         self._publish(self.first_step)
         if self.first_step == 0:
             self._evaluate(0)
         for step in range(self.first_step, self.settings.num_steps):
-            self.phases.begin_step()
+            self.phases.clock.begin_step()
             if self.history is not None:
                 self.history.begin_rollout()
             due = self.planner.due(step, self.pool.loads())
@@ -140,12 +129,6 @@ class Controller:
                 self.num_repeated_publishes += 1
                 _log.warning("weight version %d is published again, an engine died in it: %s", version, error)
 
-    def _revive(self) -> None:
-        """No engine is left in the middle of a rollout."""
-        self.restarter.restart_lost()
-        with self.phases.revival():
-            self.publisher.publish(self.publisher.version)
-
     def _make_ready(self, finished_steps: int) -> None:
         """Have the history ready of what is sampled next: an evaluation if one is due, then a step's prompts.
 
@@ -171,7 +154,9 @@ class Controller:
     def _record(
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
-        metrics = step_metrics(groups, batch.counts, result, published, self.phases.seconds()) | self.planner.metrics()
+        metrics = (
+            step_metrics(groups, batch.counts, result, published, self.phases.clock.seconds()) | self.planner.metrics()
+        )
         metrics["engine/restarts"] = float(self.restarter.num_restarts)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)

@@ -41,14 +41,11 @@ class TrainPhasePolicy(Protocol):
         ...
 
 
-class Phases:
-    """Phases of a run."""
+class PhaseClock:
+    """Seconds of a step's phases; every phase is recorded as a span. All methods but `seconds` mutate."""
 
-    def __init__(self, record_span: RecordSpan, sharing: Sharing | None = None, *, policy: TrainPhasePolicy) -> None:
-        """Without `sharing`, trainer and engines stay in memory side by side."""
+    def __init__(self, record_span: RecordSpan) -> None:
         self._record_span = record_span
-        self._policy = policy
-        self._sharing = sharing
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
 
@@ -62,10 +59,31 @@ class Phases:
         return {**self._seconds, "step": time.perf_counter() - self._step_started}
 
     @contextmanager
+    def phase(self, who: str, what: str) -> Iterator[None]:
+        """Count and record what the body takes."""
+        started_at, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self._seconds[what] = self._seconds.get(what, 0.0) + elapsed
+            self._record_span(who, what, started_at, started_at + elapsed)
+
+
+class Phases:
+    """Phases of a run."""
+
+    def __init__(self, clock: PhaseClock, sharing: Sharing | None = None, *, policy: TrainPhasePolicy) -> None:
+        """Without `sharing`, trainer and engines stay in memory side by side."""
+        self.clock = clock
+        self._policy = policy
+        self._sharing = sharing
+
+    @contextmanager
     def rollout(self) -> Iterator[None]:
         """Engines sample, scorers score."""
         self._policy.engines_work()
-        with self._phase("engines", "rollout"):
+        with self.clock.phase("engines", "rollout"):
             yield
 
     @contextmanager
@@ -73,7 +91,7 @@ class Phases:
         """The trainer computes."""
         with self._policy.trainer_works():
             self._make_room()
-            with self._phase("trainer", "train"):
+            with self.clock.phase("trainer", "train"):
                 yield
 
     @contextmanager
@@ -81,24 +99,16 @@ class Phases:
         """Weights travel."""
         with self._policy.trainer_works():
             if self._sharing is not None:
-                with self._phase("engines", "switch"):
+                with self.clock.phase("engines", "switch"):
                     self._sharing.to_publish()
-            with self._phase("publisher", "publish"):
+            with self.clock.phase("publisher", "publish"):
                 yield
-
-    @contextmanager
-    def revival(self) -> Iterator[None]:
-        """Weights travel to engines that have come in the middle of a rollout."""
-        if self._sharing is not None:
-            self._sharing.to_publish()
-        with self._phase("publisher", "publish"):
-            yield
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Engines sample evaluation sets."""
         self._policy.engines_work()
-        with self._phase("engines", "evaluate"):
+        with self.clock.phase("engines", "evaluate"):
             yield
 
     @contextmanager
@@ -106,7 +116,7 @@ class Phases:
         """The trainer writes itself to disk."""
         with self._policy.trainer_works():
             self._make_room()
-            with self._phase("trainer", "checkpoint"):
+            with self.clock.phase("trainer", "checkpoint"):
                 yield
 
     @property
@@ -116,15 +126,5 @@ class Phases:
 
     def _make_room(self) -> None:
         if self._sharing is not None:
-            with self._phase("trainer", "switch"):
+            with self.clock.phase("trainer", "switch"):
                 self._sharing.to_trainer()
-
-    @contextmanager
-    def _phase(self, who: str, what: str) -> Iterator[None]:
-        started_at, started = time.time(), time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - started
-            self._seconds[what] = self._seconds.get(what, 0.0) + elapsed
-            self._record_span(who, what, started_at, started_at + elapsed)

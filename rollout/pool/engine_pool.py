@@ -87,14 +87,14 @@ class EnginePool:
         batches: Batches | None = None,
         whole_step: bool = False,
         migration: GroupMigration | None = None,
+        revive: Callable[[], None] | None = None,
     ) -> None:
         """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.scorer.ScorerActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
-        stays where it was begun.
+        stays where it was begun. `revive` is called when no engine is left, and returns when there is one that
+        serves; without it, that is an error.
         """
-        self.revive: Callable[[], None] | None = None
-        """Called when no engine is left; returns when there is one that serves. Without it, that is an error."""
         self.migration = migration or GroupMigration()
         """Groups that go on elsewhere because an engine has nothing to do."""
         self.num_reissued = 0
@@ -104,6 +104,7 @@ class EnginePool:
         self._slots = slots_per_engine
         self._batches = batches
         self._whole_step = whole_step
+        self._revive = revive
         self._waiting: dict[GroupId, PromptGroup] = {}
         self._dispatcher = Dispatcher(len(self._engines))
         self._begun: dict[GroupId, tuple[GroupSummary, ray.ObjectRef]] = {}
@@ -269,8 +270,8 @@ class EnginePool:
 
     def _advance(self, timeout_s: float | None = None) -> None:
         waiting = self._calls()
-        if not waiting and not self._engines.there and self.revive is not None:
-            self.revive()
+        if not waiting and not self._engines.there and self._revive is not None:
+            self._revive()
             self._dispatch()
             return
         if not waiting and not self._engines.there:

@@ -323,14 +323,13 @@ def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(
 
 def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
     engines = group_of(Mortal.remote(3, True))
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
     brought = []
 
     def revive():
         brought.append(engines.why(0))
         engines.replace(0, Mortal.remote(1000, True))
 
-    pool.revive = revive
+    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8, revive=revive)
     pool.admit(groups(8, step=0))
     assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
     assert len(brought) == 1 and engines.lost == ()

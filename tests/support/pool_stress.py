@@ -312,9 +312,13 @@ def one_run(world: World, generator: random.Random) -> None:
     watched = Watched(admission)
     scorer = type("Scorer", (), {"score": Method(world.score)})
     pool = EnginePool(
-        world.engines, [scorer], slots_per_engine=SLOTS, batches=watched, migration=GroupMigration(rule=world)
+        world.engines,
+        [scorer],
+        slots_per_engine=SLOTS,
+        batches=watched,
+        migration=GroupMigration(rule=world),
+        revive=world.bring_back,
     )
-    pool.revive = world.bring_back
     moved_before = world.num_moved
     batches, rewards, num_aborted, aborted_before = [], 0, 0, world.num_aborted
     for step in range(num_steps):

@@ -67,8 +67,7 @@ def controller(
     )
     phases = Stand(
         needs_publish=needs_publish,
-        begin_step=lambda: None,
-        seconds=lambda: {"rollout": 1.0, "step": 2.0},
+        clock=Stand(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
     return Controller(

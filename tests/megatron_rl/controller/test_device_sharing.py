@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.controller.colocation import DeviceSharing
-from megatron_rl.controller.phases import Phases
+from megatron_rl.controller.phases import PhaseClock, Phases
 
 
 def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceSharing:
@@ -44,25 +44,25 @@ def test_nobody_comes_before_the_other_has_left():
     log: list[str] = []
     spans: list[str] = []
     shared = turns(log, asleep=True)
-    phases = Phases(lambda who, what, start, end: spans.append(f"{who} {what}"), shared, policy=Beside())
+    phases = Phases(PhaseClock(lambda who, what, start, end: spans.append(f"{who} {what}")), shared, policy=Beside())
     with phases.publish():  # publish 0: engines went to sleep before the trainer was there
         shared.to_engines()
     assert log == ["out gradients+optimizer", "wake weights", "out weights", "wake kv_cache"]
     log.clear()
-    phases.begin_step()
+    phases.clock.begin_step()
     step(phases, shared, log)
     assert log == [
         *("sleep", "trainer in", "train"),
         *("out gradients+optimizer", "wake weights", "send", "out weights", "wake kv_cache", "probe"),
     ]
     assert spans[-4:] == ["trainer switch", "trainer train", "engines switch", "publisher publish"]
-    assert set(phases.seconds()) == {"switch", "train", "publish", "step"}
+    assert set(phases.clock.seconds()) == {"switch", "train", "publish", "step"}
 
 
 def test_after_a_checkpoint_engines_need_weights_before_they_serve():
     log: list[str] = []
     shared = turns(log)
-    phases = Phases(lambda *span: None, shared, policy=Beside())
+    phases = Phases(PhaseClock(lambda *span: None), shared, policy=Beside())
     assert not phases.needs_publish
     with phases.checkpoint():
         log.append("save")
@@ -84,5 +84,5 @@ def test_after_a_checkpoint_engines_need_weights_before_they_serve():
 def test_what_stays_is_left_alone(offload, sleep, expected):
     log: list[str] = []
     shared = turns(log, offload=offload, sleep=sleep)
-    step(Phases(lambda *span: None, shared, policy=Beside()), shared, log)
+    step(Phases(PhaseClock(lambda *span: None), shared, policy=Beside()), shared, log)
     assert log == expected

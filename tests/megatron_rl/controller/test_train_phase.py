@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from megatron_rl.controller.colocation import KeepSampling, PauseEngines
-from megatron_rl.controller.phases import Phases
+from megatron_rl.controller.phases import PhaseClock, Phases
 
 
 class Engines:
@@ -39,7 +39,7 @@ def one_step(phases, log):
 
 def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_for():
     engines = Engines()
-    phases = Phases(lambda *span: None, policy=PauseEngines(engines, timeout_s=1, leaves_work=True))
+    phases = Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=True))
     one_step(phases, engines.calls)
     with phases.checkpoint():
         pass
@@ -50,11 +50,14 @@ def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_
 
 def test_engines_that_have_finished_everything_are_not_asked():
     engines = Engines()
-    one_step(Phases(lambda *span: None, policy=PauseEngines(engines, timeout_s=1, leaves_work=False)), engines.calls)
+    one_step(
+        Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=False)),
+        engines.calls,
+    )
     assert engines.calls == ["rollout", "train", "publish"]
 
 
 def test_engines_apart_go_on_while_the_trainer_works():
     log = []
-    one_step(Phases(lambda *span: None, policy=KeepSampling(Pool(log))), log)
+    one_step(Phases(PhaseClock(lambda *span: None), policy=KeepSampling(Pool(log))), log)
     assert log == ["rollout", "pool works", "train", "pool stops", "pool works", "publish", "pool stops"]
