@@ -1,6 +1,6 @@
 """Sequences one publish: check, deliver, prove, resume.
 
-The controller's side; no torch, no bytes. The order is decision 3's: every engine accepts the manifest
+The controller's side; no torch, no bytes. The order is decision 41's: every engine accepts the manifest
 before a byte is sent; the link brings the buckets over, and engines verify before they apply; sums over
 all weights, taken through the engine's kernels, are compared with the trainer's; the probe compares each
 engine's log-probabilities with the trainer's own under the same codes; only then the engine serves the

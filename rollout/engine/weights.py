@@ -1,11 +1,11 @@
 """The weights of one engine: their version, what brings new ones, and when they may be sampled from.
 
-States (decision 3): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
+States (decision 41): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
 new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
 keeps its requests: they wait inside vLLM. At an update those that are running go on after their keys and values have
 been recomputed under the new weights, or with the old ones, or are waited for (`EngineSpec.in_flight`).
 
-Versions are stamped here (decision 5): at each update, after the last output of the old weights has
+Versions are stamped here (decision 42): at each update, after the last output of the old weights has
 been counted, every response notes how many tokens it had.
 
 Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault found
