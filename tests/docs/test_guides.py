@@ -11,6 +11,8 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, Block, blocks
 from tests.support.deadline import DEADLINE_S
 
+pytestmark = pytest.mark.slow  # a dozen commands, each with its own imports
+
 GUIDES = DOCS / "guides"
 FIRST = "own_data"
 """Other guides begin in the folder that this one leaves."""
