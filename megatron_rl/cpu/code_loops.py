@@ -7,10 +7,6 @@ float32, scaled, rounded and written while it lies in a core's first cache, by o
 
 Shape legend: N rows, K columns; P x Q blocks that a slice touches. In loops, row n belongs to blocks `of_row[n]`,
 columns `edges[q]` up to `edges[q + 1]` to block q.
-
-`magnitudes` of weights to look for the largest of: on a CPU as integers, which it compares twice as fast.
-
-Without their sign, BF16 numbers are ordered as their bits are, NaN last.
 """
 
 from functools import lru_cache
@@ -203,18 +199,3 @@ def _places(shape: tuple[int, int], start: Start | None) -> tuple[Longs, Longs]:
     above, before = (first % BLOCK for first in start)
     edges = np.arange(-(-(before + columns) // BLOCK) + 1) * BLOCK - before
     return (np.arange(rows) + above) // BLOCK, edges.clip(0, columns)
-
-
-_MAGNITUDE_BITS = 0x7FFF
-
-
-def magnitudes(weight: torch.Tensor) -> torch.Tensor:
-    """Ordered as the magnitudes of weights of any shape are; `numbers_of` says what they are."""
-    if weight.dtype != torch.bfloat16 or weight.is_cuda:
-        return weight.abs()
-    return weight.view(torch.int16) & _MAGNITUDE_BITS
-
-
-def numbers_of(largest: torch.Tensor) -> torch.Tensor:
-    """Some of `magnitudes` in float32."""
-    return (largest.view(torch.bfloat16) if largest.dtype == torch.int16 else largest).float()

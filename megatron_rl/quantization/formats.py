@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from megatron_rl.cpu import code_loops
-from megatron_rl.cpu.code_loops import Start, magnitudes, numbers_of
+from megatron_rl.cpu.code_loops import Start
 from megatron_rl.quantization import te_kernel
 from megatron_rl.quantization.fp8 import (
     block_amax,
@@ -37,7 +37,7 @@ def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row in float32, [N, 1]; NaN of a row with one."""
     if code_loops.takes(weight_NK):
         return code_loops.amax_of(weight_NK, None)
-    return numbers_of(magnitudes(weight_NK).amax(dim=1, keepdim=True))
+    return weight_NK.abs().amax(dim=1, keepdim=True).float()
 
 
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:

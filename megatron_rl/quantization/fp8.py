@@ -22,7 +22,7 @@ from typing import Final
 import torch
 
 from megatron_rl.cpu import code_loops
-from megatron_rl.cpu.code_loops import BLOCK, magnitudes, numbers_of
+from megatron_rl.cpu.code_loops import BLOCK
 from rollout.cpu.e4m3 import e4m3_numbers
 
 E4M3_MAX: Final = 448.0
@@ -42,11 +42,11 @@ def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torc
     rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
     above, before = start[0] % BLOCK, start[1] % BLOCK
     below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
-    found = magnitudes(weight_NK)
+    found = weight_NK.abs()
     if above or below or before or behind:
         found = torch.nn.functional.pad(found, (before, behind, above, below))
     of_columns = found.reshape(rows, BLOCK, columns * BLOCK).amax(dim=1)
-    return numbers_of(of_columns.view(rows, columns, BLOCK).amax(dim=2))
+    return of_columns.view(rows, columns, BLOCK).amax(dim=2).float()
 
 
 def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:

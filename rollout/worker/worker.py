@@ -35,8 +35,7 @@ if current_platform.is_cpu():
     from rollout.cpu import fp8_kernels
 
     fp8_kernels.register()
-    quirks.who_waits_for_a_rank_keeps_a_core_busy()
-    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    quirks.int8_kernel_refuses_rows_that_vllm_offers_it()
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
