@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_rl.model.spec import read_model_spec
+from megatron_rl.quantization.backends import Quantizer, choose_backend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.packer import STRIP, strips
 from megatron_rl.weights.reshard_plan import ReshardPlan, wire_tensors
@@ -319,7 +320,9 @@ def _quantise(
     model: str, format: str, rank: int, num_ranks: int, meet: Barrier, found: "multiprocessing.Queue[float]"
 ) -> None:
     torch.set_num_threads(1)
-    rule = CODE_FORMATS[format]
+    code_format = CODE_FORMATS[format]
+    backend = choose_backend(code_format, torch.device("cpu"), [torch.bfloat16])
+    rule = Quantizer(format=code_format, backend=backend)
     shards = [
         weight.chunk(num_ranks)[rank].clone()
         for name, weight in load_file(Path(model) / "model.safetensors").items()

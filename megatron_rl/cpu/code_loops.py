@@ -23,7 +23,7 @@ from rollout.weights.format import FP8_BLOCK
 BLOCK: Final = FP8_BLOCK
 """Rows and columns of a block."""
 MOST_THREADS = 2
-"""Of torch's, which it spreads an operation over and these loops do not: with more, weights are left to torch."""
+"""torch spreads an operation over its threads and these loops do not: with more threads, torch is faster."""
 
 Start = tuple[int, ...]
 """First row and column of a slice in the whole tensor, which blocks are counted from."""
@@ -141,12 +141,6 @@ def e4m3_values(codes: Bytes, numbers: Floats, inverses: Floats, of_row: Longs, 
             found, part = codes[n, edges[q] : edges[q + 1]], values[n, edges[q] : edges[q + 1]]
             for k in range(len(part)):
                 part[k] = numbers[found[k]] * inverse
-
-
-def takes(tensor: torch.Tensor) -> bool:
-    """Whether the functions below are the way to go for BF16 weights, or e4m3 codes, like these."""
-    known = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) and tensor.dim() == 2 and tensor.numel() > 0
-    return known and tensor.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS
 
 
 def amax_of(weight_NK: torch.Tensor, start: Start | None) -> torch.Tensor:

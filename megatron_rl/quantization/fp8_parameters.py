@@ -19,8 +19,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 
-from megatron_rl.cpu.code_loops import BLOCK
-from megatron_rl.quantization.fp8 import fp8_block_values
+from megatron_rl.quantization.fp8 import BLOCK, fp8_block_values
 
 _NAN_CODE = 0x7F
 """Of e4m3, the sign apart."""

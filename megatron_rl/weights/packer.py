@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.quantization import fp8_parameters
+from megatron_rl.quantization.backends import Quantizer, choose_backend
 from megatron_rl.quantization.formats import CODE_FORMATS
-from megatron_rl.quantization.fp8 import kept
+from megatron_rl.quantization.fp8 import copied_into
 from megatron_rl.weights.fp8_passthrough import blocks_agree
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.reshard_plan import PieceSource, ReshardPlan, Role
@@ -73,7 +74,6 @@ class WeightPacker:
         self._answers = answers
         self._parameters = parameters
         self._tensor_group = tensor_group
-        self._format = CODE_FORMATS.get(plan.format.name)
         self._layout = plan.format.layout
         self._quantized: dict[str, list[Placement]] = {}
         """By matrix."""
@@ -81,6 +81,7 @@ class WeightPacker:
             if plan.quantizes(placement):
                 self._quantized.setdefault(placement.hf_name, []).append(placement)
         in_8_bits = [placement for placements in self._quantized.values() for placement in placements]
+        self._quantizer = self._choose_quantizer(in_8_bits)
         self._as_is = frozenset(one for one in in_8_bits if plan.format.name == "fp8_block" and self._agrees(one))
         """Boxes whose codes and scales are those of an FP8 parameter."""
         self._shared = [name for name in plan.shared if name in self._quantized]
@@ -90,6 +91,15 @@ class WeightPacker:
         """What the last `send` took."""
         self._factors: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
+
+    def _choose_quantizer(self, placements: Sequence[Placement]) -> Quantizer | None:
+        """The format with the backend for the matrices that this rank quantises; None if it quantises nothing."""
+        format = CODE_FORMATS.get(self._plan.format.name)
+        if format is None or not placements:
+            return None
+        matrices = [self._parameters[placement.megatron_name] for placement in placements]
+        dtypes = {matrix.dtype for matrix in matrices}
+        return Quantizer(format=format, backend=choose_backend(format, matrices[0].device, dtypes))
 
     @torch.no_grad()
     def refresh_scales(self) -> None:
@@ -113,24 +123,24 @@ class WeightPacker:
 
     def _amax(self, name: str) -> torch.Tensor:
         """Largest magnitude of every block of a matrix as far as this rank holds it, float32 [P, Q]."""
-        assert self._format is not None and self._layout is not None, "only 8-bit formats have scales"
+        assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have scales"
         held = self._quantized[name]
         device = self._parameters[held[0].megatron_name].device
         whole = torch.zeros(self._layout.grid(held[0].hf_full_shape), device=device)
         for placement in held:
             if placement not in self._as_is:
                 for strip in self._strips(placement, _whole(placement)):
-                    found = self._format.amax(self._values(placement, strip), strip.start)
+                    found = self._quantizer.amax(self._values(placement, strip), strip.start)
                     blocks = self._layout.touched(strip.start, strip.shape)
                     whole[blocks] = torch.maximum(whole[blocks], found)
         return whole
 
     def _refresh(self, name: str, amax: torch.Tensor) -> None:
         """Make what codes and scales of a matrix need."""
-        assert self._format is not None and self._layout is not None, "only 8-bit formats have scales"
+        assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have scales"
         with _named(name):
-            self._factors[name] = self._format.factors(amax)
-        self._scales[name] = self._format.scales(self._factors[name])
+            self._factors[name] = self._quantizer.factors(amax)
+        self._scales[name] = self._quantizer.scales(self._factors[name])
         for placement in self._quantized[name]:
             if placement in self._as_is:
                 own, place = self._blocks(placement), placement.megatron_slices
@@ -269,22 +279,22 @@ class WeightPacker:
         return fold(torch.cat(products, dim=1), whole, shape)
 
     def _round_trip(self, placement: Placement, box: Box) -> torch.Tensor:
-        if self._format is None or self._layout is None or not self._plan.quantizes(placement):
+        if self._quantizer is None or self._layout is None or not self._plan.quantizes(placement):
             return self._values(placement, box).to(torch.bfloat16)
         return self._decoded(self._codes(placement, box), placement, box)
 
     def _decoded(self, codes: torch.Tensor, placement: Placement, box: Box) -> torch.Tensor:
-        assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
+        assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
         scales = self._scales_of(placement.hf_name)[self._layout.touched(box.start, box.shape)]
-        return self._format.values(codes, scales, box.start)
+        return self._quantizer.values(codes, scales, box.start)
 
     def _codes(self, placement: Placement, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """In `out` if there is one."""
-        assert self._format is not None and self._layout is not None, "only 8-bit formats have codes"
+        assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
         if placement in self._as_is:
-            return kept(self._blocks(placement).codes[_local(placement, box)], out)
+            return copied_into(self._blocks(placement).codes[_local(placement, box)], out)
         factors = self._factors_of(placement.hf_name)[self._layout.touched(box.start, box.shape)]
-        return self._format.codes(self._values(placement, box), factors, box.start, out)
+        return self._quantizer.codes(self._values(placement, box), factors, box.start, out)
 
     def _values(self, placement: Placement, box: Box) -> torch.Tensor:
         return fp8_parameters.values(self._parameters[placement.megatron_name], _local(placement, box))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import Experts, ModelSpec
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.ranks import trainer_slots
 from megatron_rl.weights import packer as packer_module
@@ -66,7 +67,8 @@ def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
 
 def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every tensor of a publish, by the format's rule on uncut matrices."""
-    rule, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
+    format, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
+    rule = None if format is None else Quantizer(format=format, backend=TorchBackend())
     found = {}
     for spec in plan.tensors:
         if layout is not None and spec.name.endswith(layout.scale_suffix):

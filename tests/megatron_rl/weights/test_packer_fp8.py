@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights import packer
 from megatron_rl.weights.fp8_passthrough import blocks_agree, parameter_shapes
@@ -110,7 +111,7 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
             assert torch.equal(scales[touched], own.scales(one.megatron_slices)), one.hf_name
         else:
             weight = fp8_parameters.values(parameter, one.megatron_slices)
-            format = CODE_FORMATS["fp8_block"]
+            format = Quantizer(format=CODE_FORMATS["fp8_block"], backend=TorchBackend())
             factors = format.factors(format.amax(weight, (0, 0)))
             assert torch.equal(codes.view(torch.uint8), format.codes(weight, factors, (0, 0)).view(torch.uint8))
             assert torch.equal(scales[touched], format.scales(factors))
@@ -121,7 +122,7 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
 @pytest.mark.parametrize("name", ["int8", "fp8_channel"])
 def test_other_formats_quantise_what_the_parameter_stands_for(name):
     published = Published(name)
-    sent, format = published.send(), CODE_FORMATS[name]
+    sent, format = published.send(), Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     for matrix in {one.hf_name for one, _, _ in linears(published)}:
         boxes = [(one, parameter) for one, parameter, _ in linears(published) if one.hf_name == matrix]
         whole = torch.zeros(boxes[0][0].hf_full_shape, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.quantization_stats import CodeSums, code_metrics, together
@@ -54,7 +55,7 @@ def test_layers_add_up_over_ranks() -> None:
 def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float, most: float) -> None:
     """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three bits of mantissa whatever the scale."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    format = CODE_FORMATS[name]
+    format = Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     factors = format.factors(format.amax(weight, (0, 0)))
     codes = format.codes(weight, factors, (0, 0))
     watch = CodeWatch()
