@@ -43,7 +43,7 @@ from megatron_rl.ranks import trainer_slots
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import rank_placements
+from megatron_rl.weights.shards import rank_shards
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineGroup
@@ -278,7 +278,7 @@ def _peak_bounds(
     on_trainers = [
         [
             (one.hf_name, 2 * math.prod(one.shape))
-            for one in rank_placements(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
+            for one in rank_shards(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
         for slot in trainer_slots(parallel, cpu_threads=1)
     ]

@@ -25,7 +25,7 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import Placement, rank_placements
+from megatron_rl.weights.shards import Shard, rank_shards
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import EngineSpec
 from rollout.processes import ProcessEnv
@@ -164,7 +164,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
 
         segment = CudaSegment()
     spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, wanted)
-    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
+    held = rank_shards(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
     packer = WeightPacker(
         plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
     )
@@ -187,7 +187,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
             pipe.send((address, scales_s, packer.pack_s, packer.send_s))
 
 
-def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
+def _parameters(held: Sequence[Shard], device: Device) -> dict[str, torch.nn.Parameter]:
     return {
         name: torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
         for name, shape in parameter_shapes(held).items()

@@ -29,7 +29,7 @@ from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import is_first_replica, rank_placements
+from megatron_rl.weights.shards import is_first_replica, rank_shards
 from rollout.data.sft_rows import ImitationRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -47,7 +47,7 @@ class Trainer:
         parallel = spec.config.parallel
         self._model_spec = read_model_spec(Path(spec.model))
         self._te_names = layer_names() == "te"
-        self._held = rank_placements(
+        self._held = rank_shards(
             self._model_spec,
             parallel,
             tensor_rank=self._position.tensor,
@@ -104,7 +104,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-            answers=lambda placement: is_first_replica(placement, self.spec.config.parallel, self._position.data),
+            answers=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
         )
 
     @property

@@ -25,7 +25,7 @@ from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard, wire_tensors
-from megatron_rl.weights.shards import placements, rank_placements
+from megatron_rl.weights.shards import rank_shards, shards
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import Box, Wanted
@@ -60,7 +60,7 @@ class Meeting:
 
 def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    held = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    held = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     shapes = {one.hf_name: one.hf_full_shape for one in held}
     return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
 
@@ -86,7 +86,7 @@ def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[s
 
 
 def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-    """What a rank with these placements would hold of the model."""
+    """What a rank with these shards would hold of the model."""
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(held).items()}
     for one in held:
         parameters[one.megatron_name][one.megatron_slices] = whole[one.hf_name][one.hf_slices]
@@ -182,7 +182,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     memory = MemorySender()
 
     def send(slot) -> None:
-        held = rank_placements(
+        held = rank_shards(
             spec,
             parallel,
             tensor_rank=slot.tensor_rank,

@@ -15,7 +15,7 @@ from megatron_rl.weights.fp8_passthrough import blocks_agree, parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.quantization_stats import code_metrics
 from megatron_rl.weights.reshard_plan import plan_reshard
-from megatron_rl.weights.shards import Kind, rank_placements
+from megatron_rl.weights.shards import Kind, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS, WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, Box
@@ -52,7 +52,7 @@ class Published:
         self.plan = plan_reshard(
             SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, te_names=True
         )
-        self.held = rank_placements(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
+        self.held = rank_shards(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
         torch.manual_seed(0)
         weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in parameter_shapes(self.held).items()}
         fp8 = {one.megatron_name for one in self.held if one.kind is Kind.LINEAR and ".layers.0." in one.megatron_name}
@@ -89,7 +89,7 @@ class Published:
 
 
 def linears(published):
-    """Placement, parameter and whether blocks agree, of every FP8 box."""
+    """Shard, parameter and whether blocks agree, of every FP8 box."""
     for one in published.held:
         parameter = published.parameters[one.megatron_name]
         if fp8_parameters.is_primary(parameter):

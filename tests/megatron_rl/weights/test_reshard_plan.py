@@ -93,7 +93,7 @@ def test_data_parallel_replicas_share_the_sending():
     for replicas in (sent[0::2], sent[1::2]):
         assert max(replicas) - min(replicas) <= max(bucket.num_bytes for bucket in plan.buckets)
     for bucket, sources in zip(plan.buckets, plan.sources, strict=True):  # of what they hold
-        start = {source.placement.hf_start for source in sources if source.placement.hf_name.endswith("q_proj.weight")}
+        start = {source.shard.hf_start for source in sources if source.shard.hf_name.endswith("q_proj.weight")}
         assert all((first[0] >= 32) == bool(bucket.source_rank % 2) for first in start)
 
 
@@ -104,7 +104,7 @@ def test_a_rank_of_a_row_parallel_matrix_sends_its_columns_and_only_the_first_se
         (bucket.source_rank, source.role, piece.start, piece.shape)
         for bucket, sources in zip(plan.buckets, plan.sources, strict=True)
         for piece, source in zip(bucket.pieces, sources, strict=True)
-        if source.placement.hf_name == name
+        if source.shard.hf_name == name
     ]
     assert found == [
         (0, Role.CODES, (0, 0), (32, 24)),
