@@ -237,7 +237,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
 
 
 def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
-    own = [bucket for bucket in route.manifest.buckets if bucket.wanted_by(rank)]
+    own = [bucket for bucket in route.manifest.buckets if bucket.required_by(rank)]
     streaming = process_group.GroupInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
     meet.wait()
     meet.wait()

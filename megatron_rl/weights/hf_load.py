@@ -67,7 +67,7 @@ def load(model: torch.nn.Module, shards: tuple[Shard, ...], spec: ModelSpec, dir
     check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
-            fp8 = parameter if fp8_parameters.is_primary(parameter) else None
+            fp8 = parameter if fp8_parameters.is_fp8_parameter(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()
             for box in boxes[name]:

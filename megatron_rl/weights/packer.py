@@ -7,8 +7,8 @@ Scales are fresh at every publish. Where a block of weights that share a scale l
 column-cut matrices, blocks across a border) all trainer ranks of a tensor-parallel group enter one small all-reduce
 (`refresh_scales`); everything after that is local, and a matrix is looked through for its scales where it is quantised.
 
-Parameters that are FP8 themselves (`te_primary`) travel as they are in `fp8_block`, codes and scales, wherever blocks
-agree (`primary_plan`); elsewhere, and in any other format, they are decoded first and then weights like any.
+Parameters that are FP8 themselves (`fp8_parameters`) are sent unchanged in `fp8_block`, codes and scales, where their
+blocks agree (`fp8_passthrough`). Elsewhere, and in any other format, they are decoded first and quantised again.
 
 Matrices are worked on in strips of rows: what is needed meanwhile in higher precision stays small beside a layer.
 """
@@ -34,7 +34,7 @@ from megatron_rl.weights.shards import Shard
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, through_expert
-from rollout.weights.fingerprint_sums import Sums
+from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Box, Bucket
 
 STRIP, DEVICE_STRIP = 1 << 18, 1 << 23
@@ -220,7 +220,7 @@ class WeightPacker:
         rows = sampled_rows(box)
         some = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
         values = self._decoded(some, shard, rows)
-        is_fp8 = fp8_parameters.is_primary(self._parameters[shard.megatron_name])
+        is_fp8 = fp8_parameters.is_fp8_parameter(self._parameters[shard.megatron_name])
         self.watch.see(
             shard.hf_name,
             box,
@@ -235,7 +235,7 @@ class WeightPacker:
         """One parameter of this rank as the engines hold it, in its own dtype. After `send`."""
         parameter = self._parameters[megatron_name]
         held = [shard for shard in self._held if shard.megatron_name == megatron_name]
-        if fp8_parameters.is_primary(parameter):
+        if fp8_parameters.is_fp8_parameter(parameter):
             published = fp8_parameters.decoded(parameter)
         elif sum(math.prod(shard.shape) for shard in held) == parameter.numel():
             published = torch.empty_like(parameter)
@@ -247,7 +247,7 @@ class WeightPacker:
         return published
 
     @torch.no_grad()
-    def sent_sums(self) -> Sums:
+    def published_fingerprint(self) -> Fingerprint:
         """Sums (`rollout.weights.fingerprint`) of what this rank owns, as published. After `send`.
 
         From boxes as the model holds them, not from pieces as they were sent.
@@ -300,11 +300,11 @@ class WeightPacker:
 
     def _agrees(self, shard: Shard) -> bool:
         parameter = self._parameters[shard.megatron_name]
-        return fp8_parameters.is_primary(parameter) and blocks_agree(shard, tuple(parameter.shape))
+        return fp8_parameters.is_fp8_parameter(parameter) and blocks_agree(shard, tuple(parameter.shape))
 
     def _blocks(self, shard: Shard) -> fp8_parameters.Blocks:
         parameter = self._parameters[shard.megatron_name]
-        assert fp8_parameters.is_primary(parameter), "only FP8 parameters have blocks"
+        assert fp8_parameters.is_fp8_parameter(parameter), "only FP8 parameters have blocks"
         return fp8_parameters.Blocks.of(parameter)
 
 

@@ -8,7 +8,7 @@ replicas hold the same boxes and share their buckets, so that each sends about a
 matrix becomes codes, cut as the matrix is, and a grid of scales, of which each box sends those whose block begins in
 it; where a border between boxes cuts a block, all ranks agree on its scale (`ReshardPlan.shared`). Experts'
 matrices travel as parts of their layer's stacks. Boxes are cut once more where what an engine rank takes begins or ends
-(`Wanted`, as vLLM's loaders showed it), and each part goes to the ranks that take it.
+(`Required`, as vLLM's loaders showed it), and each part goes to the ranks that take it.
 
 Invariants: `WeightManifest.check` holds for every plan; tensors, and each rank's pieces, are in the
 order of the model, so a receiver can load layer by layer with little in flight; buckets are in the order
@@ -34,8 +34,8 @@ from rollout.weights.manifest import (
     Box,
     Bucket,
     Piece,
+    Required,
     TensorSpec,
-    Wanted,
     WeightManifest,
     stack_of,
 )
@@ -124,8 +124,8 @@ def plan_reshard(
     *,
     format: WeightFormat,
     bucket_bytes: int,
-    te_names: bool,
-    wanted: Sequence[Wanted] = (),
+    uses_te_layer_names: bool,
+    required: Sequence[Required] = (),
 ) -> ReshardPlan:
     """The plan of every publish of a run.
 
@@ -134,12 +134,12 @@ def plan_reshard(
         parallel: how the trainer holds it.
         format: of the engines.
         bucket_bytes: most bytes of a bucket, but for a piece that is larger.
-        te_names: as the model was built (`model.layer_names`).
-        wanted: by rank of an engine; empty where every rank gets everything.
+        uses_te_layer_names: as the model was built (`model.layer_names`).
+        required: by rank of an engine; empty where every rank gets everything.
     """
     tensors = wire_tensors(spec, format)
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
-    by_expert = [_by_expert(one) for one in wanted]
+    by_expert = [_by_expert(one) for one in required]
     shared: set[str] = set()
     filled: list[tuple[int, list[_Pending]]] = []
     slots = trainer_slots(parallel, cpu_threads=1)
@@ -151,7 +151,7 @@ def plan_reshard(
                 tensor_rank=slot.tensor_rank,
                 pipeline_rank=slot.pipeline_rank,
                 data_rank=slot.data_rank,
-                te_names=te_names,
+                uses_te_layer_names=uses_te_layer_names,
             )
             held = tuple(p for p in held if is_first_replica(p, parallel, slot.data_rank))
             layouts = [(p, format.layout if _quantizes(format, p, spec.num_layers) else None) for p in held]
@@ -202,7 +202,7 @@ def _items(
     layout: CodeLayout | None,
     tensors: tuple[TensorSpec, ...],
     index: dict[str, int],
-    wanted: Sequence[_OfExperts],
+    required: Sequence[_OfExperts],
 ) -> Iterator[_Pending]:
     box = Box(start=shard.hf_start, shape=shard.shape)
     stack = stack_of(shard.hf_name)
@@ -215,31 +215,31 @@ def _items(
         width = DTYPE_BYTES[tensors[index[name]].dtype]
         if shard.expert is not None:
             whole = Box(start=(shard.expert, *whole.start), shape=(1, *whole.shape))
-        for part, ranks in _cut(whole, [one.get((name, whole.expert), ()) for one in wanted]):
+        for part, ranks in _cut(whole, [one.get((name, whole.expert), ()) for one in required]):
             source = PieceSource(shard=shard, role=role)
             yield _Pending(index[name], part.start, part.shape, part.size * width, ranks, source)
 
 
-def _by_expert(wanted: Wanted) -> _OfExperts:
+def _by_expert(required: Required) -> _OfExperts:
     found: dict[tuple[str, int], list[Box]] = {}
-    for name, boxes in wanted.items():
+    for name, boxes in required.items():
         for box in boxes:
             found.setdefault((name, box.expert), []).append(box)
     return found
 
 
-def _cut(box: Box, wanted: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+def _cut(box: Box, required: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Parts of a box, and the engine ranks that want each; what nobody wants goes to rank 0: a publish is whole."""
     if not box.size:
         return
     borders = []
     for dim, (first, size) in enumerate(zip(box.start, box.shape, strict=True)):
-        ends = {end for boxes in wanted for one in boxes for end in (one.start[dim], one.start[dim] + one.shape[dim])}
+        ends = {end for boxes in required for one in boxes for end in (one.start[dim], one.start[dim] + one.shape[dim])}
         borders.append(sorted({first, first + size, *(end for end in ends if first < end < first + size)}))
     for corner in itertools.product(*(pairwise(ends) for ends in borders)):
         part = Box(start=tuple(a for a, _ in corner), shape=tuple(b - a for a, b in corner))
-        ranks = tuple(rank for rank, boxes in enumerate(wanted) if any(one.holds(part) for one in boxes))
-        yield part, () if len(ranks) == len(wanted) else ranks or (0,)
+        ranks = tuple(rank for rank, boxes in enumerate(required) if any(one.holds(part) for one in boxes))
+        yield part, () if len(ranks) == len(required) else ranks or (0,)
 
 
 def _fill(items: list[_Pending], bucket_bytes: int) -> Iterator[list[_Pending]]:

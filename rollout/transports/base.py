@@ -129,7 +129,7 @@ def side_by_side(nodes: Sequence[str]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOverChannel:
+class ColocatedChannel:
     """Each engine rank finds its share in a segment that the trainer rank on its device has laid down."""
 
     memory: Memory
@@ -137,7 +137,7 @@ class HandOverChannel:
     """By engine rank: the engine ranks, itself among them, whose buckets lie in its segment."""
 
 
-Channel = ShmChannel | GroupChannel | HandOverChannel
+Channel = ShmChannel | GroupChannel | ColocatedChannel
 """How one engine is reached."""
 
 

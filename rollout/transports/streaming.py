@@ -127,7 +127,7 @@ class GroupSender:
             parts = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), message.body
             flight.tensors += parts
             for rank in range(channel.num_engine_ranks):
-                if self._buckets[index].wanted_by(rank):
+                if self._buckets[index].required_by(rank):
                     peer = len(channel.source_ranks) + rank
                     for part, tag in zip(parts, _tags(index), strict=True):
                         if part.numel():

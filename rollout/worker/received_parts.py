@@ -26,7 +26,7 @@ class Arrivals:
         self._left: dict[int, int] = {}
         """Elements of each bucket that nobody has been given."""
         for bucket in manifest.buckets:
-            if bucket.wanted_by(engine_rank):
+            if bucket.required_by(engine_rank):
                 self._left[bucket.index] = sum(piece.box.size for piece in bucket.pieces)
                 for piece in bucket.pieces:
                     matrix = manifest.tensors[piece.tensor].name, piece.box.expert

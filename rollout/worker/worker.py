@@ -168,18 +168,18 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Leave the channel."""
         self.shutdown_weight_transfer_engine()
 
-    def wanted(self, specs: bytes) -> bytes:
-        """What this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`): a pickled `Wanted`."""
-        return pickle.dumps(self._receiver().wanted(pickle.loads(specs)))
+    def required(self, specs: bytes) -> bytes:
+        """Pickled `Required`: what this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`)."""
+        return pickle.dumps(self._receiver().required(pickle.loads(specs)))
 
-    def loaded_sums(self, counted: bytes) -> bytes:
-        """Pickled `rollout.weights.fingerprint.Sums` of the weights in place.
+    def loaded_fingerprint(self, counted: bytes) -> bytes:
+        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the weights in place.
 
         `counted` is a pickled list: for each rank the tensors and boxes that it answers for.
         """
         own = pickle.loads(counted)[self.rank]
         with set_current_vllm_config(self.vllm_config):
-            return pickle.dumps(self._receiver().loaded_sums(own))
+            return pickle.dumps(self._receiver().loaded_fingerprint(own))
 
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""

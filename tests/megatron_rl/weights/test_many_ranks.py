@@ -28,7 +28,7 @@ from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard, wire_ten
 from megatron_rl.weights.shards import rank_shards, shards
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
-from rollout.weights.manifest import Box, Wanted
+from rollout.weights.manifest import Box, Required
 from rollout.worker.received_parts import Arrivals
 from tests.megatron_rl.weights.test_reshard_plan import SPEC as SMALL
 from tests.support.deadline import DEADLINE_S
@@ -93,7 +93,7 @@ def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Pa
     return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in parameters.items()}
 
 
-def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Wanted]:
+def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Required]:
     """What the ranks of an engine take: each tensor cut by rows or columns at random places, or held by all.
 
     Of a stack every expert's matrix is cut alike, or whole experts are dealt out.
@@ -175,8 +175,10 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, expert=spread if data % spread == 0 else 1)
     format = WeightFormat(name=name)
     whole = whole_model(spec, seed)
-    wanted = shares(spec, format, engine_ranks, seed)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
+    required = shares(spec, format, engine_ranks, seed)
+    plan = plan_reshard(
+        spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, required=required
+    )
     slots = trainer_slots(parallel, cpu_threads=1)
     groups = {(slot.pipeline_rank, slot.data_rank): Meeting(tensor) for slot in slots}
     memory = MemorySender()
@@ -188,7 +190,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
             tensor_rank=slot.tensor_rank,
             pipeline_rank=slot.pipeline_rank,
             data_rank=slot.data_rank,
-            te_names=False,
+            uses_te_layer_names=False,
         )
         packer = WeightPacker(
             plan,
@@ -208,7 +210,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     expected = quantised_whole(plan, whole)
     for rank in range(engine_ranks):
         arrivals = Arrivals(manifest, memory, engine_rank=rank)
-        for tensor_name, boxes in wanted[rank].items():
+        for tensor_name, boxes in required[rank].items():
             for box in boxes:
                 part = assembled(arrivals, tensor_name, box)
                 right = expected[tensor_name][box.slices((0,) * len(box.start))]

@@ -19,7 +19,7 @@ from megatron_rl.weights.shards import Kind, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS, WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, Box
-from tests.support.trainers.fake_primary import FakePrimary
+from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.memory_sender import MemorySender
 
 SPEC = ModelSpec(
@@ -50,14 +50,15 @@ class Published:
     def __init__(self, format, bucket_bytes=20_000):
         parallel = ParallelConfig()
         self.plan = plan_reshard(
-            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, te_names=True
+            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, uses_te_layer_names=True
         )
-        self.held = rank_shards(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
+        self.held = rank_shards(SPEC, parallel, tensor_rank=0, pipeline_rank=0, uses_te_layer_names=True)
         torch.manual_seed(0)
         weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in parameter_shapes(self.held).items()}
         fp8 = {one.megatron_name for one in self.held if one.kind is Kind.LINEAR and ".layers.0." in one.megatron_name}
         self.parameters = {
-            name: FakePrimary(weight) if name in fp8 else torch.nn.Parameter(weight) for name, weight in weights.items()
+            name: FakeFp8Parameter(weight) if name in fp8 else torch.nn.Parameter(weight)
+            for name, weight in weights.items()
         }
         self.packer = WeightPacker(
             self.plan,
@@ -92,7 +93,7 @@ def linears(published):
     """Shard, parameter and whether blocks agree, of every FP8 box."""
     for one in published.held:
         parameter = published.parameters[one.megatron_name]
-        if fp8_parameters.is_primary(parameter):
+        if fp8_parameters.is_fp8_parameter(parameter):
             yield one, parameter, blocks_agree(one, tuple(parameter.shape))
 
 
@@ -146,10 +147,10 @@ def test_bf16_is_what_the_parameter_stands_for():
 def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, strip):
     published = Published(format)
     sent = published.send()
-    sums = published.packer.sent_sums()
+    sums = published.packer.published_fingerprint()
     monkeypatch.setattr(packer, "STRIP", strip)
     assert all((published.send()[name] == sent[name]).all() for name in sent)
-    again = published.packer.sent_sums()
+    again = published.packer.published_fingerprint()
     assert sums.keys() == again.keys()
     assert all(again[name] == pytest.approx(sums[name], rel=1e-4, abs=1e-3) for name in sums)
     for one, parameter, agrees in linears(published):

@@ -19,7 +19,7 @@ import torch
 
 from rollout.transports import shm_files as files
 from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
-from rollout.transports.colocated import HandOverInbox, HandOverSender, ShmSegment, map_shm
+from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
 from rollout.transports.delta import HEADER
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.rendezvous import join, open_store
@@ -550,8 +550,8 @@ class Exchange:
         )
         groups = in_threads(*(lambda r=rank: join(channel, r) for rank in range(world)))
         self.senders = [
-            HandOverSender(
-                ShmSegment(run_id="transporttest", rank=rank),
+            ColocatedSender(
+                ShmRegion(run_id="transporttest", rank=rank),
                 group,
                 rank=rank,
                 hosted=hosted,
@@ -565,9 +565,9 @@ class Exchange:
     def send(self, publish: Publish) -> list[str]:
         return in_threads(*(lambda s=s, r=r: publish.send(s, r) for r, s in enumerate(self.senders)))
 
-    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> HandOverInbox:
+    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> ColocatedInbox:
         shared = {"engine_rank": engine_rank, "shared_with": self.hosted[host]}
-        return HandOverInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
+        return ColocatedInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
 
     def abandon(self) -> None:
         for sender in self.senders:
@@ -588,14 +588,14 @@ HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
 )
 @pytest.mark.parametrize("bucket_bytes", [64, 1000])
 def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bucket_bytes):
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
     exchange = Exchange(publish, hosted)
     for version in (0, 1):
-        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
         addresses = exchange.send(publish)
         for host, engine_ranks in enumerate(hosted):
             assert bool(addresses[host]) == bool(engine_ranks)
-            shared = [b for b in publish.manifest.buckets if any(b.wanted_by(r) for r in engine_ranks)]
+            shared = [b for b in publish.manifest.buckets if any(b.required_by(r) for r in engine_ranks)]
             if engine_ranks:
                 assert Path(addresses[host]).stat().st_size == files.bucket_offsets(shared)[1]
             for rank in engine_ranks:
@@ -611,7 +611,7 @@ def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bu
 
 
 def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applied():
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0, 1], []])
     addresses = exchange.send(publish)
     only_of_1 = next(b for b in publish.manifest.buckets if b.engine_ranks == (1,))
@@ -624,14 +624,14 @@ def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applie
     exchange.inbox(publish, addresses, host=0, engine_rank=0)
     with pytest.raises(RuntimeError, match=f"bucket {only_of_1.index}: checksum"):
         exchange.inbox(publish, addresses, host=0, engine_rank=1)
-    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     with pytest.raises(RuntimeError, match="carries weight version 0, the manifest says 1"):
         exchange.inbox(later, addresses, host=0, engine_rank=0)
     exchange.abandon()
 
 
 def test_a_trainer_rank_that_hands_nothing_over_is_named():
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0], [1]], timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
         publish.send(exchange.senders[0], 0)
