@@ -24,7 +24,7 @@ _STAND_INS = "vllm.utils.cpu_triton_utils"
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
-    """Ask the kernel for the AMX tiles, which nobody else does before the first INT8 or BF16 kernel needs them."""
+    """Ask the kernel for the AMX tiles, which vLLM does not do before its first INT8 or BF16 kernel needs them."""
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
 

@@ -1,9 +1,9 @@
 """Staged transport of colocated engines: ranks exchange buckets until each device holds what its engine ranks take.
 
 Two processes on one device cannot share an NCCL communicator, and an engine rank that sees one device cannot map
-another's memory. So trainer ranks send each other whole buckets over a group of their own; each lays down, in one
-region, every bucket that an engine rank on its device takes, and those ranks map it there: memory of the device (CUDA
-IPC), or a file in shared memory where there is none. Nothing is applied before every bucket of it has been verified.
+another's memory. So trainer ranks exchange whole buckets over their own process group. Each trainer rank writes every
+bucket that an engine rank on its device requires into one region, and those engine ranks map it: memory of the device
+(CUDA IPC), or a file in shared memory without a device. A rank applies nothing before all its buckets are verified.
 
 Invariants: all ranks enter every publish, with buckets of their own or without; each starts its sends and receives in
 the order of bucket indices, so the transfers of any pair of ranks have one order on both of them, and none waits for
@@ -41,7 +41,7 @@ class SharedRegion(Protocol):
         ...
 
     def remove(self) -> None:
-        """Let go of it; whoever has it mapped keeps it."""
+        """Release the memory; processes that have it mapped keep it."""
         ...
 
 
@@ -88,13 +88,13 @@ class ColocatedSender:
         """A sender that takes part in every publish of a plan.
 
         Args:
-            region: where this rank lays down what it hosts.
-            group: of all trainer ranks, in their order; None where there is one.
-            rank: the trainer rank.
+            region: memory for the buckets of the engine ranks on this rank's device.
+            group: process group of all trainer ranks, in order of rank; None for a single rank.
+            rank: number of this trainer rank.
             hosted: by trainer rank, the numbers of the engine ranks on its device.
-            buckets: of the plan, of all sources.
-            backend: of the group.
-            timeout_s: bounds one publish.
+            buckets: all buckets of the plan, from every source rank.
+            backend: backend of `group`.
+            timeout_s: limit of one publish.
         """
         self._region = region
         self._group = group
@@ -116,10 +116,10 @@ class ColocatedSender:
         self._own: dict[int, Bucket] = {}
         self._memory: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
-        """Two buffers for what no engine rank here takes."""
+        """Two buffers for buckets that no engine rank on this device requires."""
         self._turns: dict[int, int] = {}
         self._sending: dict[int, list[tuple[int, dist.Work | None]]] = {}
-        """By bucket: to whom, and what to wait for."""
+        """By bucket: receiving rank and pending transfer."""
         self._coming: deque[Bucket] = deque()
         self._receiving: list[tuple[Bucket, dist.Work | None]] = []
         self._version = WeightVersion(-1)

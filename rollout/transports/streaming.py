@@ -1,18 +1,16 @@
 """Streaming transport over a process group, gloo or NCCL: buckets go from trainer ranks to engine ranks in index order.
 
-Each engine incarnation has a process group of its own (`rollout.transports.rendezvous`): those that send, then the
-engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). Engines form a
-chain: trainer ranks send to the first, and every rank passes on what it receives to the same rank of the next engine
-(`Relay`) while it goes on receiving, so nobody sends anything twice. With NCCL buckets lie on the devices of both ends
-and never touch the host.
+Each engine incarnation has its own process group (`rollout.transports.rendezvous`): source ranks, then engine ranks.
+A bucket is sent to the ranks of every attached engine that require it (`Bucket.engine_ranks`). Engines form a chain:
+trainer ranks send to the first engine, and every rank forwards what it receives to the same rank of the next engine
+(`Relay`) while it goes on receiving. So no rank sends a bucket twice. With NCCL buckets stay on devices.
 
-No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
-be made (`EngineWeights.init_transport`, `GroupSender.attach`).
+No backend can continue after a missed deadline. A channel that missed one is closed, and a new one has to be made
+(`EngineWeights.init_transport`, `GroupSender.attach`).
 
-A bucket is a header and a body: all of it, or what has changed since the receiver's last one
+A message is a header and a body: the whole bucket, or its changes since the receiver's last one
 (`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a
-receiver that is new, or that missed something, gets whole ones. Every engine rank keeps its own buckets, with NCCL on
-its device.
+receiver that is new, or that missed a publish, gets whole buckets. Every engine rank keeps its own buckets.
 
 Invariants: a bucket's header and body follow each other, and buckets of a pair of ranks their indices, on both ends;
 with gloo the tag of a message also says which it is, so a bucket is never taken for another.
@@ -189,9 +187,9 @@ def _tags(index: int) -> tuple[int, int]:
 class Relay:
     """Passes on what one engine rank receives to the same rank of the next engine.
 
-    What the next engine does not take in time is not sent any more: it says itself what it has waited for in vain, and
-    this engine goes on. With n engines behind it, it waits for n / (n + 1) of the time that a publish has, so that of a
-    chain with one that hangs only the last one before it gives up, and time is left to all before.
+    If the next engine does not take a bucket in time, the relay stops sending and this engine continues; the next
+    engine reports its own timeout. With n engines behind it, a relay waits n / (n + 1) of the publish's time. So when
+    one engine of a chain hangs, only its predecessor's relay times out, and earlier relays have time left.
     """
 
     def __init__(self, channel: GroupChannel, *, engine_rank: int) -> None:

@@ -48,11 +48,11 @@ BACKEND = "megatron_rl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """One publish as an engine's ranks are told of it."""
+    """Announcement of one publish to the ranks of an engine."""
 
     manifest: WeightManifest
     segments: Mapping[int, str]
-    """Where what is staged lies: addresses by trainer rank, or by engine rank where it is handed over."""
+    """Addresses of staged buckets, by trainer rank; of colocated ones, by engine rank."""
     timeout_s: float
     """Deadline of the whole publish."""
 
@@ -147,7 +147,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         return loaded_fingerprint(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
 
     def arrived(self) -> bool:
-        """Whether there is something verified to apply.
+        """Whether a verified part of the publish can be applied.
 
         Raises:
             RuntimeError: it is late, corrupt or of another publish, or none was expected.
@@ -200,7 +200,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Leave the channel; its senders notice at once."""
+        """Leave the channel; its senders see the closed connection at once."""
         if isinstance(self._inbox, Prefetch):
             self._inbox.close()
         if self._stream is not None:
