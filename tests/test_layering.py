@@ -84,7 +84,7 @@ FLOORS = {
     "megatron_rl": Floor(imports="history rollout"),
     "megatron_rl/cpu": Floor(imports="rollout/weights rollout/cpu", libraries="torch", loads="*"),
     "megatron_rl/quantization": Floor(
-        imports="rollout/cpu megatron_rl/cpu",
+        imports="rollout/weights rollout/cpu megatron_rl/cpu",
         libraries="torch transformer_engine",
         loads="*",
     ),
@@ -185,7 +185,7 @@ EXCEPTIONS = {
     "megatron_rl/model/build.py:transformer_config": "8 parameters",
     "megatron_rl/model/logprobs.py:_TokenScores.forward": "torch's: one argument per saved tensor",
     "megatron_rl/model/parallel.py:initialize": "7 parameters",
-    "megatron_rl/weights/shards.py:placements": "9 parameters",
+    "megatron_rl/weights/shards.py:shards": "9 parameters",
     "launcher/commands/build.py:publisher_of": "7 parameters",
     "launcher/commands/history.py:start_drafting": "7 parameters",
     "launcher/commands/run.py:_train": "111 lines",

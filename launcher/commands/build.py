@@ -115,15 +115,15 @@ def publisher_of(
 
 def publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
     """Which trainer rank sends what to which engine rank; the trainer has it, too."""
-    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
-    trainer.plan_publishes(wanted)
+    required = engines.required(timeout_s=config.publish.timeout_s)
+    trainer.plan_publishes(required)
     return plan_reshard(
         read_model_spec(Path(config.model)),
         config.trainer.parallel,
-        wanted=wanted,
+        required=required,
         format=WeightFormat.of(config.engine),
         bucket_bytes=config.publish.bucket_bytes,
-        te_names=trainer.te_names(),
+        uses_te_layer_names=trainer.uses_te_layer_names(),
     )
 
 

@@ -21,7 +21,7 @@ from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import ProbeResult
-from megatron_rl.weights.quantization_stats import together
+from megatron_rl.weights.quantization_stats import sum_stats
 from megatron_rl.weights.reshard_plan import ReshardPlan
 from rollout.failures import CallError, Place
 from rollout.pool.engine_group import EngineGroup
@@ -124,14 +124,14 @@ class Publisher:
             probe_s=time.perf_counter() - delivered,
             weight_gaps=weight_gaps,
             probe_gaps=gaps,
-            codes=together(part.codes for part in delivery.staged),
+            codes=sum_stats(part.codes for part in delivery.staged),
         )
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
         """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
-        numbers, summing = self._engines.there, self._engines.begin("loaded_sums")
-        expected = add_up(self._trainer.sent_sums(timeout_s=self._timeout_s))
-        found = self._engines.wait(summing, "loaded_sums", timeout_s=self._timeout_s)
+        numbers, summing = self._engines.there, self._engines.begin("loaded_fingerprint")
+        expected = add_up(self._trainer.published_fingerprint(timeout_s=self._timeout_s))
+        found = self._engines.wait(summing, "loaded_fingerprint", timeout_s=self._timeout_s)
         judged = [difference(sums, expected, leniency=self._leniency) for sums in found if isinstance(sums, dict)]
         faults = {
             engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "

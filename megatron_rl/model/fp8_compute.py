@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer import MegatronModule
 
 from megatron_rl.config import Fp8
-from megatron_rl.quantization.fp8_parameters import buffers, is_primary
+from megatron_rl.quantization.fp8_parameters import buffers, is_fp8_parameter
 
 ROWS = 16
 """Rows that FP8 products want packed batches padded to (`get_fp8_align_size`)."""
@@ -62,7 +62,7 @@ def check_parameters(model: torch.nn.Module, fp8: Fp8) -> None:
     Raises:
         RuntimeError: parameters were to be FP8 and none is, or the other way round.
     """
-    found = sum(is_primary(parameter) for parameter in model.parameters())
+    found = sum(is_fp8_parameter(parameter) for parameter in model.parameters())
     if bool(found) != (fp8 == "blockwise_param"):
         raise RuntimeError(f"trainer.fp8 = {fp8}, but Megatron has built {found} FP8 parameters")
 

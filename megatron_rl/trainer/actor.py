@@ -18,8 +18,8 @@ from rollout.data.sft_rows import ImitationRows
 from rollout.processes import redirect_output
 from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -83,7 +83,7 @@ class TrainerActor:
             raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
         return self._trainer
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether parameters bear Transformer Engine's names (`model.layer_names`)."""
         from megatron_rl.model.build import layer_names
 
@@ -143,18 +143,18 @@ class TrainerActor:
         """
         import torch.distributed as dist
 
-        from rollout.transports.colocated import HandOverSender, Segment, ShmSegment
+        from rollout.transports.colocated import ColocatedSender, SharedRegion, ShmRegion
 
         if memory == "shm":
-            segment: Segment = ShmSegment(run_id=self._spec.run_id, rank=self._rank)
+            region: SharedRegion = ShmRegion(run_id=self._spec.run_id, rank=self._rank)
         else:
-            from rollout.transports.cuda_ipc import CudaSegment
+            from rollout.transports.cuda_ipc import CudaRegion
 
-            segment = CudaSegment()
+            region = CudaRegion()
         alone = len(hosted) == 1
         backend: Backend = "gloo" if memory == "shm" else "nccl"
-        self._sender = HandOverSender(
-            segment,
+        self._sender = ColocatedSender(
+            region,
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
             rank=self._rank,
             hosted=hosted,
@@ -163,9 +163,9 @@ class TrainerActor:
             timeout_s=self._spec.publish.timeout_s,
         )
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+    def plan_publishes(self, required: Sequence[Required]) -> None:
         """See `Trainer.plan_publishes`."""
-        self._joined.plan_publishes(wanted)
+        self._joined.plan_publishes(required)
 
     def stage(self, weight_version: WeightVersion) -> StagedWeights:
         """See `Trainer.stage`."""
@@ -178,9 +178,9 @@ class TrainerActor:
         if self._sender is not None:
             self._sender.abandon()
 
-    def sent_sums(self) -> Sums:
-        """See `Trainer.sent_sums`."""
-        return self._joined.sent_sums()
+    def published_fingerprint(self) -> Fingerprint:
+        """See `Trainer.published_fingerprint`."""
+        return self._joined.published_fingerprint()
 
     def probe(self, token_ids: list[int]) -> ProbeResult | None:
         """See `Trainer.probe`."""

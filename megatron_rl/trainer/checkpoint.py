@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_rl.quantization.fp8_parameters import decoded, is_primary
+from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.optimizer import loadable
 
@@ -103,7 +103,7 @@ def _decode(model: dict[str, object]) -> None:
     After the optimizer's part is made: that finds its parameters by identity.
     """
     for one in nested_values(model):
-        if is_primary(data := getattr(one, "data", None)):
+        if is_fp8_parameter(data := getattr(one, "data", None)):
             one.data = decoded(data).cpu()
 
 

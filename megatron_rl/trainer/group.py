@@ -23,8 +23,8 @@ from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.offload import Part
@@ -125,9 +125,9 @@ class TrainerGroup:
         self.ranks = ranks
         self._unstaging: Sequence[ray.ObjectRef] = ()
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
-        return _results(self.ranks.call("te_names"), bool)[0]
+        return _results(self.ranks.call("uses_te_layer_names"), bool)[0]
 
     def train(self, batch: TrainBatch) -> StepResult:
         """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
@@ -147,9 +147,9 @@ class TrainerGroup:
         found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
         return list(found[first_rank])
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+    def plan_publishes(self, required: Sequence[Required]) -> None:
         """Tell every rank what the engines' ranks take."""
-        self.ranks.call("plan_publishes", ray.put(list(wanted)))
+        self.ranks.call("plan_publishes", ray.put(list(required)))
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""
@@ -163,9 +163,9 @@ class TrainerGroup:
         """
         self._unstaging = self.ranks.begin("unstage")
 
-    def sent_sums(self, *, timeout_s: float) -> list[Sums]:
+    def published_fingerprint(self, *, timeout_s: float) -> list[Fingerprint]:
         """Sums of what each rank published last."""
-        return list(_results(self.ranks.call("sent_sums", timeout_s=timeout_s), dict))
+        return list(_results(self.ranks.call("published_fingerprint", timeout_s=timeout_s), dict))
 
     def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
         """Log-probabilities of the probe prompt under the weights as staged."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.weights.quantization_stats import CodeSums
+from megatron_rl.weights.quantization_stats import QuantizationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class StagedWeights:
     """Seconds for all other scales, cutting, quantising and writing into buckets."""
     send_s: float
     """Seconds for checksums and handing over."""
-    codes: Mapping[int, CodeSums]
+    codes: Mapping[int, QuantizationStats]
     """What 8 bits cost this rank's weights, by layer; empty in BF16."""
 
 

@@ -29,12 +29,12 @@ from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import is_first_replica, rank_placements
+from megatron_rl.weights.shards import is_first_replica, rank_shards
 from rollout.data.sft_rows import ImitationRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 
 class Trainer:
@@ -46,14 +46,14 @@ class Trainer:
         self._position = position
         parallel = spec.config.parallel
         self._model_spec = read_model_spec(Path(spec.model))
-        self._te_names = layer_names() == "te"
-        self._held = rank_placements(
+        self._uses_te_layer_names = layer_names() == "te"
+        self._held = rank_shards(
             self._model_spec,
             parallel,
             tensor_rank=self._position.tensor,
             pipeline_rank=self._position.pipeline,
             data_rank=self._position.data,
-            te_names=self._te_names,
+            uses_te_layer_names=self._uses_te_layer_names,
         )
         models = build(
             self._model_spec,
@@ -87,15 +87,15 @@ class Trainer:
             device=device(),
         )
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
-        """Plan what later publishes send to whom; `wanted` as in `plan_reshard`."""
+    def plan_publishes(self, required: Sequence[Required]) -> None:
+        """Plan what later publishes send to whom; `required` as in `plan_reshard`."""
         self.plan: ReshardPlan = plan_reshard(
             self._model_spec,
             self.spec.config.parallel,
             format=self.spec.format,
             bucket_bytes=self.spec.publish.bucket_bytes,
-            te_names=self._te_names,
-            wanted=wanted,
+            uses_te_layer_names=self._uses_te_layer_names,
+            required=required,
         )
         tensor_parallel = self.spec.config.parallel.tensor > 1
         self._packer = WeightPacker(
@@ -104,7 +104,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-            answers=lambda placement: is_first_replica(placement, self.spec.config.parallel, self._position.data),
+            answers=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
         )
 
     @property
@@ -146,9 +146,9 @@ class Trainer:
             codes=self._packer.watch.sums(),
         )
 
-    def sent_sums(self) -> Sums:
+    def published_fingerprint(self) -> Fingerprint:
         """Sums of what this rank published with the last `stage`; see `rollout.weights.fingerprint`."""
-        return self._packer.sent_sums()
+        return self._packer.published_fingerprint()
 
     def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
         """Log-probabilities of the probe prompt under the weights that the last `stage` published."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.weights.manifest import Wanted
+from rollout.weights.manifest import Required
 
 
 class EngineGroup:
@@ -122,13 +122,13 @@ class EngineGroup:
                 raise
             self.tell(method, *args, timeout_s=timeout_s)
 
-    def wanted(self, *, timeout_s: float) -> list[Wanted]:
+    def required(self, *, timeout_s: float) -> list[Required]:
         """What each rank of an engine takes of a publish.
 
         Raises:
             RuntimeError: engines differ in it, so that one plan cannot serve them all.
         """
-        first, *others = self.call("wanted", timeout_s=timeout_s)
+        first, *others = self.call("required", timeout_s=timeout_s)
         for number, other in enumerate(others, start=1):
             if other != first:
                 raise RuntimeError(f"engine {number} takes other parts of the weights than engine 0")

@@ -48,7 +48,7 @@ def losses(trainer, *, steps=2):
 
 def primaries(trainer):
     """FP8 parameters by name."""
-    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_primary(one)}
+    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_fp8_parameter(one)}
 
 
 def masters(trainer):

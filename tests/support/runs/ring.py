@@ -92,10 +92,10 @@ class Ring:
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
         """A publisher over `transport`; the link that is asked for becomes the one that engines listen to."""
         spec = read_model_spec(Path(self.directory))
-        wanted = self.engines.wanted(timeout_s=TIMEOUT_S)
-        self.trainer.plan_publishes(wanted)
+        required = self.engines.required(timeout_s=TIMEOUT_S)
+        self.trainer.plan_publishes(required)
         plan = plan_reshard(
-            spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, te_names=False, wanted=wanted
+            spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, uses_te_layer_names=False, required=required
         )
         if transport == "shm":
             link: Link = ShmLink(self.trainer, self.engines, timeout_s=TIMEOUT_S)
