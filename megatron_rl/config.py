@@ -2,9 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from history.config import Config
+from megatron_rl.built_in import ADVANTAGES, LOSSES, BuiltIns
 from rollout.config import InFlight
 
 Fp8 = Literal["none", "blockwise", "blockwise_param"]
@@ -136,10 +138,10 @@ class AlgorithmConfig(Config):
     """Mini batches of one epoch over the step's samples."""
     num_epochs: int = Field(default=1, gt=0)
     """Passes over the step's samples; optimizer steps of a step = `num_epochs x num_mini_batches`."""
-    loss: str = "megatron_rl.algorithm.loss.clipped_surrogate"
-    """Dotted path of the policy loss."""
-    advantage: str = "megatron_rl.algorithm.advantages.grpo"
-    """Dotted path of the advantage: `grpo`, `dr_grpo`, `rloo` and `dapo` are built in."""
+    loss: str = "clipped_surrogate"
+    """Policy loss: `clipped_surrogate`, `gspo` or `cispo`, or the dotted path of your own function."""
+    advantage: str = "grpo"
+    """Advantage: `grpo`, `dr_grpo`, `rloo` or `dapo`, or the dotted path of your own function."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of the mini batch, or mean over sequences of their token means."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
@@ -160,6 +162,23 @@ class AlgorithmConfig(Config):
     """Read by `dapo`: the punishment at the limit, in units of reward."""
     correction: CorrectionConfig = CorrectionConfig()
     """Truncated importance sampling and its family."""
+
+    @field_validator("loss")
+    @classmethod
+    def _check_loss(cls, value: str) -> str:
+        return _known(value, LOSSES)
+
+    @field_validator("advantage")
+    @classmethod
+    def _check_advantage(cls, value: str) -> str:
+        return _known(value, ADVANTAGES)
+
+
+def _known(value: str, built_ins: BuiltIns) -> str:
+    """`value`, unless it can be no name of a function."""
+    if problem := built_ins.problem(value):
+        raise PydanticCustomError("function_name", "{problem}", {"problem": problem})
+    return value
 
 
 class PublishConfig(Config):

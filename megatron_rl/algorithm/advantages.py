@@ -1,7 +1,7 @@
 """Advantages of the responses of one group, from their rewards.
 
 An advantage function takes a `GroupOutcome` and returns one number per response; every token of the response gets
-it. Any callable of that signature can be named in the configuration (`algorithm.advantage`).
+it. `algorithm.advantage` names a built-in function (`grpo`) or the dotted path of any callable of that signature.
 
 * GRPO (arXiv 2402.03300, section 4.1): (r - mean) / (std + eps), with the unbiased std.
 * Dr.GRPO (arXiv 2503.20783, section 3.2): r - mean, because dividing by the std favours very easy and very hard
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from history.config import load_dotted
+from megatron_rl.built_in import ADVANTAGES
 
 Rewards = npt.NDArray[np.float64]
 
@@ -79,9 +80,9 @@ def overlong_punishment(outcome: GroupOutcome) -> Rewards:
     return np.asarray(exceeded * outcome.overlong_penalty, dtype=np.float64)
 
 
-def load_advantage(path: str) -> AdvantageFunction:
-    """The advantage function at a dotted path; raises ValueError when there is none."""
-    return cast(AdvantageFunction, load_dotted(path, field="algorithm.advantage"))
+def load_advantage(name: str) -> AdvantageFunction:
+    """The advantage function of a short name or dotted path; raises ValueError if there is none."""
+    return cast(AdvantageFunction, load_dotted(ADVANTAGES.path(name), field=ADVANTAGES.key))
 
 
 def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:

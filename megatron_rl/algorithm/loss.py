@@ -26,6 +26,7 @@ from torch import Tensor
 
 from history.config import load_dotted
 from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
+from megatron_rl.built_in import LOSSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,9 @@ class LossOutput:
 PolicyLoss = Callable[[LossInputs, LossSettings], LossOutput]
 
 
-def load_loss(path: str) -> PolicyLoss:
-    """The policy loss at a dotted path; raises ValueError when there is none."""
-    return cast(PolicyLoss, load_dotted(path, field="algorithm.loss"))
+def load_loss(name: str) -> PolicyLoss:
+    """The policy loss of a short name or dotted path; raises ValueError if there is none."""
+    return cast(PolicyLoss, load_dotted(LOSSES.path(name), field=LOSSES.key))
 
 
 def coefficients(

@@ -152,7 +152,7 @@ def test_invariants_hold_for_any_groups(
         num_mini_batches=num_mini_batches,
         mask_truncated=mask_truncated,
         drop_zero_variance=drop_zero_variance,
-        advantage=f"megatron_rl.algorithm.advantages.{advantage}",
+        advantage=advantage,
     )
 
 
@@ -175,7 +175,7 @@ def test_aborted_responses_leave_the_baseline_too():
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.ABORT]
     batch = build(
         [scored_group(0, [3, 4, 5], [0.0, 1.0, 100.0], reasons=reasons)],
-        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+        advantage="dr_grpo",
     )
     advantages = {sample.sample: sample.advantage for sample in samples_of(batch.mini_batches[0])}
     assert advantages == {0: -0.5, 1: 0.5}
@@ -186,7 +186,7 @@ def test_masked_truncated_responses_still_count_in_the_baseline():
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     batch = build(
         [scored_group(0, [3, 4, 64], [0.0, 1.0, 0.5], reasons=reasons)],
-        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+        advantage="dr_grpo",
         mask_truncated=True,
     )
     assert {s.sample: s.advantage for s in samples_of(batch.mini_batches[0])} == {0: -0.5, 1: 0.5}
