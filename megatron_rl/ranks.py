@@ -9,7 +9,7 @@ from megatron_rl.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSlot:
+class TrainerRank:
     """Where one trainer rank lives."""
 
     rank: int
@@ -24,15 +24,15 @@ class TrainerSlot:
     """The device, if any; () on CPU, and where Ray chooses."""
 
 
-def trainer_slots(
+def trainer_ranks(
     parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0, *, place: bool = False
-) -> tuple[TrainerSlot, ...]:
+) -> tuple[TrainerRank, ...]:
     """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline.
 
     With `place`, each is on the device of its own number.
     """
     return tuple(
-        TrainerSlot(
+        TrainerRank(
             rank=rank,
             tensor_rank=rank % parallel.tensor,
             data_rank=rank // parallel.tensor % parallel.data,

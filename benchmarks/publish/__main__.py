@@ -39,7 +39,7 @@ from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.controller.delivery import GroupLink, Link, ShmLink
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
@@ -162,7 +162,7 @@ def publishes(
         trainer, engines = _start(case, model, running, delta=delta)
         wanted = engines.wanted(timeout_s=TIMEOUT_S)
         trainer.plan_publishes(wanted)
-        plan = _plan(case, model, wanted, te_names=trainer.te_names())
+        plan = _plan(case, model, wanted, uses_te_layer_names=trainer.uses_te_layer_names())
         version = 0
         for transport in ("gloo",) if delta else TRANSPORTS:
             publisher = _publisher(trainer, engines, plan, model, transport)
@@ -210,18 +210,18 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         total_updates=1,
         seed=0,
     )
-    trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
+    trainer = running.start_trainer(spec, trainer_ranks(parallel, cpu_threads=1))
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     return trainer, engines
 
 
-def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, te_names: bool) -> ReshardPlan:
+def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, uses_te_layer_names: bool) -> ReshardPlan:
     return plan_reshard(
         read_model_spec(model),
         TRAINERS[case.trainer],
         format=case.weight_format,
         bucket_bytes=BUCKET_BYTES,
-        te_names=te_names,
+        uses_te_layer_names=uses_te_layer_names,
         wanted=wanted,
     )
 
@@ -280,7 +280,7 @@ def _peak_bounds(
             (one.hf_name, 2 * math.prod(one.shape))
             for one in rank_placements(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
-        for slot in trainer_slots(parallel, cpu_threads=1)
+        for slot in trainer_ranks(parallel, cpu_threads=1)
     ]
     buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
     staged = {"trainer": 0, "engine": 0}

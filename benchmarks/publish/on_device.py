@@ -147,7 +147,7 @@ def _plan(model: Path, format: Format, wanted: Sequence[Wanted]) -> ReshardPlan:
         ParallelConfig(),
         format=WeightFormat(name=format),
         bucket_bytes=BUCKET_BYTES,
-        te_names=False,
+        uses_te_layer_names=False,
         wanted=wanted,
     )
 
@@ -164,7 +164,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
 
         segment = CudaSegment()
     spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, wanted)
-    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
+    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, uses_te_layer_names=False)
     packer = WeightPacker(
         plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
     )

@@ -123,7 +123,7 @@ def publish_plan(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup)
         wanted=wanted,
         format=WeightFormat.of(config.engine),
         bucket_bytes=config.publish.bucket_bytes,
-        te_names=trainer.te_names(),
+        uses_te_layer_names=trainer.uses_te_layer_names(),
     )
 
 

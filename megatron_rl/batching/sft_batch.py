@@ -15,7 +15,7 @@ from megatron_rl.batching.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationBatch:
+class SftBatch:
     """One optimizer step of a warm start, as row numbers."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -24,7 +24,7 @@ class ImitationBatch:
     """Response tokens of the step over all ranks."""
 
 
-def imitation_batches(
+def sft_batches(
     lengths: Sequence[int],
     response_lengths: Sequence[int],
     *,
@@ -34,14 +34,14 @@ def imitation_batches(
     max_micro_batch_tokens: int,
     costs: CostModel,
     seed: int,
-) -> Iterator[ImitationBatch]:
+) -> Iterator[SftBatch]:
     """The steps of a warm start; `lengths` are prompt plus response tokens of each row."""
     order = _endless_order(len(lengths), seed)
     for _ in range(num_steps):
         rows = [next(order) for _ in range(batch_size)]
         row_lengths = [lengths[row] for row in rows]
         placed = balance(row_lengths, num_ranks=num_ranks, max_tokens=max_micro_batch_tokens, costs=costs)
-        yield ImitationBatch(
+        yield SftBatch(
             micro_batches=tuple(tuple(tuple(rows[i] for i in micro) for micro in rank) for rank in placed),
             num_tokens=sum(response_lengths[row] for row in rows),
         )

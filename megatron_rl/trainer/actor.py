@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import ray
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
-from rollout.data.sft_rows import ImitationRows
+from rollout.data.sft_rows import SftRows
 from rollout.processes import redirect_output
 from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
@@ -41,7 +41,7 @@ class TrainerActor:
         self._rank = rank
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
-        self._rows: ImitationRows | None = None
+        self._rows: SftRows | None = None
         self._world: TCPStore | None = None
         self._stores: list[TCPStore] = []
 
@@ -83,7 +83,7 @@ class TrainerActor:
             raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
         return self._trainer
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether parameters bear Transformer Engine's names (`model.layer_names`)."""
         from megatron_rl.model.build import layer_names
 
@@ -93,14 +93,14 @@ class TrainerActor:
         """See `Trainer.train`."""
         return self._joined.train(batch, _fetch)
 
-    def load_rows(self, rows: ImitationRows) -> None:
+    def load_rows(self, rows: SftRows) -> None:
         """Keep the rows of a warm start."""
         self._rows = rows
 
-    def imitate(self, batch: ImitationBatch) -> StepResult:
-        """See `Trainer.imitate`; `load_rows` comes first."""
+    def sft_step(self, batch: SftBatch) -> StepResult:
+        """See `Trainer.sft_step`; `load_rows` comes first."""
         assert self._rows is not None, "load_rows comes first"
-        return self._joined.imitate(batch, self._rows)
+        return self._joined.sft_step(batch, self._rows)
 
     def open_shm(self) -> None:
         """Publish through shared memory from now on."""
@@ -186,13 +186,13 @@ class TrainerActor:
         """See `Trainer.probe`."""
         return self._joined.probe(token_ids)
 
-    def move_out(self, parts: "Sequence[Part]") -> int:
-        """See `Trainer.move_out`."""
-        return self._joined.move_out(parts)
+    def offload(self, parts: "Sequence[Part]") -> int:
+        """See `Trainer.offload`."""
+        return self._joined.offload(parts)
 
-    def move_in(self) -> None:
-        """See `Trainer.move_in`."""
-        self._joined.move_in()
+    def onload(self) -> None:
+        """See `Trainer.onload`."""
+        self._joined.onload()
 
     def save(self, path: str) -> None:
         """See `Trainer.save`."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
-from megatron_rl.ranks import TrainerSlot
+from megatron_rl.batching.sft_batch import SftBatch
+from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
@@ -125,9 +125,9 @@ class TrainerGroup:
         self.ranks = ranks
         self._unstaging: Sequence[ray.ObjectRef] = ()
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
-        return _results(self.ranks.call("te_names"), bool)[0]
+        return _results(self.ranks.call("uses_te_layer_names"), bool)[0]
 
     def train(self, batch: TrainBatch) -> StepResult:
         """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
@@ -135,12 +135,12 @@ class TrainerGroup:
         return _results(self.ranks.call("train", handle), StepResult)[-1]
 
     def load_rows(self, rows: ray.ObjectRef) -> None:
-        """Give every rank the rows of a warm start (an `ImitationRows` in the object store)."""
+        """Give every rank the rows of a warm start (an `SftRows` in the object store)."""
         self.ranks.call("load_rows", rows)
 
-    def imitate(self, batch: ImitationBatch) -> StepResult:
+    def sft_step(self, batch: SftBatch) -> StepResult:
         """One optimizer step of a warm start."""
-        return _results(self.ranks.call("imitate", batch), StepResult)[-1]
+        return _results(self.ranks.call("sft_step", batch), StepResult)[-1]
 
     def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
         """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
@@ -172,13 +172,13 @@ class TrainerGroup:
         found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
         return _results([result for result in found if result is not None], ProbeResult)[0]
 
-    def move_out(self, parts: "Sequence[Part]") -> None:
-        """Move parts of every rank to host memory; see `HostCopies`."""
-        self.ranks.call("move_out", tuple(parts))
+    def offload(self, parts: "Sequence[Part]") -> None:
+        """Move parts of every rank to host memory; see `Offloader`."""
+        self.ranks.call("offload", tuple(parts))
 
-    def move_in(self) -> None:
+    def onload(self) -> None:
         """Bring back what every rank has in host memory."""
-        self.ranks.call("move_in")
+        self.ranks.call("onload")
 
     def save(self, path: str) -> None:
         """Write the trainer's part of a checkpoint."""
@@ -198,23 +198,23 @@ class TrainerGroup:
 
 
 def start_trainer(
-    spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environments: Sequence[Mapping[str, str]]
+    spec: TrainerSpec, ranks: Sequence[TrainerRank], *, environments: Sequence[Mapping[str, str]]
 ) -> TrainerGroup:
-    """Start one actor per slot in its own environment; returns when all have met and loaded their weights."""
+    """Start one actor per rank in its own environment; returns when all have met and loaded their weights."""
     remote = ray.remote(TrainerActor)
     actors = [
         remote.options(
             num_cpus=1,
-            num_gpus=0 if slot.devices else slot.num_gpus,
+            num_gpus=0 if rank.devices else rank.num_gpus,
             runtime_env={"env_vars": dict(environment)},
-        ).remote(spec, slot.rank)
-        for slot, environment in zip(slots, environments, strict=True)
+        ).remote(spec, rank.rank)
+        for rank, environment in zip(ranks, environments, strict=True)
     ]
-    ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
-    (address, *_) = ranks.call("rendezvous")
+    group = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
+    (address, *_) = group.call("rendezvous")
     assert isinstance(address, tuple)
-    ranks.call("join", *address)
-    return TrainerGroup(ranks)
+    group.call("join", *address)
+    return TrainerGroup(group)
 
 
 def _results(found: Sequence[object], kind: type[Result]) -> list[Result]:

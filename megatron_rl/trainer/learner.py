@@ -213,7 +213,7 @@ class Learner:
         )
         return self._loss(inputs, settings)
 
-    def imitate(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
+    def sft_step(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
         """One optimizer step on given responses: mean negative log-probability over `num_tokens`, temperature 1."""
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:

@@ -35,7 +35,7 @@ class _Away:
     """Its bytes; None where zeros will do."""
 
 
-class HostCopies:
+class Offloader:
     """The parts of one trainer rank, each on its device or in host memory."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -43,11 +43,11 @@ class HostCopies:
         self._optimizer = optimizer
         self._away: dict[Part, list[_Away]] = {}
 
-    def move_out(self, parts: Iterable[Part]) -> int:
+    def offload(self, parts: Iterable[Part]) -> int:
         """Empty these parts, but for those that are away; returns how many bytes the device has got back."""
-        return sum(self._move_out(part) for part in parts if part not in self._away)
+        return sum(self._offload(part) for part in parts if part not in self._away)
 
-    def _move_out(self, part: Part) -> int:
+    def _offload(self, part: Part) -> int:
         away = []
         dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
         for storage in _storages(self._tensors(part)):
@@ -62,7 +62,7 @@ class HostCopies:
         self._away[part] = away
         return dropped + sum(one.num_bytes for one in away)
 
-    def move_in(self) -> None:
+    def onload(self) -> None:
         """Bring back everything that is away."""
         for away in self._away.values():
             for one in away:

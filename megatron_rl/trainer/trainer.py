@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.model import fp8_compute
 from megatron_rl.model.build import build, layer_names
 from megatron_rl.model.packed_batch import pack_batch
@@ -22,7 +22,7 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import checkpoint, probe
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
-from megatron_rl.trainer.offload import HostCopies, Part
+from megatron_rl.trainer.offload import Offloader, Part
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, wrap
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
@@ -30,7 +30,7 @@ from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from megatron_rl.weights.shards import is_first_replica, rank_placements
-from rollout.data.sft_rows import ImitationRows
+from rollout.data.sft_rows import SftRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint_sums import Sums
@@ -46,14 +46,14 @@ class Trainer:
         self._position = position
         parallel = spec.config.parallel
         self._model_spec = read_model_spec(Path(spec.model))
-        self._te_names = layer_names() == "te"
+        self._uses_te_layer_names = layer_names() == "te"
         self._held = rank_placements(
             self._model_spec,
             parallel,
             tensor_rank=self._position.tensor,
             pipeline_rank=self._position.pipeline,
             data_rank=self._position.data,
-            te_names=self._te_names,
+            uses_te_layer_names=self._uses_te_layer_names,
         )
         models = build(
             self._model_spec,
@@ -68,7 +68,7 @@ class Trainer:
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         self._learner = self._build_learner()
-        self._host_copies = HostCopies(self._learner.chunks, self._learner.optimizer)
+        self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
         self.plan_publishes(())
 
     def _build_learner(self) -> Learner:
@@ -94,7 +94,7 @@ class Trainer:
             self.spec.config.parallel,
             format=self.spec.format,
             bucket_bytes=self.spec.publish.bucket_bytes,
-            te_names=self._te_names,
+            uses_te_layer_names=self._uses_te_layer_names,
             wanted=wanted,
         )
         tensor_parallel = self.spec.config.parallel.tensor > 1
@@ -117,7 +117,7 @@ class Trainer:
         """One step of policy learning; complete metrics on the last pipeline stage only."""
         return self._learner.train(batch, fetch)
 
-    def imitate(self, batch: ImitationBatch, rows: ImitationRows) -> StepResult:
+    def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
         """One optimizer step of a warm start; complete metrics on the last pipeline stage only."""
         own = batch.micro_batches[self._position.data]
         dummy = np.zeros(1, dtype=np.int32)
@@ -128,7 +128,7 @@ class Trainer:
             ).to(device())
             for micro in own
         ]
-        return self._learner.imitate(packed, [not micro for micro in own], batch.num_tokens)
+        return self._learner.sft_step(packed, [not micro for micro in own], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
         """Quantise with fresh scales and hand this rank's buckets to `sender`."""
@@ -160,16 +160,16 @@ class Trainer:
             device=device(),
         )
 
-    def move_out(self, parts: Sequence[Part]) -> int:
+    def offload(self, parts: Sequence[Part]) -> int:
         """Move parts of this rank to host memory; returns how many bytes its device has got back."""
-        freed = self._host_copies.move_out(parts)
+        freed = self._offloader.offload(parts)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what is not used is still reserved, and the engine is another process
         return freed
 
-    def move_in(self) -> None:
+    def onload(self) -> None:
         """Bring back what is in host memory."""
-        self._host_copies.move_in()
+        self._offloader.onload()
 
     def save(self, path: str) -> None:
         """Write model, optimizer, schedule and generator states below `path`."""
@@ -181,7 +181,7 @@ class Trainer:
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face directory in the trainer's dtype."""
-        self.move_in()
+        self.onload()
         hf_export.export(
             self._model,
             self.spec.config.parallel,

@@ -73,6 +73,6 @@ def _linears(spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int) -> 
         layers=range(1),
         first=False,
         last=False,
-        te_names=True,
+        uses_te_layer_names=True,
     )
     return [one for one in held if one.kind is Kind.LINEAR and not one.expert]

@@ -88,7 +88,7 @@ def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
             tensor_rank=tensor,
             pipeline_rank=pipeline,
             data_rank=data,
-            te_names=layer_names() == "te",
+            uses_te_layer_names=layer_names() == "te",
         ):
             if placement.owned and is_first_replica(placement, parallel, data):
                 boxes.setdefault(placement.hf_name, []).append(placement)

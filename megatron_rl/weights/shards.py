@@ -107,7 +107,7 @@ def placements(
     last: bool,
     expert: int = 1,
     expert_rank: int = 0,
-    te_names: bool = False,
+    uses_te_layer_names: bool = False,
 ) -> tuple[Placement, ...]:
     """All boxes that one rank holds, in the order of the model: embedding, layers, final norm, output.
 
@@ -119,7 +119,7 @@ def placements(
         spec, layers, _experts(spec, expert, expert_rank), first=first, last=last
     ):
         shape = rule.shape(spec)
-        name = rule.te if te_names and rule.te is not None else rule.local
+        name = rule.te if uses_te_layer_names and rule.te is not None else rule.local
         replicated = rule.split is Split.REPLICATED
         for box in _SPLITS[rule.split](spec, shape, tensor, tensor_rank):
             found.append(
@@ -173,7 +173,7 @@ def rank_placements(
     tensor_rank: int,
     pipeline_rank: int,
     data_rank: int = 0,
-    te_names: bool = False,
+    uses_te_layer_names: bool = False,
 ) -> tuple[Placement, ...]:
     """`placements` of the rank at these coordinates of a partition."""
     return placements(
@@ -185,7 +185,7 @@ def rank_placements(
         last=pipeline_rank == parallel.pipeline - 1,
         expert=parallel.expert,
         expert_rank=data_rank % parallel.expert,
-        te_names=te_names,
+        uses_te_layer_names=uses_te_layer_names,
     )
 
 

@@ -56,7 +56,7 @@ def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> No
 def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> None:
     wanted = shards(SPEC, INT8, 2)
     plan = plan_reshard(
-        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted
+        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, wanted=wanted
     )
     found = _bytes(plan, wanted)
     assert found["own_shard_bytes"] < found["rank_bytes"] < 1.5 * found["own_shard_bytes"]
@@ -67,7 +67,11 @@ def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> N
 def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
     model = write_model(tmp_path / "model", quick=True)
     plan = plan_reshard(
-        read_model_spec(model), ParallelConfig(), format=WeightFormat(name="int8"), bucket_bytes=8 << 20, te_names=False
+        read_model_spec(model),
+        ParallelConfig(),
+        format=WeightFormat(name="int8"),
+        bucket_bytes=8 << 20,
+        uses_te_layer_names=False,
     )
     for transport, plain in (("gloo", False), ("shm", True)):
         assert transfer_s(plan, num_engines=1, num_ranks=1, transport=transport, plain=plain) > 0
@@ -172,7 +176,7 @@ def test_the_model_can_be_published_in(tmp_path, name) -> None:
         ParallelConfig(pipeline=2),
         format=WeightFormat(name=name),
         bucket_bytes=16 << 20,
-        te_names=False,
+        uses_te_layer_names=False,
         wanted=wanted,
     )
     assert _bytes(plan, wanted)["rank_bytes_over_own_shard"] < 1.02

@@ -84,7 +84,9 @@ def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, te
         Trainer(log, tensor),
         Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
         Link(log),
-        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, te_names=False),
+        plan=plan_reshard(
+            spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, uses_te_layer_names=False
+        ),
         run_id="run",
         vocab_size=spec.vocab_size,
         probe_length=8,

@@ -121,7 +121,9 @@ class FakeModel:
 def test_loading_fills_fp8_parameters_whole_and_others_as_ever(tmp_path):
     spec = read_model_spec(save_model("wide", tmp_path, dtype=torch.float32))
     for rank in range(2):
-        held = placements(spec, tensor=2, tensor_rank=rank, layers=range(2), first=True, last=True, te_names=True)
+        held = placements(
+            spec, tensor=2, tensor_rank=rank, layers=range(2), first=True, last=True, uses_te_layer_names=True
+        )
         model = FakeModel(held)
         load(model, held, spec, tmp_path)
         from safetensors.torch import load_file

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.quantization.formats import CODE_FORMATS
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
@@ -174,8 +174,10 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     format = WeightFormat(name=name)
     whole = whole_model(spec, seed)
     wanted = shares(spec, format, engine_ranks, seed)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
-    slots = trainer_slots(parallel, cpu_threads=1)
+    plan = plan_reshard(
+        spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, wanted=wanted
+    )
+    slots = trainer_ranks(parallel, cpu_threads=1)
     groups = {(slot.pipeline_rank, slot.data_rank): Meeting(tensor) for slot in slots}
     memory = MemorySender()
 
@@ -186,7 +188,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
             tensor_rank=slot.tensor_rank,
             pipeline_rank=slot.pipeline_rank,
             data_rank=slot.data_rank,
-            te_names=False,
+            uses_te_layer_names=False,
         )
         packer = WeightPacker(
             plan,

@@ -49,9 +49,9 @@ class Published:
     def __init__(self, format, bucket_bytes=20_000):
         parallel = ParallelConfig()
         self.plan = plan_reshard(
-            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, te_names=True
+            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, uses_te_layer_names=True
         )
-        self.held = rank_placements(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
+        self.held = rank_placements(SPEC, parallel, tensor_rank=0, pipeline_rank=0, uses_te_layer_names=True)
         torch.manual_seed(0)
         weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in parameter_shapes(self.held).items()}
         fp8 = {one.megatron_name for one in self.held if one.kind is Kind.LINEAR and ".layers.0." in one.megatron_name}

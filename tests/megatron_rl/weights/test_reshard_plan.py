@@ -56,7 +56,7 @@ partitions = st.builds(
 )
 def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, name, kept, bucket_bytes):
     format = WeightFormat(name=name, bf16_first_layers=kept)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False)
+    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False)
     plan.manifest("r", WeightVersion(0)).check()
     for bucket, sources in zip(plan.buckets, plan.sources, strict=True):
         assert len(bucket.pieces) == len(sources)
@@ -79,14 +79,18 @@ def test_int8_wire_bytes_are_about_half_of_bf16_for_what_is_quantised(tensor):
 
     scales = sum(t.num_bytes for t in wire_tensors(SPEC, INT8) if t.name.endswith("_scale"))
     assert linear_bytes("int8") - scales == linear_bytes("bf16") / 2
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=tensor), format=INT8, bucket_bytes=1 << 20, te_names=False)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=tensor), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False
+    )
     payload = sum(t.num_bytes for t in plan.tensors)
     padding = plan.manifest("r", WeightVersion(0)).num_bytes - payload - len(plan.buckets) * TRAILER.size
     assert 0 <= padding < 64 * sum(len(bucket.pieces) for bucket in plan.buckets)
 
 
 def test_data_parallel_replicas_share_the_sending():
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=2, data=4), format=INT8, bucket_bytes=1000, te_names=False)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=2, data=4), format=INT8, bucket_bytes=1000, uses_te_layer_names=False
+    )
     plan.manifest("r", WeightVersion(0)).check()
     assert plan.source_ranks == tuple(range(8))
     sent = [sum(bucket.num_bytes for bucket in plan.buckets_of(rank)) for rank in range(8)]
@@ -98,7 +102,7 @@ def test_data_parallel_replicas_share_the_sending():
 
 
 def test_a_rank_of_a_row_parallel_matrix_sends_its_columns_and_only_the_first_sends_scales():
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False)
+    plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False)
     name = "model.layers.0.mlp.down_proj.weight"
     found = [
         (bucket.source_rank, source.role, piece.start, piece.shape)
@@ -145,7 +149,9 @@ def shards(spec, format, num_ranks: int) -> list[dict[str, tuple[Box, ...]]]:
 def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, name, num_ranks, bucket_bytes):
     format = WeightFormat(name=name)
     wanted = shards(spec, format, num_ranks)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
+    plan = plan_reshard(
+        spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, wanted=wanted
+    )
     manifest = plan.manifest("r", WeightVersion(0))
     manifest.check()
     for rank, boxes in enumerate(wanted):
@@ -156,7 +162,9 @@ def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, nam
 
 def test_what_no_engine_takes_is_sent_all_the_same_so_that_a_publish_is_whole():
     wanted = [{tensor.name: () for tensor in wire_tensors(SPEC, INT8)}]
-    plan = plan_reshard(SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, wanted=wanted
+    )
     plan.manifest("r", WeightVersion(0)).check()
     assert {bucket.engine_ranks for bucket in plan.buckets} == {(0,)}
 
@@ -172,7 +180,7 @@ def test_a_large_model_on_many_ranks_is_sent_whole():
         ParallelConfig(tensor=8, pipeline=8, data=8),
         format=INT8,
         bucket_bytes=256 << 20,
-        te_names=True,
+        uses_te_layer_names=True,
         wanted=wanted,
     )
     assert 64 < len(plan.source_ranks) <= 512  # replicas have a part where there are buckets enough

@@ -148,7 +148,11 @@ def test_transformer_engine_names_and_sizes_equal_the_fixture(tmp_path, fixture)
     parallel = ParallelConfig(tensor=data["tensor"], pipeline=data["pipeline"])
     for rank in data["ranks"]:
         placements = rank_placements(
-            spec, parallel, tensor_rank=rank["tensor_rank"], pipeline_rank=rank["pipeline_rank"], te_names=True
+            spec,
+            parallel,
+            tensor_rank=rank["tensor_rank"],
+            pipeline_rank=rank["pipeline_rank"],
+            uses_te_layer_names=True,
         )
         sizes = {}
         for placement in placements:

@@ -27,7 +27,7 @@ def build_loaded(
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
         data_rank=position.data,
-        te_names=layer_names() == "te",
+        uses_te_layer_names=layer_names() == "te",
     )
     load(model, placements, spec, directory)
     return model
@@ -107,6 +107,6 @@ def gradients(position, parallel, directory, batches, coefficients, sequence_par
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
         data_rank=position.data,
-        te_names=layer_names() == "te",
+        uses_te_layer_names=layer_names() == "te",
     )
     return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in placements]
