@@ -13,7 +13,7 @@ from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
-from megatron_rl.batching.balance import load_kernels
+from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
@@ -39,9 +39,11 @@ def sft(config: SftConfig) -> None:
             [len(response) for response in rows.responses],
             batch_size=config.batch_size,
             num_steps=config.num_steps,
-            num_ranks=config.trainer.parallel.data,
-            max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
-            costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+            rules=PackingRules(
+                num_ranks=config.trainer.parallel.data,
+                max_tokens=config.trainer.max_micro_batch_tokens,
+                costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+            ),
             seed=config.seed,
         )
         log = _Log(config, progress)

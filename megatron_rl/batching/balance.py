@@ -4,7 +4,7 @@ Every data-parallel rank gets the same *number* of micro batches (collectives mu
 of samples: with few samples a rank, equal counts alone cost up to half of the time. Samples are placed longest first,
 on the fullest micro batch that has room where room is scarce, else on the cheapest; micro batches are dealt to the
 ranks, dearest first; then the slowest rank exchanges micro batches and samples with faster ones until ranks differ by
-less than `TOLERANCE` (`packing_kernels`, `exchange_kernels`).
+less than `exchange_kernels.TOLERANCE` (`packing_kernels`, `exchange_kernels`).
 
 How many: without a pipeline the fewest, since each costs an overhead and nothing is gained by more. A pipeline of p
 stages is filled and drained for p - 1 times the dearest micro batch, so more and smaller ones may be faster: the
@@ -36,9 +36,6 @@ from megatron_rl.batching.cost_model import CostModel
 Bins = list[list[int]]
 """Indices of samples, bin by bin."""
 
-TOLERANCE = 1e-5
-"""Ranks whose times differ by less, relative, are as good as equal."""
-
 _SCARCE = 0.98
 """Filled to more than this, the cheapest micro batch soon has no room."""
 _CANDIDATES = 3
@@ -58,6 +55,28 @@ class _Placement:
     """[ranks, seats] bin on each seat."""
     time: float
     """Of the slowest rank, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingRules:
+    """How many ranks share a mini batch, what a micro batch may hold, and what samples cost."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    max_tokens: int
+    """Most prompt and response tokens of a micro batch; a longer sample is alone in its own."""
+    costs: CostModel
+    """Balances ranks and micro batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    """Samples, longest first, [n] each."""
+
+    tokens: _Longs
+    costs: _Numbers
+    tight: _Longs
+    """Bin of each sample by best-fit decreasing, which needs the fewest bins."""
 
 
 def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: CostModel) -> list[Bins]:
@@ -82,15 +101,12 @@ def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: C
     order, _ = group(longest - unsorted, longest + 1)
     tokens = unsorted[order]
     sample_costs = costs.sample_costs(tokens)
-    max_tokens = min(max_tokens, int(tokens.sum()) + 1)
-    tight, num_bins = best_fit(tokens, max_tokens)
+    rules = PackingRules(num_ranks=num_ranks, max_tokens=min(max_tokens, int(tokens.sum()) + 1), costs=costs)
+    tight, num_bins = best_fit(tokens, rules.max_tokens)
+    samples = _Samples(tokens=tokens, costs=sample_costs, tight=tight)
     counts = _counts(sample_costs, -(-num_bins // num_ranks), num_ranks=num_ranks, costs=costs)
-    tried = [
-        _place(tokens, sample_costs, tight, count=count, num_ranks=num_ranks, max_tokens=max_tokens, costs=costs)
-        for count in counts
-    ]
-    best = min(tried, key=lambda placement: placement.time)
-    exchange(tokens, sample_costs, best.bin_of, best.seats, max_tokens, costs.fill_bins, TOLERANCE)
+    best = min((_place(samples, rules, count=count) for count in counts), key=lambda placement: placement.time)
+    exchange(tokens, sample_costs, best.bin_of, best.seats, rules.max_tokens, costs.fill_bins)
     return _lists(best, order, sample_costs)
 
 
@@ -131,27 +147,19 @@ def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
     return bounds
 
 
-def _place(
-    tokens: _Longs,
-    sample_costs: _Numbers,
-    tight: _Longs,
-    *,
-    count: int,
-    num_ranks: int,
-    max_tokens: int,
-    costs: CostModel,
-) -> _Placement:
-    """`count` micro batches a rank: of like costs if samples find room that way, else those of `tight`."""
+def _place(samples: _Samples, rules: PackingRules, *, count: int) -> _Placement:
+    """`count` micro batches a rank: of like costs if samples find room that way, else those of `samples.tight`."""
     from megatron_rl.batching.packing_kernels import cheapest_fit, deal
 
-    num_bins = count * num_ranks
-    bin_of, fits = tight, False
-    if tokens.sum() <= _SCARCE * max_tokens * num_bins:
-        bin_of, fits = cheapest_fit(tokens, sample_costs, num_bins, max_tokens)
-    bin_of = bin_of if fits else tight.copy()
-    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=num_bins).astype(np.float64)
+    costs = rules.costs
+    num_bins = count * rules.num_ranks
+    bin_of, fits = samples.tight, False
+    if samples.tokens.sum() <= _SCARCE * rules.max_tokens * num_bins:
+        bin_of, fits = cheapest_fit(samples.tokens, samples.costs, num_bins, rules.max_tokens)
+    bin_of = bin_of if fits else samples.tight.copy()
+    bin_costs = np.bincount(bin_of, weights=samples.costs, minlength=num_bins).astype(np.float64)
     dearest_first: _Longs = np.argsort(-bin_costs, kind="stable")
-    seats = deal(bin_costs, dearest_first, num_ranks)
+    seats = deal(bin_costs, dearest_first, rules.num_ranks)
     seated = bin_costs[seats]
     times = seated.sum(axis=1) + costs.fill_bins * (seated.max(axis=1) + costs.overhead_tokens)
     return _Placement(bin_of=bin_of, seats=seats, time=float(times.max()) + count * costs.overhead_tokens)

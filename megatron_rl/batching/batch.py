@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, advantages, load_advantage
-from megatron_rl.batching.balance import balance
+from megatron_rl.batching.balance import PackingRules, balance
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
@@ -125,12 +125,10 @@ def build_batch(
     policy_version: int,
     *,
     algorithm: AlgorithmConfig,
-    dp_size: int,
-    max_micro_batch_tokens: int,
-    costs: CostModel,
+    rules: PackingRules,
     seed: int,
 ) -> TrainBatch:
-    """The batch of one step; `costs` are what samples are balanced by.
+    """The batch of one step.
 
     Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or an advantage
     function that does not return one finite number per response.
@@ -142,15 +140,9 @@ def build_batch(
     num_mini_batches = min(algorithm.num_mini_batches, len(surviving))
     runs = np.array_split(order, num_mini_batches) if num_mini_batches else []
     mini_batches = tuple(
-        _mini_batch(
-            [sample for group in run for sample in surviving[int(group)]],
-            dp_size=dp_size,
-            max_tokens=max_micro_batch_tokens,
-            costs=costs,
-        )
-        for run in runs
+        _mini_batch([sample for group in run for sample in surviving[int(group)]], rules) for run in runs
     )
-    packing = _Packing.of(mini_batches, max_tokens=max_micro_batch_tokens, costs=costs)
+    packing = _Packing.of(mini_batches, rules)
     return TrainBatch(
         policy_version=policy_version, mini_batches=mini_batches, counts=_counts(ordered, surveys, packing)
     )
@@ -221,9 +213,9 @@ def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version
     )
 
 
-def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, costs: CostModel) -> MiniBatch:
+def _mini_batch(samples: Sequence[TrainingSample], rules: PackingRules) -> MiniBatch:
     lengths = [sample.num_tokens for sample in samples]
-    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, costs=costs)
+    placed = balance(lengths, num_ranks=rules.num_ranks, max_tokens=rules.max_tokens, costs=rules.costs)
     return MiniBatch(
         micro_batches=tuple(
             tuple(MicroBatch(samples=tuple(samples[i] for i in indices)) for indices in rank) for rank in placed
@@ -242,11 +234,11 @@ class _Packing:
     imbalance: float
 
     @classmethod
-    def of(cls, mini_batches: Sequence[MiniBatch], *, max_tokens: int, costs: CostModel) -> "_Packing":
+    def of(cls, mini_batches: Sequence[MiniBatch], rules: PackingRules) -> "_Packing":
         micro_batches = sum(len(mini.micro_batches[0]) for mini in mini_batches)
-        room = max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
+        room = rules.max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
         held = sum(micro.num_tokens for mini in mini_batches for rank in mini.micro_batches for micro in rank)
-        imbalances = [_imbalance(mini, costs) for mini in mini_batches]
+        imbalances = [_imbalance(mini, rules.costs) for mini in mini_batches]
         return cls(micro_batches=micro_batches, fill=held / room if room else 0.0, imbalance=max(imbalances, default=0))
 
 

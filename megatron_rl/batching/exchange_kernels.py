@@ -9,10 +9,14 @@ Invariants: the time of the slowest rank never grows; every rank keeps as many b
 `max_tokens` leaves it. The result depends on the arguments only.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_rl.batching.packing_kernels import Longs, Numbers, compiled
 
+TOLERANCE = 1e-5
+"""Ranks whose times differ by less, relative, count as equal."""
 _PARTNERS = 16
 """Ranks that the dearest one tries to exchange with before the search ends."""
 _PAIRS = 16_384
@@ -23,14 +27,35 @@ _LEAST_GAIN = 1e-9
 """Relative; smaller ones are rounding."""
 
 
+class _Bins(NamedTuple):
+    """Samples and the bins that hold them; kernels change the arrays in place. n: samples."""
+
+    tokens: Longs
+    """[n]"""
+    costs: Numbers
+    """[n]"""
+    bin_of: Longs
+    """[n]"""
+    heads: Longs
+    """First sample of each bin; -1 if it is empty."""
+    links: Longs
+    """[next or previous, n] sample of the same bin."""
+    bin_costs: Numbers
+    """Sum of costs of each bin."""
+    used: Longs
+    """Tokens in each bin."""
+    max_tokens: int
+    """Room of a bin."""
+    fill_bins: float
+    """How many times a rank's dearest bin counts on top of all its bins."""
+
+
 @compiled
-def exchange(
-    tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tokens: int, fill_bins: float, tolerance: float
-) -> None:
+def exchange(tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tokens: int, fill_bins: float) -> None:
     """Lower the time of the slowest rank; changes `bin_of` [n] and `seats` [ranks, seats] in place.
 
     The time of a rank is the cost of its bins plus `fill_bins` times its dearest one. Ends once it is within
-    `tolerance` (relative) of the ranks' first mean, or when nothing tried helps the slowest rank.
+    `TOLERANCE` of the ranks' first mean, or when nothing tried helps the slowest rank.
     """
     num_ranks = len(seats)
     bin_costs, used = np.zeros(seats.size), np.zeros(seats.size, dtype=np.int64)
@@ -40,10 +65,11 @@ def exchange(
         bin_costs[bin_of[sample]] += costs[sample]
         used[bin_of[sample]] += tokens[sample]
         _link(heads, links, bin_of[sample], sample)
+    bins = _Bins(tokens, costs, bin_of, heads, links, bin_costs, used, max_tokens, fill_bins)
     times = np.empty(num_ranks)
     for rank in range(num_ranks):
         times[rank] = _time(bin_costs, seats[rank], fill_bins)
-    goal = times.mean() * (1 + tolerance)
+    goal = times.mean() * (1 + TOLERANCE)
     for _ in range(64 + 16 * num_ranks):
         dear = int(np.argmax(times))
         if times[dear] <= goal:
@@ -56,12 +82,9 @@ def exchange(
             found, a, b = _bin_swap(bin_costs, seats[dear], seats[cheap], fill_bins, ceiling, goal)
             is_swap = found < ceiling
             if found > goal + _REST * (times[dear] - goal):
-                better, x, y, target = _sample_swap(
-                    tokens, costs, heads, links, bin_of, bin_costs, used,
-                    seats[dear], seats[cheap], max_tokens, fill_bins, min(found, ceiling), goal,
-                )  # fmt: skip
+                better, x, y, target = _sample_swap(bins, seats[dear], seats[cheap], min(found, ceiling), goal)
                 if better < min(found, ceiling):
-                    _move(tokens, costs, heads, links, bin_of, bin_costs, used, x, y, target)
+                    _move(bins, x, y, target)
                     is_swap = False
                     found = better
             if is_swap:
@@ -131,17 +154,16 @@ def _bin_swap(
 
 
 @compiled
-def _sample_swap(
-    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
-    dear: Longs, cheap: Longs, max_tokens: int, fill_bins: float, ceiling: float, goal: float,
-) -> tuple[float, int, int, int]:  # fmt: skip
+def _sample_swap(bins: _Bins, dear: Longs, cheap: Longs, ceiling: float, goal: float) -> tuple[float, int, int, int]:
     """The best exchange of a sample for a smaller one (-1: for none) that leaves bins within `max_tokens`.
 
     Returns the time of the slower rank, both samples, and the bin that the first goes to.
     """
+    tokens, costs, bin_of, bin_costs, used = bins.tokens, bins.costs, bins.bin_of, bins.bin_costs, bins.used
+    max_tokens, fill_bins = bins.max_tokens, bins.fill_bins
     best, x, y, target = ceiling, -1, -1, -1
-    ours, our_seats = _members(heads, links, dear)
-    theirs, their_seats = _members(heads, links, cheap)
+    ours, our_seats = _members(bins.heads, bins.links, dear)
+    theirs, their_seats = _members(bins.heads, bins.links, cheap)
     dear_others, cheap_others = _dearest_others(bin_costs, dear), _dearest_others(bin_costs, cheap)
     dear_sum, cheap_sum = _time(bin_costs, dear, 0.0), _time(bin_costs, cheap, 0.0)
     stride = 1 + len(ours) * len(theirs) // _PAIRS
@@ -188,11 +210,9 @@ def _members(heads: Longs, links: Longs, seats: Longs) -> tuple[Longs, Longs]:
 
 
 @compiled
-def _move(
-    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
-    x: int, y: int, target: int,
-) -> None:  # fmt: skip
+def _move(bins: _Bins, x: int, y: int, target: int) -> None:
     """Sample `x` into bin `target`, sample `y` (or -1) from there to where `x` was."""
+    bin_of, heads, links = bins.bin_of, bins.heads, bins.links
     source = bin_of[x]
     for sample, destination in ((x, target), (y, source)):
         if sample < 0:
@@ -207,10 +227,10 @@ def _move(
             links[1, after] = before
         _link(heads, links, destination, sample)
         bin_of[sample] = destination
-        bin_costs[origin] -= costs[sample]
-        bin_costs[destination] += costs[sample]
-        used[origin] -= tokens[sample]
-        used[destination] += tokens[sample]
+        bins.bin_costs[origin] -= bins.costs[sample]
+        bins.bin_costs[destination] += bins.costs[sample]
+        bins.used[origin] -= bins.tokens[sample]
+        bins.used[destination] += bins.tokens[sample]
 
 
 @compiled

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.batching.balance import balance
-from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.batching.balance import PackingRules, balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +29,7 @@ def sft_batches(
     *,
     batch_size: int,
     num_steps: int,
-    num_ranks: int,
-    max_micro_batch_tokens: int,
-    costs: CostModel,
+    rules: PackingRules,
     seed: int,
 ) -> Iterator[SftBatch]:
     """The steps of a warm start; `lengths` are prompt plus response tokens of each row."""
@@ -40,7 +37,7 @@ def sft_batches(
     for _ in range(num_steps):
         rows = [next(order) for _ in range(batch_size)]
         row_lengths = [lengths[row] for row in rows]
-        placed = balance(row_lengths, num_ranks=num_ranks, max_tokens=max_micro_batch_tokens, costs=costs)
+        placed = balance(row_lengths, num_ranks=rules.num_ranks, max_tokens=rules.max_tokens, costs=rules.costs)
         yield SftBatch(
             micro_batches=tuple(tuple(tuple(rows[i] for i in micro) for micro in rank) for rank in placed),
             num_tokens=sum(response_lengths[row] for row in rows),

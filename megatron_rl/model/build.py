@@ -24,7 +24,7 @@ is in `megatron_rl.model.fp8_compute`.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Literal
 
@@ -57,6 +57,23 @@ LayerNames = Literal["te", "local"]
 
 INITIAL_STD = 0.02
 """Standard deviation of random weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is built, beside its architecture and its partition."""
+
+    dtype: Dtype
+    fp8: Fp8 = "none"
+    recompute: Recompute = "none"
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time."""
+    sequence_parallel: bool | None = None
+    """None: on if the tensor-parallel size is above 1."""
+    random_weights: bool = False
+    """Otherwise weights are uninitialised: load them (`megatron_rl.weights.hf_load`)."""
+    megatron: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Further fields of Megatron's `TransformerConfig`."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -139,36 +156,18 @@ def build(
     spec: ModelSpec,
     parallel: ParallelConfig,
     position: Position,
-    *,
-    dtype: Dtype,
-    fp8: Fp8 = "none",
-    recompute: Recompute = "none",
-    chunk_tokens: int = 1024,
-    sequence_parallel: bool | None = None,
-    random_weights: bool = False,
-    megatron: Mapping[str, str | int | float | bool] | None = None,
+    options: ModelOptions,
 ) -> list[PolicyModel]:
     """Build the model chunks of this rank, on its device, in train mode; every rank of the partition calls it.
 
-    Weights are uninitialised unless `random_weights`: load them (`megatron_rl.weights.hf_load`).
-    `sequence_parallel` defaults to "tensor > 1". `megatron` are further fields of `TransformerConfig`.
-
     Raises:
-        ValueError: a key of `megatron` is unknown or not the user's to set; there are no kernels for `fp8` here.
+        ValueError: a key of `options.megatron` is unknown or derived from other keys; this machine has no kernels for
+            `options.fp8`.
     """
-    fp8_compute.check_machine(fp8)
+    fp8_compute.check_machine(options.fp8)
     if layer_names() == "local":
         rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
-    config = transformer_config(
-        spec,
-        parallel,
-        dtype=dtype,
-        fp8=fp8,
-        recompute=recompute,
-        sequence_parallel=parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
-        random_weights=random_weights,
-        megatron=megatron or {},
-    )
+    config = transformer_config(spec, parallel, options)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=_block_spec(config),
@@ -180,24 +179,14 @@ def build(
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
-    fp8_compute.check_parameters(model, fp8)
-    model.spec, model.chunk_tokens = spec, chunk_tokens
+    fp8_compute.check_parameters(model, options.fp8)
+    model.spec, model.chunk_tokens = spec, options.chunk_tokens
     if spec.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
     return [model]
 
 
-def transformer_config(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    *,
-    dtype: Dtype,
-    fp8: Fp8,
-    recompute: Recompute,
-    sequence_parallel: bool,
-    random_weights: bool,
-    megatron: Mapping[str, str | int | float | bool],
-) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
     """Megatron's configuration of the model.
 
     Raises:
@@ -205,12 +194,12 @@ def transformer_config(
     """
     ours = {
         **_architecture(spec),
-        **_partition(spec, parallel, sequence_parallel=sequence_parallel),
-        **_numbers(dtype, random_weights=random_weights),
-        **fp8_compute.config_fields(fp8),
+        **_partition(spec, parallel, sequence_parallel=options.sequence_parallel),
+        **_numbers(options.dtype, random_weights=options.random_weights),
+        **fp8_compute.config_fields(options.fp8),
     }
-    _check_passthrough(megatron, ours)
-    return TransformerConfig(**{**ours, **_kernels(), **_recompute(recompute), **megatron})
+    _check_passthrough(options.megatron, ours)
+    return TransformerConfig(**{**ours, **_kernels(), **_recompute(options.recompute), **options.megatron})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -249,7 +238,7 @@ def _experts(experts: Experts) -> dict[str, object]:
     }
 
 
-def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: bool) -> dict[str, object]:
+def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: bool | None) -> dict[str, object]:
     stages = stage_layers(spec.num_layers, parallel.pipeline)
     uneven = len({len(stage) for stage in stages}) > 1
     layout = [["decoder"] * len(stage) for stage in stages]
@@ -261,7 +250,7 @@ def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: 
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.tensor,
         "pipeline_model_parallel_layout": layout if uneven else None,
-        "sequence_parallel": sequence_parallel,
+        "sequence_parallel": parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
         "variable_seq_lengths": True,
         # Checked against variable lengths even where there are no experts.
         "moe_token_dispatcher_type": "alltoall",
@@ -317,7 +306,7 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
 
 
 def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object]) -> None:
-    known = [field.name for field in fields(TransformerConfig) if field.init]
+    known = [one.name for one in fields(TransformerConfig) if one.init]
     for key in megatron:
         if key in ours:
             raise ValueError(

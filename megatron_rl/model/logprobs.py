@@ -72,7 +72,7 @@ def token_scores(
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} of token_scores; needs a value above 0")
     logprobs_R, entropy_R = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens
+        hidden_RH, weight_VH, targets_R, _Settings(shard=shard, temperature=temperature, chunk_tokens=chunk_tokens)
     )
     return TokenScores(logprobs=logprobs_R, entropy=entropy_R)
 
@@ -142,13 +142,20 @@ def _grad_logits(
     return grad_CV
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """Arguments of `token_scores` that are no tensors."""
+
+    shard: VocabShard
+    temperature: float
+    chunk_tokens: int
+
+
 class _Context(Protocol):
     """What forward leaves for backward."""
 
     saved_tensors: tuple[torch.Tensor, ...]
-    shard: VocabShard
-    temperature: float
-    chunk_tokens: int
+    settings: _Settings
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
@@ -162,43 +169,42 @@ class _TokenScores(torch.autograd.Function):
         hidden_RH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_R: torch.Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk_tokens: int,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        valid_VH = weight_VH[: shard.num_valid]
+        valid_VH = weight_VH[: settings.shard.num_valid]
         chunks = [
-            _chunk_scores(hidden_RH[rows], valid_VH, targets_R[rows], shard, temperature)
-            for rows in _chunks(len(targets_R), chunk_tokens)
+            _chunk_scores(hidden_RH[rows], valid_VH, targets_R[rows], settings.shard, settings.temperature)
+            for rows in _chunks(len(targets_R), settings.chunk_tokens)
         ]
         logprobs_R, entropy_R, log_z_R = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, log_z_R)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return logprobs_R, entropy_R
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: _Context, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        shard, temperature = ctx.settings.shard, ctx.settings.temperature
         hidden_RH, weight_VH, targets_R, entropy_R, log_z_R = ctx.saved_tensors
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        valid = slice(0, ctx.shard.num_valid)
+        valid = slice(0, shard.num_valid)
         # A rank whose rows are all padding has nothing to add; there is no collective to keep up with here.
-        for rows in _chunks(len(targets_R) if ctx.shard.num_valid else 0, ctx.chunk_tokens):
+        for rows in _chunks(len(targets_R) if shard.num_valid else 0, ctx.settings.chunk_tokens):
             grad_CV = _grad_logits(
-                _logits(hidden_RH[rows], weight_VH[valid], ctx.temperature) - log_z_R[rows, None],
+                _logits(hidden_RH[rows], weight_VH[valid], temperature) - log_z_R[rows, None],
                 targets_R[rows],
                 entropy_R[rows],
                 None if grad_logprobs_R is None else grad_logprobs_R[rows],
                 None if grad_entropy_R is None else grad_entropy_R[rows],
-                ctx.shard,
+                shard,
             )
-            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            grad_CV = grad_CV.div_(temperature).to(weight_VH.dtype)
             grad_hidden_RH[rows] = grad_CV @ weight_VH[valid]
             grad_weight_VH[valid] += grad_CV.t() @ hidden_RH[rows]
-        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> list[slice]:

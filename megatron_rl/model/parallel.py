@@ -60,25 +60,16 @@ def initialize(
     parallel: ParallelConfig,
     *,
     rank: int,
-    world_size: int,
     store: Store,
     timeout_s: float,
     seed: int,
     device_index: int = 0,
 ) -> Position:
-    """Join the world and make Megatron's groups; called by every rank at once, blocks until all are there.
+    """Join the world and make Megatron's groups; every rank calls it at once; it returns when all have joined.
 
     `store` is where the ranks meet (`open_store` on rank 0, `join_store` on the others). `device_index` is the CUDA
     device among those visible to the process.
-
-    Raises:
-        ValueError: the world has another size than the partition.
     """
-    if world_size != parallel.world_size:
-        raise ValueError(
-            f"{world_size} trainer ranks were started, but tensor {parallel.tensor} x pipeline {parallel.pipeline} "
-            f"x data {parallel.data} = {parallel.world_size}"
-        )
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(device_index)
@@ -86,7 +77,7 @@ def initialize(
         backend="nccl" if on_cuda else "gloo",
         store=store,
         rank=rank,
-        world_size=world_size,
+        world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(

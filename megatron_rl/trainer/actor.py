@@ -67,7 +67,6 @@ class TrainerActor:
         position = initialize(
             config.parallel,
             rank=self._rank,
-            world_size=config.parallel.world_size,
             store=self._world or join_store(host, port, config.timeout_s),
             timeout_s=config.timeout_s,
             seed=self._spec.seed,

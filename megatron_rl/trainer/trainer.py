@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.model import fp8_compute
-from megatron_rl.model.build import build, layer_names
+from megatron_rl.model.build import ModelOptions, build, layer_names
 from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
@@ -59,11 +59,13 @@ class Trainer:
             self._model_spec,
             parallel,
             self._position,
-            dtype=spec.config.dtype,
-            fp8=spec.config.fp8,
-            recompute=spec.config.recompute,
-            chunk_tokens=spec.config.logprob_chunk_tokens,
-            megatron=spec.config.megatron,
+            ModelOptions(
+                dtype=spec.config.dtype,
+                fp8=spec.config.fp8,
+                recompute=spec.config.recompute,
+                chunk_tokens=spec.config.logprob_chunk_tokens,
+                megatron=spec.config.megatron,
+            ),
         )
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))

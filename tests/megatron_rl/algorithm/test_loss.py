@@ -19,6 +19,7 @@ from megatron_rl.algorithm.loss import (
     load_loss,
     sft_loss,
 )
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.built_in import LOSSES
@@ -260,7 +261,11 @@ def test_gradient_and_metrics_are_equal_under_any_split(seed, dp_size, max_token
 
     def batch(dp_size, max_tokens):
         return build_batch(
-            groups, 0, algorithm=config, dp_size=dp_size, max_micro_batch_tokens=max_tokens, costs=COSTS, seed=1
+            groups,
+            0,
+            algorithm=config,
+            rules=PackingRules(num_ranks=dp_size, max_tokens=max_tokens, costs=COSTS),
+            seed=1,
         )
 
     whole, whole_metrics = gradient_of(batch(1, 10**6), tokens, config, loss)

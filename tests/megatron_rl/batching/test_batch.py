@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
@@ -104,9 +105,7 @@ def build(groups, *, dp_size=2, max_tokens=100, policy_version=0, seed=0, **algo
         groups,
         policy_version,
         algorithm=config,
-        dp_size=dp_size,
-        max_micro_batch_tokens=max_tokens,
-        costs=COSTS,
+        rules=PackingRules(num_ranks=dp_size, max_tokens=max_tokens, costs=COSTS),
         seed=seed,
     )
     check_invariants(batch, groups, dp_size=dp_size, max_tokens=max_tokens, num_mini_batches=config.num_mini_batches)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.batching.sft_batch import sft_batches
@@ -63,9 +64,11 @@ def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: i
         scored,
         0,
         algorithm=algorithm,
-        dp_size=parallel.data,
-        max_micro_batch_tokens=max_tokens,
-        costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        rules=PackingRules(
+            num_ranks=parallel.data,
+            max_tokens=max_tokens,
+            costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        ),
         seed=3,
     )
 
@@ -381,9 +384,7 @@ def test_supervised_steps_learn_the_same_under_every_partition_and_its_loss_is_t
                 [len(r) for r in rows.responses],
                 batch_size=5,
                 num_steps=3,
-                num_ranks=parallel.data,
-                max_micro_batch_tokens=18,
-                costs=COSTS,
+                rules=PackingRules(num_ranks=parallel.data, max_tokens=18, costs=COSTS),
                 seed=0,
             )
         )
