@@ -1,18 +1,18 @@
-"""Places samples on ranks and micro batches: which rank, which forward. Pure arithmetic on lengths.
+"""Assigns samples to data-parallel ranks and micro batches. Pure arithmetic on lengths.
 
-Every data-parallel rank gets the same *number* of micro batches (collectives must line up), but not the same number
-of samples: with few samples a rank, equal counts alone cost up to half of the time. Samples are placed longest first,
-on the fullest micro batch that has room where room is scarce, else on the cheapest; micro batches are dealt to the
-ranks, dearest first; then the slowest rank exchanges micro batches and samples with faster ones until ranks differ by
+Every rank gets the same *number* of micro batches, because collectives must match, but not the same number of samples.
+With few samples per rank, equal sample counts cost up to half of the time. Samples are placed longest first: on the
+fullest micro batch with room if room is scarce, else on the cheapest one. Micro batches are dealt to ranks, most
+expensive first. Then the slowest rank exchanges micro batches and samples with faster ranks until ranks differ by
 less than `exchange_kernels.TOLERANCE` (`packing_kernels`, `exchange_kernels`).
 
-How many: without a pipeline the fewest, since each costs an overhead and nothing is gained by more. A pipeline of p
-stages is filled and drained for p - 1 times the dearest micro batch, so more and smaller ones may be faster: the
-number with the smallest `sum + (p - 1) x largest` of the slowest rank is taken, each micro batch with its overhead.
+Number of micro batches: without a pipeline the fewest possible, because each has an overhead. A pipeline of p stages
+fills and drains for p - 1 times its most expensive micro batch, so more and smaller ones may be faster. The number with
+the smallest `sum + (p - 1) x largest` on the slowest rank is taken, overheads included.
 
-In which order: small ones at both ends, since these fill and drain a pipeline, and all ranks alike. So the i-th micro
-batches of all ranks are of similar cost: experts that are spread over data-parallel ranks make these wait for each
-other in every layer. Dense models meet at the optimizer step only and gain nothing by it.
+Order of micro batches: small ones at both ends, where the pipeline fills and drains, and the same order on all ranks.
+So the i-th micro batches of all ranks have similar costs. With experts spread over data-parallel ranks, the ranks wait
+for each other in every layer. Dense models wait only at the optimizer step and gain nothing by the order.
 
 Invariants (checked by one helper in every test)
 1. every sample exactly once
@@ -37,9 +37,9 @@ Bins = list[list[int]]
 """Indices of samples, bin by bin."""
 
 _SCARCE = 0.98
-"""Filled to more than this, the cheapest micro batch soon has no room."""
+"""Fill above which placing on the cheapest micro batch runs out of room."""
 _CANDIDATES = 3
-"""Counts of micro batches that are tried out, of those that an estimate likes best; pipelines only."""
+"""With a pipeline, this many counts of micro batches with the best estimates are tried."""
 
 _Longs = npt.NDArray[np.int64]
 _Numbers = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ class _Placement:
     seats: _Longs
     """[ranks, seats] bin on each seat."""
     time: float
-    """Of the slowest rank, in tokens."""
+    """Time of the slowest rank, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class _Samples:
 
 
 def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: CostModel) -> list[Bins]:
-    """Indices of `lengths` (tokens), by rank and micro batch. Some micro batches may be empty; no samples, none at all.
+    """Indices of `lengths` (tokens) by rank and micro batch. Micro batches may be empty.
 
     The first call of a process imports numba; see `load_kernels`.
 
@@ -90,7 +90,7 @@ def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: C
         raise ValueError(f"num_ranks {num_ranks} and max_tokens {max_tokens} must both be positive")
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    # late: trainer ranks import the types of a batch only
+    # imported late: trainer ranks need only the types of a batch, not numba
     from megatron_rl.batching.exchange_kernels import exchange
     from megatron_rl.batching.packing_kernels import best_fit, group
 
@@ -111,15 +111,15 @@ def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: C
 
 
 def load_kernels() -> None:
-    """Import numba and the compiled loops (the first time on a machine: compile them), which costs about a second.
+    """Import numba and the compiled kernels, and compile them on first use of the machine. Takes about a second.
 
-    For a moment at which a process waits for others anyway; otherwise the first `balance` does it.
+    Call it while the process waits anyway. Otherwise the first `balance` does it.
     """
     balance([3, 2, 1], num_ranks=1, max_tokens=4, costs=CostModel(parity_tokens=1))
 
 
 def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostModel) -> list[int]:
-    """Micro batches a rank to try: the fewest, and with a pipeline those with the smallest estimated times."""
+    """Numbers of micro batches per rank to try: the fewest, and with a pipeline those with the best estimates."""
     step = costs.count_multiple
     fewest = -(-fewest // step) * step
     if costs.fill_bins == 0:
@@ -134,9 +134,9 @@ def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostM
 
 
 def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
-    """What the dearest of so many bins costs at least, for samples whose costs fall.
+    """Lower bound of the most expensive bin's cost, for samples in descending order of cost.
 
-    Of the first `(k - 1) x bins + 1` samples some bin has k, and these cost no less than the last k of them.
+    Some bin holds k of the first `(k - 1) x bins + 1` samples, and they cost at least as much as the last k of them.
     """
     bounds = np.full(len(num_bins), sample_costs[0])
     sums = np.concatenate([[0.0], np.cumsum(sample_costs)])
@@ -148,7 +148,7 @@ def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
 
 
 def _place(samples: _Samples, rules: PackingRules, *, count: int) -> _Placement:
-    """`count` micro batches a rank: of like costs if samples find room that way, else those of `samples.tight`."""
+    """`count` micro batches per rank: of similar costs if all samples find room, else those of `samples.tight`."""
     from megatron_rl.batching.packing_kernels import cheapest_fit, deal
 
     costs = rules.costs

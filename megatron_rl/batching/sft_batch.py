@@ -1,8 +1,7 @@
-"""Supervised warm start on the same trainer: which rows are in which step, rank and micro batch.
+"""Batches of supervised fine-tuning (SFT): rows by step, rank and micro batch.
 
-Pure. Rows are shuffled anew for every pass over the data, by a hash of the seed and the pass; a step is
-the next `batch_size` rows of that endless order. The loss is the mean over the response tokens of the
-whole step, so the denominator is fixed here (`num_tokens`).
+Pure. Every epoch shuffles the rows anew, by the seed and the epoch number. A step takes the next `batch_size` rows of
+that endless order. The loss is the mean over the response tokens of the whole step, whose denominator is `num_tokens`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,10 @@ from megatron_rl.batching.balance import PackingRules, balance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftBatch:
-    """One optimizer step of a warm start, as row numbers."""
+    """One optimizer step of SFT, as row numbers."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data-parallel rank][micro batch][row]; some micro batches may be empty, all ranks have equally many."""
+    """[data-parallel rank][micro batch][row]. Micro batches may be empty; all ranks have equally many."""
     num_tokens: int
     """Response tokens of the step over all ranks."""
 
@@ -32,7 +31,7 @@ def sft_batches(
     rules: PackingRules,
     seed: int,
 ) -> Iterator[SftBatch]:
-    """The steps of a warm start; `lengths` are prompt plus response tokens of each row."""
+    """The steps of SFT; `lengths` are prompt plus response tokens of each row."""
     order = _endless_order(len(lengths), seed)
     for _ in range(num_steps):
         rows = [next(order) for _ in range(batch_size)]

@@ -1,13 +1,12 @@
-"""Log-probabilities and entropies of tokens, without ever holding logits for the whole batch.
+"""Log-probabilities and entropies of tokens, without holding logits of the whole batch.
 
-The output layer's weight is cut by vocabulary rows over the tensor-parallel ranks. `token_scores` goes
-over the scored rows in chunks: at one time only [chunk, V / tp] FP32 logits exist, and the ranks meet in
-two small all-reduces a chunk (the maximum, then three sums). Logits are computed again in the backward
-pass instead of being kept. Rows of the padded vocabulary are cut off before the product, so they have
-probability exactly 0 and gradient exactly 0.
+The output layer's weight is sharded by vocabulary rows over tensor-parallel ranks. `token_scores` processes the scored
+rows in chunks: only [chunk, V / tp] FP32 logits exist at one time. A chunk needs two small all-reduces: the maximum,
+then three sums. The backward pass recomputes logits instead of keeping them. Padding rows of the vocabulary are
+removed before the product, so their probability and gradient are exactly 0.
 
-Logits are FP32 whatever the weights are (the product accumulates and ends in FP32) and are divided by
-the sampling temperature: what comes out is comparable to the sampler's processed log-probabilities.
+Logits are always FP32 (the product accumulates and returns FP32) and are divided by the sampling temperature. Results
+are comparable to the sampler's processed log-probabilities.
 
     log p(y)      = z_y - m - log S,     S = sum_j exp(z_j - m),    z = logits / temperature
     entropy       = log S - U / S,       U = sum_j exp(z_j - m) (z_j - m)
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 _AT_ONCE = 1 << 22
-"""Weights that are in FP32 at a time, where they have to be and are not."""
+"""Elements of a BF16 weight that are converted to FP32 at a time (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the model says of the scored tokens; the same on every tensor-parallel rank."""
+    """Scores of response tokens; equal on all tensor-parallel ranks."""
 
     logprobs: torch.Tensor
     """[R] FP32, at the sampling temperature; carries gradients."""
@@ -38,12 +37,12 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Which rows of the output layer this rank holds."""
+    """This rank's rows of the output layer."""
 
     start: int
     """Vocabulary id of its first row."""
     num_valid: int
-    """Rows that are ids of the vocabulary; those after them are padding."""
+    """Rows that are vocabulary ids; the rows after them are padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None when the rank holds the whole vocabulary."""
 
@@ -65,9 +64,9 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of `targets_R` and entropies of the distributions they were drawn from.
 
-    `hidden_RH` is whole on every tensor-parallel rank; its gradient comes out *partial*, as the share of
-    this rank's vocabulary rows: sum it over the ranks (`copy_to_tensor_model_parallel_region`, or the
-    reduce-scatter of `gather_from_sequence_parallel_region`, before the call).
+    `hidden_RH` is complete on every tensor-parallel rank. Its gradient is *partial*: the contribution of this rank's
+    vocabulary rows. Sum it over the ranks (`copy_to_tensor_model_parallel_region`, or the reduce-scatter of
+    `gather_from_sequence_parallel_region`, before the call).
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} of token_scores; needs a value above 0")
@@ -78,7 +77,7 @@ def token_scores(
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Float32 [C, V]; products of BF16 end in it on a device, CPU kernels have to begin there."""
+    """Float32 [C, V]. CUDA multiplies BF16 and returns FP32; CPU kernels need FP32 inputs."""
     if weight_VH.is_cuda and weight_VH.dtype is not torch.float32:
         return torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32).div_(temperature)
     hidden_CH = hidden_CH.float()
@@ -116,7 +115,7 @@ def _chunk_scores(
 
 
 def _local_targets(targets_C: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target on this rank (0 where it lives elsewhere) and whether it lives here."""
+    """Column of each target on this rank (0 if another rank holds it) and whether this rank holds it."""
     local_C = targets_C - shard.start
     is_local_C = (local_C >= 0) & (local_C < shard.num_valid)
     return local_C.where(is_local_C, 0), is_local_C
@@ -130,7 +129,7 @@ def _grad_logits(
     grad_entropy_C: torch.Tensor | None,
     shard: VocabShard,
 ) -> torch.Tensor:
-    """Gradient of the scores' weighted sum in the logits over the temperature, [C, V]; changes `logp_CV`."""
+    """Gradient of the scores' weighted sum with respect to logits / temperature, [C, V]; changes `logp_CV`."""
     p_CV = logp_CV.exp()
     grad_CV = torch.zeros_like(p_CV)
     if grad_logprobs_C is not None:
@@ -152,7 +151,7 @@ class _Settings:
 
 
 class _Context(Protocol):
-    """What forward leaves for backward."""
+    """State that forward keeps for backward."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     settings: _Settings
@@ -191,7 +190,7 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         valid = slice(0, shard.num_valid)
-        # A rank whose rows are all padding has nothing to add; there is no collective to keep up with here.
+        # a rank with padding rows only has nothing to add, and backward has no collective
         for rows in _chunks(len(targets_R) if shard.num_valid else 0, ctx.settings.chunk_tokens):
             grad_CV = _grad_logits(
                 _logits(hidden_RH[rows], weight_VH[valid], temperature) - log_z_R[rows, None],

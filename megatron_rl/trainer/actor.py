@@ -1,7 +1,6 @@
-"""A trainer rank as a Ray actor: joins the world, then passes every call on to `Trainer`.
+"""A trainer rank as a Ray actor: joins the process group, then forwards every call to `Trainer`.
 
-Importing this module is cheap: torch and Megatron come with `join`, in the actor's own process, after
-the CPU shim. Nothing is decided here.
+Importing this module is cheap: `join` imports torch and Megatron in the actor's process, after the CPU shim.
 """
 
 import gc
@@ -46,7 +45,7 @@ class TrainerActor:
         self._stores: list[TCPStore] = []
 
     def rendezvous(self) -> tuple[str, int]:
-        """Import what `join` needs, on all ranks at once; rank 0 opens the store where all meet: (host, port)."""
+        """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
         from megatron_rl.model.parallel import open_store
 
         if self._rank:
@@ -56,7 +55,7 @@ class TrainerActor:
         return host, self._world.port
 
     def join(self, host: str, port: int) -> None:
-        """Meet the other ranks at rank 0's store, build the model, load the directory."""
+        """Join the other ranks at rank 0's store, build the model, load its weights."""
         import torch
 
         from megatron_rl.model.parallel import initialize, join_store
@@ -72,7 +71,7 @@ class TrainerActor:
             seed=self._spec.seed,
         )
         self._trainer = Trainer(self._spec, position)
-        # what has been imported stays: looked through again and again, it would stop everything for 0.4 s
+        # imported objects stay alive; without freezing, each full collection would scan them for 0.4 s
         gc.collect()
         gc.freeze()
 
@@ -93,11 +92,11 @@ class TrainerActor:
         return self._joined.train(batch, _fetch)
 
     def load_rows(self, rows: SftRows) -> None:
-        """Keep the rows of a warm start."""
+        """Keep the rows of SFT."""
         self._rows = rows
 
     def sft_step(self, batch: SftBatch) -> StepResult:
-        """See `Trainer.sft_step`; `load_rows` comes first."""
+        """See `Trainer.sft_step`; call `load_rows` first."""
         assert self._rows is not None, "load_rows comes first"
         return self._joined.sft_step(batch, self._rows)
 
@@ -108,7 +107,7 @@ class TrainerActor:
         self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
 
     def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
-        """On `first_rank`: one store per engine, where its process group will meet; (host, port) of each."""
+        """On `first_rank`, open one store per engine for its process group; (host, port) of each."""
         from rollout.transports.rendezvous import open_store
 
         if self._rank != first_rank:
@@ -134,11 +133,11 @@ class TrainerActor:
         self._sender = sender
 
     def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
-        """Publish by handing over on each device from now on; `plan_publishes` comes first.
+        """Publish by sharing device memory from now on; call `plan_publishes` first.
 
         Args:
             hosted: by trainer rank, the engine ranks on its device.
-            memory: where what is handed over lies.
+            memory: kind of the shared memory.
         """
         import torch.distributed as dist
 
@@ -173,7 +172,7 @@ class TrainerActor:
         return self._joined.stage(weight_version, self._sender)
 
     def unstage(self) -> None:
-        """Let go of the staged publish."""
+        """Release the staged publish."""
         if self._sender is not None:
             self._sender.abandon()
 

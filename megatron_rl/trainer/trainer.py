@@ -1,7 +1,7 @@
-"""One trainer rank: the model, its learner, its share of publishing, its checkpoints.
+"""One trainer rank: its model, learner, share of publishing, and checkpoints.
 
-Plain and SPMD: knows torch.distributed, not Ray. `megatron_rl.trainer.actor` puts it into an actor; tests
-call it in a pool of processes. All ranks enter every method at once.
+SPMD: uses torch.distributed, not Ray; all ranks call every method together. `megatron_rl.trainer.actor` wraps it in a
+Ray actor; tests call it in a pool of processes.
 """
 
 import time
@@ -41,7 +41,7 @@ class Trainer:
     """One rank that has joined the world (`parallel.initialize`)."""
 
     def __init__(self, spec: TrainerSpec, position: Position) -> None:
-        """Build this rank's part of the model and load the directory."""
+        """Build this rank's part of the model and load its weights."""
         self.spec = spec
         self._position = position
         parallel = spec.config.parallel
@@ -90,7 +90,7 @@ class Trainer:
         )
 
     def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
-        """Plan what later publishes send to whom; `wanted` as in `plan_reshard`."""
+        """Plan which bytes later publishes send to which engine rank; `wanted` as in `plan_reshard`."""
         self.plan: ReshardPlan = plan_reshard(
             self._model_spec,
             self.spec.config.parallel,
@@ -116,11 +116,11 @@ class Trainer:
         return fp8_compute.row_multiple(self.spec.config.fp8, tensor=tensor) if torch.cuda.is_available() else tensor
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
-        """One step of policy learning; complete metrics on the last pipeline stage only."""
+        """One step of policy learning. Metrics are complete on the last pipeline stage only."""
         return self._learner.train(batch, fetch)
 
     def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
-        """One optimizer step of a warm start; complete metrics on the last pipeline stage only."""
+        """One optimizer step of SFT. Metrics are complete on the last pipeline stage only."""
         own = batch.micro_batches[self._position.data]
         dummy = np.zeros(1, dtype=np.int32)
         packed = [
@@ -133,11 +133,11 @@ class Trainer:
         return self._learner.sft_step(packed, [not micro for micro in own], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
-        """Quantise with fresh scales and hand this rank's buckets to `sender`."""
+        """Quantise with new scales and pass this rank's buckets to `sender`."""
         started = time.perf_counter()
         self._packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to pass on those of others
+        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to forward those of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
@@ -163,14 +163,14 @@ class Trainer:
         )
 
     def offload(self, parts: Sequence[Part]) -> int:
-        """Move parts of this rank to host memory; returns how many bytes its device has got back."""
+        """Move parts of this rank to host memory; returns the bytes freed on its device."""
         freed = self._offloader.offload(parts)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what is not used is still reserved, and the engine is another process
+            torch.cuda.empty_cache()  # free memory stays reserved otherwise, and the engine is another process
         return freed
 
     def onload(self) -> None:
-        """Bring back what is in host memory."""
+        """Move everything in host memory back to the device."""
         self._offloader.onload()
 
     def save(self, path: str) -> None:
@@ -178,7 +178,7 @@ class Trainer:
         checkpoint.save(Path(path), self._learner)
 
     def load(self, path: str) -> None:
-        """Restore what `save` wrote, possibly under another partition."""
+        """Restore a checkpoint of `save`, possibly under another partition."""
         checkpoint.load(Path(path), self._learner)
 
     def export(self, path: str) -> None:
