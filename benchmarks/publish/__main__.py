@@ -39,7 +39,7 @@ from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.controller.delivery import GroupLink, Link, ShmLink
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
@@ -212,7 +212,7 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         total_updates=1,
         seed=0,
     )
-    trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
+    trainer = running.start_trainer(spec, trainer_ranks(parallel, cpu_threads=1))
     engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
     return trainer, engines
 
@@ -282,7 +282,7 @@ def _peak_bounds(
             (one.hf_name, 2 * math.prod(one.shape))
             for one in rank_shards(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
-        for slot in trainer_slots(parallel, cpu_threads=1)
+        for slot in trainer_ranks(parallel, cpu_threads=1)
     ]
     buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
     staged = {"trainer": 0, "engine": 0}

@@ -8,7 +8,7 @@ from launcher.commands.build import trainer_spec
 from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 
 
 def export(config: ExportConfig) -> None:
@@ -23,9 +23,9 @@ def export(config: ExportConfig) -> None:
         raise ConfigError(f"`output_dir` = {target} exists; an export does not overwrite: name another directory")
     run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
     parallel = run_config.trainer.parallel
-    slots = trainer_slots(parallel, run_config.trainer.cpu_threads)
-    with processes(run_config.cluster, num_actors=len(slots), log_dir=None) as running:
-        trainer = running.start_trainer(trainer_spec(run_config, secrets.token_hex(4)), slots)
+    ranks = trainer_ranks(parallel, run_config.trainer.cpu_threads)
+    with processes(run_config.cluster, num_actors=len(ranks), log_dir=None) as running:
+        trainer = running.start_trainer(trainer_spec(run_config, secrets.token_hex(4)), ranks)
         trainer.load(str(checkpoint / "trainer"))
         trainer.export(str(target))
     print(f"wrote {target} from step {checkpoint.name}")

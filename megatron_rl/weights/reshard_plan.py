@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.ranks import TrainerSlot, trainer_slots
+from megatron_rl.ranks import TrainerRank, trainer_ranks
 from megatron_rl.weights.shards import Kind, Shard, is_first_replica, rank_shards, shards
 from rollout.types import WeightVersion
 from rollout.weights.format import CodeLayout, WeightFormat
@@ -142,18 +142,18 @@ def plan_reshard(
     by_expert = [_by_expert(one) for one in required]
     shared: set[str] = set()
     filled: list[tuple[int, list[_Pending]]] = []
-    slots = trainer_slots(parallel, cpu_threads=1)
-    for slot in slots:
-        if slot.data_rank < parallel.expert:
+    ranks = trainer_ranks(parallel, cpu_threads=1)
+    for rank in ranks:
+        if rank.data_rank < parallel.expert:
             held = rank_shards(
                 spec,
                 parallel,
-                tensor_rank=slot.tensor_rank,
-                pipeline_rank=slot.pipeline_rank,
-                data_rank=slot.data_rank,
+                tensor_rank=rank.tensor_rank,
+                pipeline_rank=rank.pipeline_rank,
+                data_rank=rank.data_rank,
                 uses_te_layer_names=uses_te_layer_names,
             )
-            held = tuple(p for p in held if is_first_replica(p, parallel, slot.data_rank))
+            held = tuple(p for p in held if is_first_replica(p, parallel, rank.data_rank))
             layouts = [(p, format.layout if _quantizes(format, p, spec.num_layers) else None) for p in held]
             shared.update(p.hf_name for p, layout in layouts if layout and layout.cuts(p.hf_start))
             # experts and the rest are held by other sets of replicas where experts are spread
@@ -164,7 +164,7 @@ def plan_reshard(
                     if p.owned and spread in (None, p.of_expert)
                     for item in _items(p, layout, tensors, index, by_expert)
                 ]
-                replicas = _replicas(slots, slot, parallel.expert if spread else 1)
+                replicas = _replicas(ranks, rank, parallel.expert if spread else 1)
                 filled += _share(_buckets(items, bucket_bytes), replicas)
     filled.sort(key=lambda entry: (entry[1][0].tensor, entry[0], entry[1][0].engine_ranks, entry[1][0].start))
     return ReshardPlan(
@@ -267,13 +267,13 @@ def _buckets(items: list[_Pending], bucket_bytes: int) -> list[list[_Pending]]:
     ]
 
 
-def _replicas(slots: Sequence[TrainerSlot], slot: TrainerSlot, spread: int) -> list[int]:
-    """Ranks that hold what `slot` holds: at its place, `spread` data-parallel ranks apart."""
+def _replicas(ranks: Sequence[TrainerRank], rank: TrainerRank, spread: int) -> list[int]:
+    """Ranks that hold what `rank` holds: at its place, `spread` data-parallel ranks apart."""
     return [
         one.rank
-        for one in slots
-        if (one.tensor_rank, one.pipeline_rank) == (slot.tensor_rank, slot.pipeline_rank)
-        and one.data_rank % spread == slot.data_rank % spread
+        for one in ranks
+        if (one.tensor_rank, one.pipeline_rank) == (rank.tensor_rank, rank.pipeline_rank)
+        and one.data_rank % spread == rank.data_rank % spread
     ]
 
 

@@ -12,7 +12,7 @@ from megatron_rl.controller.phases import Phases
 
 def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceTurns:
     trainer = SimpleNamespace(
-        move_out=lambda parts: log.append(f"out {'+'.join(parts)}"), move_in=lambda: log.append("trainer in")
+        offload=lambda parts: log.append(f"out {'+'.join(parts)}"), onload=lambda: log.append("trainer in")
     )
     engines = SimpleNamespace(call=lambda method, *args, timeout_s: log.append(" ".join((method, *args))))
     return DeviceTurns(trainer=trainer, engines=engines, offload=offload, sleep=sleep, timeout_s=1, asleep=asleep)

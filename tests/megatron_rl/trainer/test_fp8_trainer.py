@@ -72,9 +72,9 @@ def through_a_step(position, parallel, directory, work, batch):
         assert same(contents(trainer), after), "the probe put back what was there"
 
         parts = [part for one in trainer._model.parameters() for part in fp8_parameters.buffers(one)]
-        trainer.move_out(("weights", "gradients", "optimizer"))
+        trainer.offload(("weights", "gradients", "optimizer"))
         assert all(part.untyped_storage().nbytes() == 0 for part in parts)
-        trainer.move_in()
+        trainer.onload()
         assert same(contents(trainer), after)
 
         trainer.export(f"{work}/exported")

@@ -20,7 +20,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
@@ -179,7 +179,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     plan = plan_reshard(
         spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, required=required
     )
-    slots = trainer_slots(parallel, cpu_threads=1)
+    slots = trainer_ranks(parallel, cpu_threads=1)
     groups = {(slot.pipeline_rank, slot.data_rank): Meeting(tensor) for slot in slots}
     memory = MemorySender()
 

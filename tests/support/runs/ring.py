@@ -13,7 +13,7 @@ from megatron_rl.controller.delivery import GroupLink, HandOverLink, Link, ShmLi
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import plan_reshard
@@ -84,7 +84,7 @@ class Ring:
             total_updates=100,
             seed=0,
         )
-        trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
+        trainer = running.start_trainer(spec, trainer_ranks(PARALLEL, cpu_threads=1))
         engines.wait(starting, "start", timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
         return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))

@@ -6,7 +6,7 @@ import torch
 def build_loaded(
     position, parallel, directory, *, sequence_parallel=None, dtype="fp32", recompute="none", chunk_tokens=7
 ):
-    from megatron_rl.model.build import build, layer_names
+    from megatron_rl.model.build import ModelOptions, build, layer_names
     from megatron_rl.model.spec import read_model_spec
     from megatron_rl.weights.hf_load import load
     from megatron_rl.weights.shards import rank_shards
@@ -16,10 +16,7 @@ def build_loaded(
         spec,
         parallel,
         position,
-        dtype=dtype,
-        recompute=recompute,
-        chunk_tokens=chunk_tokens,
-        sequence_parallel=sequence_parallel,
+        ModelOptions(dtype=dtype, recompute=recompute, chunk_tokens=chunk_tokens, sequence_parallel=sequence_parallel),
     )
     shards = rank_shards(
         spec,
