@@ -28,7 +28,7 @@ timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begi
 
 BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation learning.example_epochs \
     learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
-    publish.delta publish.int8_kernels rollout rollout.sampling rollout.step_time
+    publish.delta rollout rollout.sampling rollout.step_time
 
 .PHONY: setup quickstart test check bench records test-gpu
 .DELETE_ON_ERROR:

@@ -26,25 +26,26 @@ class Config(BaseModel):
 
 
 class HistoryConfig(Config):
-    """What is remembered of finished responses, and how engines draft from it."""
+    """The history of finished responses and how engines draft from it."""
 
     record_traces: bool = True
-    """Write every training response's token ids to `traces/` in the run directory (jsonl)."""
+    """Write the token ids of every training response to `traces/` in the run directory (jsonl)."""
     drafts: bool = True
-    """Engines draft from what their prompts produced before, and verify exactly. A deterministic run never drafts."""
+    """Engines draft from earlier responses to the same prompt and verify every draft exactly. A deterministic run never
+    drafts."""
     max_draft_tokens: int = Field(default=16, gt=0, le=128)
-    """Longest draft of one request in one forward; how much of it is used is decided by price, forward by forward."""
+    """Longest draft of one request in one forward. The cost model decides in every forward how much is verified."""
     stock_engines: tuple[int, ...] = ()
-    """Numbers of engines that run without any speculation, for comparison."""
+    """Numbers of engines that run without drafts, as a baseline."""
     num_shards: int = Field(default=1, gt=0)
-    """Actors that own the history, each a share of the prompts."""
+    """Actors that hold the history; each holds a share of the prompts."""
     budget_bytes: int = Field(default=2 << 30, gt=0)
-    """Most bytes of tokens that all shards together remember; beyond it the least valuable prompts are forgotten."""
+    """Upper bound of the token bytes in all shards together. Above it, the prompts of least value are evicted."""
     kept_steps: int = Field(default=1, gt=0)
-    """Visits of a prompt whose responses are kept; the last one is what counts, older ones add nothing."""
+    """Number of visits of a prompt whose responses are kept. More than one rarely helps."""
     warm_start: str = ""
-    """History of another run to begin with: a `history` folder of a checkpoint, or a jsonl file (or folder) of traces.
-    Refused if it was made with another tokenizer."""
+    """History of an earlier run to start from: the `history` folder of a checkpoint, or a file or folder of jsonl
+    traces. It is refused if another tokenizer wrote it."""
 
 
 def load_dotted(path: str, *, field: str) -> Callable[..., object]:

@@ -2,58 +2,60 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from history.config import Config
+from megatron_rl.built_in import ADVANTAGES, LOSSES, BuiltIns
 from rollout.config import InFlight
 
 Fp8 = Literal["none", "blockwise", "blockwise_param"]
-"""What of the trainer's decoder layers is FP8: nothing, matrix products, or their weights too."""
+"""FP8 in the trainer's decoder layers: none, matrix products only, or matrix products and parameters."""
 
 
 class ParallelConfig(Config):
-    """How the trainer is cut over its ranks; the world is tensor x pipeline x data."""
+    """Partition of the trainer over its ranks. The world size is tensor x pipeline x data."""
 
     tensor: int = Field(default=1, gt=0)
-    """Tensor-parallel size; sequence parallelism is on when it is above 1."""
+    """Tensor-parallel size. Sequence parallelism is on if it is above 1."""
     pipeline: int = Field(default=1, gt=0)
     """Pipeline-parallel size."""
     data: int = Field(default=1, gt=0)
     """Data-parallel size."""
     expert: int = Field(default=1, gt=0)
-    """Data-parallel ranks over which the experts of a layer are spread; divides `data`."""
+    """Expert-parallel size: experts of a layer are spread over this many data-parallel ranks. Must divide `data`."""
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks."""
+        """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.data
 
 
 class OptimizerConfig(Config):
-    """Adam and its schedule; one optimizer step per mini batch."""
+    """Adam and its learning-rate schedule. Each mini batch makes one optimizer step."""
 
     learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak."""
+    """Peak learning rate."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Where the decay ends."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    """Shape of the schedule after the warm-up."""
     decay_steps: int = Field(default=0, ge=0)
-    """Optimizer steps until `min_learning_rate`; 0 means the whole run."""
+    """Optimizer steps until `min_learning_rate` is reached. 0 means the whole run."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled."""
+    """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """First moment."""
+    """Decay rate of the first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Second moment."""
+    """Decay rate of the second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Adam's denominator."""
+    """Added to the denominator of Adam's update."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Global gradient norm is clipped to this; 0 turns clipping off."""
+    """Upper bound of the global gradient norm. 0 turns clipping off."""
     distributed: bool = False
-    """Megatron's distributed optimizer: states are sharded over data-parallel ranks."""
+    """Use Megatron's distributed optimizer, which shards its states over data-parallel ranks."""
 
 
 class TrainerConfig(Config):
@@ -62,138 +64,158 @@ class TrainerConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     """Tensor, pipeline and data parallelism."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of parameters and matmuls; the optimizer keeps FP32 masters either way."""
+    """Type of parameters and matrix products. The optimizer always keeps FP32 master weights."""
     fp8: Fp8 = "none"
-    """FP8 in the decoder layers' matrix products, with a scale for each 128 x 128 weights (Transformer Engine's block
-    scaling); GPUs from compute capability 9.0 on. `blockwise`: parameters stay BF16 and are quantised for the products.
-    `blockwise_param`: the parameters themselves are FP8, beside FP32 masters; needs `optimizer.distributed`, and
-    `engine.format=fp8_block` then sends their codes as they are where blocks agree."""
+    """FP8 matrix products in decoder layers, with one scale for each block of 128 x 128 weights (Transformer Engine's
+    block scaling). Needs a GPU of compute capability 9.0 or above. `blockwise`: parameters stay BF16 and are quantised
+    for each product. `blockwise_param`: parameters are FP8, with FP32 master weights; needs `optimizer.distributed`.
+    With `engine.format=fp8_block` it publishes FP8 codes without requantising them where the blocks agree."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Adam and its schedule."""
+    """Adam and its learning-rate schedule."""
     max_micro_batch_tokens: int = Field(default=8192, gt=0)
-    """Prompt plus response tokens of one forward; a longer sample is alone in its micro batch."""
+    """Most prompt and response tokens of one micro batch. A longer sample gets a micro batch of its own."""
     attention_parity_tokens: int = Field(default=0, ge=0)
-    """Length at which attention costs as much as the linear layers, by which micro batches are balanced; 0: counted
-    from the architecture. Without a pipeline, steps report what was measured (`perf/attention_parity_tokens`)."""
+    """Sequence length at which attention costs as much as the linear layers. Micro batches are balanced by it.
+    0 derives it from the architecture. Without a pipeline, `perf/attention_parity_tokens` reports measurements."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)
-    """Tokens whose vocabulary logits exist at one time."""
+    """Logits over the vocabulary are computed for this many tokens at a time."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What moves to host memory while engines sample; GPUs only. `optimizer`: gradients, masters and moments. `all`:
-    the weights too."""
+    """Trainer state that moves to host memory while engines sample. GPUs only. `optimizer`: gradients, master weights
+    and moments. `all`: the weights as well."""
     cpu_threads: int = Field(default=1, gt=0)
-    """Threads per rank; CPU only."""
+    """Threads of each trainer rank. CPU only."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """A call that has not returned from every rank by then kills the group, naming the late ranks."""
+    """Deadline of one call to all trainer ranks. A missed deadline ends the trainer and names the late ranks."""
     megatron: dict[str, str | int | float | bool] = {}
-    """Further fields of Megatron's `TransformerConfig`, passed as they are and checked by its own class."""
+    """Further fields of Megatron's `TransformerConfig`. They are passed unchanged and checked by Megatron."""
 
 
 class RejectionConfig(Config):
-    """One hard trust region on a divergence between trainer and sampler, with lr = old_logprobs - rollout_logprobs:
-    k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
+    """A hard trust region on the divergence between trainer and sampler.
+
+    With lr = old_logprobs - rollout_logprobs: k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
     """
 
     statistic: Literal[
         "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
         "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
     ]  # fmt: skip
-    """Per token, or the sum, mean or maximum over a sequence, which then stays or goes as a whole."""
+    """`token_*` rejects single tokens. `seq_*` takes the sum, mean or maximum over a sequence and rejects sequences."""
     high: float = Field(gt=0)
-    """k2, k3: largest value that is kept (0.01 is usual for `seq_mean_k3`). k1: largest exp(k1), a ratio."""
+    """Upper bound: of k2 and k3 themselves (0.01 is common for `seq_mean_k3`), of the ratio exp(k1) for k1."""
     low: float = Field(default=0.0, ge=0)
-    """k1 only: smallest exp(k1) that is kept; 0 means 1 / high."""
+    """Lower bound of the ratio exp(k1); k1 only. 0 means 1 / high."""
 
 
 class CorrectionConfig(Config):
-    """What repairs the gap between the quantised sampler and the trainer."""
+    """Importance weights that correct for the difference between the quantised sampler and the trainer."""
 
     mode: Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_product", "mis_geometric"] = (
         "tis_token"
     )
-    """Importance weights: truncated per token or per sequence; IcePop keeps a band; MIS masks whole sequences."""
+    """Kind of importance weight. `tis_*` truncates the ratio per token or sequence. `icepop*` sets ratios outside a
+    band to zero. `mis_*` masks whole sequences whose ratio is outside the band."""
     cap: float = Field(default=2.0, gt=0)
-    """C of truncated importance sampling; the upper end of a band."""
+    """Upper bound of the ratio: the cap of truncated importance sampling, or the upper end of the band."""
     low: float = Field(default=0.5, ge=0)
-    """Lower end of a band (`icepop`, `mis_*`)."""
+    """Lower end of the band (`icepop*`, `mis_*`)."""
     veto_ratio: float = Field(default=0.0, ge=0)
-    """Drop a sequence that holds a token with a ratio below this (1e-4 is usual); 0 turns it off. Counted."""
+    """Sequences with a token whose ratio is below this are rejected and counted (1e-4 is common). 0 turns this off."""
     batch_normalize: bool = False
-    """Divide weights by their mean over the step."""
+    """Divide importance weights by their mean over the step."""
     rejections: tuple[RejectionConfig, ...] = ()
-    """Hard trust regions; what fails any of them takes no part in the loss. Counted."""
+    """Hard trust regions. Tokens and sequences outside any of them are left out of the loss and counted."""
 
 
 class AlgorithmConfig(Config):
-    """What is learned from a scored group."""
+    """Advantage, loss and batch sizes of policy learning."""
 
     group_size: int = Field(default=8, gt=0)
-    """G: responses per prompt."""
+    """Responses per prompt."""
     prompts_per_step: int = Field(default=64, gt=0)
-    """Groups of one step."""
+    """Prompts of one step, each with a group of responses."""
     num_mini_batches: int = Field(default=1, gt=0)
-    """Mini batches of one epoch over the step's samples."""
+    """Mini batches of one epoch over the samples of a step."""
     num_epochs: int = Field(default=1, gt=0)
-    """Passes over the step's samples; optimizer steps of a step = `num_epochs x num_mini_batches`."""
-    loss: str = "megatron_rl.algorithm.loss.clipped_surrogate"
-    """Dotted path of the policy loss."""
-    advantage: str = "megatron_rl.algorithm.advantages.grpo"
-    """Dotted path of the advantage: `grpo`, `dr_grpo`, `rloo` and `dapo` are built in."""
+    """Epochs over the samples of a step. A step makes `num_epochs x num_mini_batches` optimizer steps."""
+    loss: str = "clipped_surrogate"
+    """Policy loss: `clipped_surrogate`, `gspo` or `cispo`, or the dotted path of your own function."""
+    advantage: str = "grpo"
+    """Advantage: `grpo`, `dr_grpo`, `rloo` or `dapo`, or the dotted path of your own function."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of the mini batch, or mean over sequences of their token means."""
+    """`token_mean`: mean over tokens of the mini batch. `sequence_mean`: mean over sequences of their token means."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
+    """The probability ratio is clipped at 1 - clip_low from below."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
+    """The probability ratio is clipped at 1 + clip_high from above (DAPO uses 0.28)."""
     dual_clip: float = Field(default=0.0, ge=0)
-    """Bounds the loss of tokens with a negative advantage at this many times its size (3 is usual); 0 turns it off."""
+    """Dual clip: the loss of a token with a negative advantage is at most this many times the advantage's size (3 is
+    common). 0 turns it off."""
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """Coefficient of the mean token entropy."""
+    """Coefficient of the mean token entropy in the objective."""
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal: they carry no gradient (counted)."""
+    """Drop groups whose rewards are all equal, because they have no gradient. They are counted."""
     mask_truncated: bool = False
-    """Overlong masking: responses cut by the token limit take no part in the loss (counted)."""
+    """Leave responses that reached the token limit out of the loss. They are counted."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Read by `dapo`: a punishment grows linearly over the last so many tokens before the limit; 0 turns it off."""
+    """`dapo` only: the overlong penalty grows linearly over this many tokens before the limit. 0 turns it off."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """Read by `dapo`: the punishment at the limit, in units of reward."""
+    """`dapo` only: the overlong penalty at the token limit, in units of reward."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Truncated importance sampling and its family."""
+    """Correction for the difference between sampler and trainer."""
+
+    @field_validator("loss")
+    @classmethod
+    def _check_loss(cls, value: str) -> str:
+        return _known(value, LOSSES)
+
+    @field_validator("advantage")
+    @classmethod
+    def _check_advantage(cls, value: str) -> str:
+        return _known(value, ADVANTAGES)
+
+
+def _known(value: str, built_ins: BuiltIns) -> str:
+    """`value`, unless it can be no name of a function."""
+    if problem := built_ins.problem(value):
+        raise PydanticCustomError("function_name", "{problem}", {"problem": problem})
+    return value
 
 
 class PublishConfig(Config):
-    """How weights reach the engines."""
+    """Publishing: how new weights reach the engines."""
 
     transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"
-    """`shm` and `gloo` go through the host; `cuda_ipc` hands weights over on each device, after trainer ranks have
-    exchanged them over NCCL; `nccl` sends from device to device where engines have their own (`placement.mode`).
-    `auto`: `nccl` there; else, in a Ray that the run starts, `cuda_ipc` where every engine shares its devices with
-    trainer ranks, and `shm` where one does not; `gloo` in a cluster that it joins, and with `delta`."""
+    """`shm` and `gloo` send through host memory. `cuda_ipc` shares device memory after trainer ranks have exchanged
+    weights over NCCL. `nccl` sends from device to device and needs engines with devices of their own
+    (`placement.mode`). `auto` takes `nccl` for such engines, and `gloo` in a running Ray cluster or with `delta`.
+    Otherwise it takes `cuda_ipc` if every engine shares its devices with trainer ranks, else `shm`."""
     bucket_bytes: int = Field(default=64 << 20, gt=0)
-    """Upper bound of a bucket; a layer's piece that is larger has a bucket of its own."""
+    """Upper bound of a bucket. A larger piece of a layer gets a bucket of its own."""
     probe_tokens: int = Field(default=32, gt=1)
-    """Length of the fixed prompt that every publish is proven with."""
+    """Length of the fixed probe prompt by which every publish is checked."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline of one publish; whoever is late is named."""
+    """Deadline of one publish. The error names the late ranks."""
     in_flight: InFlight = "recompute"
-    """What becomes of responses that run when new weights come. `recompute`: their keys and values are computed anew.
-    `keep_kv`: they go on at once with keys and values of the old weights, which no later response shares; their
-    log-probabilities are what was sampled from, but the trainer cannot recompute them. `drain`: none begins, and those
-    that run are waited for."""
+    """How running responses continue after new weights arrive. `recompute`: their keys and values are recomputed with
+    the new weights. `keep_kv`: they continue at once with keys and values of the old weights. No later response
+    shares those, and the trainer cannot recompute such log-probabilities. `drain`: no response starts until all running
+    ones have finished."""
     drain_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long `drain` waits for the longest response."""
+    """Longest time that `drain` waits for running responses."""
     delta: bool = False
-    """Send only what has changed since the last publish. Costs a copy of the 8-bit weights at the trainer and one on
-    every node with engines, or on each of their devices (`nccl`); not for `shm`, which moves nothing."""
+    """Send only codes that have changed since the last publish. The trainer keeps a copy of the 8-bit weights, and so
+    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing."""
     delta_full_every: int = Field(default=20, ge=0)
-    """With `delta`, every so many publishes send everything all the same; 0 for the first only."""
+    """With `delta`, every n-th publish sends all weights. 0: only the first one does."""
 
 
 class CheckpointConfig(Config):
     """Checkpoints of a run."""
 
     every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 means only after the last step."""
+    """Steps between checkpoints. 0 means only after the last step."""
     keep_last: int = Field(default=2, gt=0)
-    """Older ones are removed once a newer one is complete."""
+    """Number of checkpoints to keep. Older ones are removed once a newer one is complete."""

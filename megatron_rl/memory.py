@@ -1,11 +1,11 @@
-"""Byte arithmetic: what a trainer rank and an engine rank will hold, before either exists.
+"""Memory estimates of trainer ranks and engine ranks, before they start.
 
-A rough figure, meant to refuse what is hopeless and to name the knob that would help; it counts what grows with the
-model and the batch (parameters, gradients, Adam's states, activations of one micro batch, logits of one chunk, keys and
-values) and a flat amount for a process with its libraries. Fragmentation and kernels' workspaces are not counted.
+A rough estimate that refuses impossible configurations and names the key that helps. It counts memory that grows with
+the model and the batch: parameters, gradients, Adam's states, activations of one micro batch, logits of one chunk, and
+the KV cache. It adds a fixed amount for a process with its libraries. Fragmentation and workspaces are not counted.
 
-Invariants: parameters are exact for the supported families (a test compares with transformers); every other item grows
-with each knob that it names. Pure: imports neither torch nor megatron.
+Invariants: parameter counts are exact for the supported families (a test compares with transformers). Every other item
+grows with the key that it names. Pure: imports neither torch nor megatron.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from rollout.weights.format import FP8_BLOCK, WeightFormat
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""
 ENGINE_PROCESS_BYTES = 1500 << 20
-"""The two processes of an AsyncLLM engine without weights and keys; further tensor-parallel ranks add a half."""
+"""The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class MemoryItem:
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Elements of all 2-D decoder-layer weights: those that an 8-bit format quantises."""
+    """Elements of all 2-D decoder-layer weights, which an 8-bit format quantises."""
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * query + 2 * key_value)
     networks = 1 if spec.experts is None else spec.experts.count
@@ -62,7 +62,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec, weight_format: WeightFormat) -> int:
-    """Bytes of one whole copy of the weights as they travel."""
+    """Bytes of one copy of all weights in the engines' format."""
     return sum(tensor.num_bytes for tensor in wire_tensors(spec, weight_format))
 
 
@@ -72,9 +72,9 @@ def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
 
 
 def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int) -> Sequence[MemoryItem]:
-    """What the largest trainer rank holds; `longest_sample` in tokens, prompt and response.
+    """Memory of the largest trainer rank; `longest_sample` in tokens, prompt and response.
 
-    Activations are those of the first pipeline stage, which keeps one micro batch for every stage in flight.
+    Activations are those of the first pipeline stage, which keeps one micro batch in flight per stage.
     """
     parallel = trainer.parallel
     width = 2 if trainer.dtype == "bf16" else 4
@@ -104,9 +104,9 @@ def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int
 
 
 def _fp8_bytes(fp8: Fp8, num_linear: int) -> int:
-    """What FP8 adds to BF16 parameters: codes by rows and by columns, and a scale for each block of both.
+    """Bytes that FP8 adds to BF16 parameters: codes by rows and by columns, and a scale for each block of both.
 
-    Copies beside them with `blockwise`, which layers keep between micro batches; in their place with `blockwise_param`.
+    `blockwise` keeps these codes in addition to BF16 parameters; `blockwise_param` keeps them instead.
     """
     if fp8 == "none":
         return 0
@@ -115,7 +115,7 @@ def _fp8_bytes(fp8: Fp8, num_linear: int) -> int:
 
 
 def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: int) -> int:
-    """Bytes kept for the backward pass: every layer's, or with full recomputation every layer's input and one layer."""
+    """Bytes kept for the backward pass: all layers, or with full recomputation all layer inputs and one layer."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     networks = 1 if spec.experts is None else spec.experts.per_token
     layer = 5 * spec.hidden_size + heads + 3 * networks * spec.ffn_size
@@ -129,7 +129,7 @@ def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: in
 def engine_rank(
     spec: ModelSpec, *, weight_format: WeightFormat, tensor_parallel: int, kv_cache_bytes: int
 ) -> Sequence[MemoryItem]:
-    """What one engine rank holds."""
+    """Memory of one engine rank."""
     weights = -(-weight_bytes(spec, weight_format) // tensor_parallel)
     return (
         MemoryItem(what="weights", num_bytes=weights, knob="engine.tensor_parallel"),

@@ -1,4 +1,4 @@
-"""Trainer ranks and where each stands in the grid of tensor, data and pipeline parallelism.
+"""Trainer ranks and their coordinates in tensor, data and pipeline parallelism.
 
 Invariant: the order is Megatron's own (`tp-cp-ep-dp-pp`): tensor fastest, then data, then pipeline.
 """
@@ -9,30 +9,30 @@ from megatron_rl.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSlot:
-    """Where one trainer rank lives."""
+class TrainerRank:
+    """Coordinates and resources of one trainer rank."""
 
     rank: int
     tensor_rank: int
     pipeline_rank: int
     data_rank: int
     cpu_threads: int
-    """Threads of its matmuls; CPU only."""
+    """Threads of matrix products; CPU only."""
     num_gpus: float
     """Fraction of a device; 0 on CPU."""
     devices: tuple[int, ...] = ()
-    """The device, if any; () on CPU, and where Ray chooses."""
+    """The rank's device; empty on CPU and if Ray chooses it."""
 
 
-def trainer_slots(
+def trainer_ranks(
     parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0, *, place: bool = False
-) -> tuple[TrainerSlot, ...]:
+) -> tuple[TrainerRank, ...]:
     """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline.
 
-    With `place`, each is on the device of its own number.
+    With `place`, rank n uses device n.
     """
     return tuple(
-        TrainerSlot(
+        TrainerRank(
             rank=rank,
             tensor_rank=rank % parallel.tensor,
             data_rank=rank // parallel.tensor % parallel.data,

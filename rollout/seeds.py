@@ -1,4 +1,4 @@
-"""One seed per sampled response, as a pure function of what the response is (decision 12).
+"""One seed per sampled response, as a pure function of what the response is (decision 43).
 
 There is no global generator: a resumed run, or one whose engines finish in another order, samples
 the same response for the same (run seed, purpose, step, prompt, sample).

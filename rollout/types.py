@@ -59,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """How responses are sampled. Training keeps `top_p == 1` and `top_k == 0` (decision 6)."""
+    """How responses are sampled. Training keeps `top_p == 1` and `top_k == 0` (decision 2)."""
 
     temperature: float
     """0 is greedy."""

@@ -84,7 +84,7 @@ FLOORS = {
     "megatron_rl": Floor(imports="history rollout"),
     "megatron_rl/cpu": Floor(imports="rollout/weights rollout/cpu", libraries="torch", loads="*"),
     "megatron_rl/quantization": Floor(
-        imports="rollout/cpu megatron_rl/cpu",
+        imports="rollout/weights rollout/cpu megatron_rl/cpu",
         libraries="torch transformer_engine",
         loads="*",
     ),
@@ -138,7 +138,7 @@ FLOORS = {
     "launcher/run_dir": Floor(
         imports=(
             "history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
-            "megatron_rl/trainer launcher launcher/config launcher/checks"
+            "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks"
         ),
         libraries="ray wandb",
         loads="ray",
@@ -177,15 +177,8 @@ EXCEPTIONS = {
     "rollout/cpu/fp8_kernels.py:EmulatedFp8Channel.apply_scaled_mm": "vLLM's signature",
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
     "rollout/tracing/timeline.py:_timeline": "7 parameters",
-    "megatron_rl/batching/balance.py:_place": "7 parameters",
-    "megatron_rl/batching/batch.py:build_batch": "7 parameters",
-    "megatron_rl/batching/sft_batch.py:imitation_batches": "8 parameters",
     "megatron_rl/model/attention.py:PackedAttention.forward": "Megatron's signature",
-    "megatron_rl/model/build.py:build": "10 parameters",
-    "megatron_rl/model/build.py:transformer_config": "8 parameters",
-    "megatron_rl/model/logprobs.py:_TokenScores.forward": "torch's: one argument per saved tensor",
-    "megatron_rl/model/parallel.py:initialize": "7 parameters",
-    "megatron_rl/weights/shards.py:placements": "9 parameters",
+    "megatron_rl/weights/shards.py:shards": "9 parameters",
     "launcher/commands/build.py:build_publisher": "7 parameters",
     "launcher/commands/history.py:start_drafting": "7 parameters",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",

@@ -5,26 +5,37 @@ A positive control of `benchmarks.learning.mismatch`, chosen by
 module (only trainer ranks do, for that loss) coarsens what `int8` means.
 """
 
+from collections.abc import Collection
+
 import torch
 
 from megatron_rl.algorithm.loss import clipped_surrogate as clipped_surrogate
-from megatron_rl.cpu.code_loops import Start
-from megatron_rl.quantization.formats import CODE_FORMATS, Int8Channel
-from megatron_rl.quantization.fp8 import kept
+from megatron_rl.quantization.backends import BACKENDS, TorchBackend
+from megatron_rl.quantization.formats import CodeFormat, Start
+from megatron_rl.quantization.fp8 import copied_into
 
 STEP = 32
 """Codes are multiples of it: -96, -64, .. 96."""
 
 
-class Coarse(Int8Channel):
+class Coarse(TorchBackend):
     """`int8` with seven values."""
 
-    def codes(
-        self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
+    def supports(self, format: CodeFormat, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+        """Only `int8`."""
+        return format.dtype == torch.int8
+
+    def encode(
+        self,
+        weight_NK: torch.Tensor,
+        factor_PQ: torch.Tensor,
+        start: Start | None,
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """int8, multiples of `STEP`"""
-        fine = super().codes(weight_NK, factor_PQ, start)
-        return kept(((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8), out)
+        fine = super().encode(weight_NK, factor_PQ, start, dtype)
+        return copied_into(((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8), out)
 
 
-CODE_FORMATS["int8"] = Coarse()
+BACKENDS.insert(0, Coarse())

@@ -39,16 +39,16 @@ from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.controller.delivery import ShmDelivery, StreamingDelivery, WeightDelivery
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import rank_placements
+from megatron_rl.weights.shards import rank_shards
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import EngineSlot
-from rollout.weights.manifest import DTYPE_BYTES, Wanted
+from rollout.weights.manifest import DTYPE_BYTES, Required
 
 RUN_ID = "benchmark"
 TIMEOUT_S = 600.0
@@ -106,7 +106,9 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
     num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
     num_engines, num_ranks = ENGINES[case.engines]
     named = {"trainer": case.trainer, "engines": case.engines, "format": case.format}
-    measured, plan, wanted = publishes(case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case))
+    measured, plan, required = publishes(
+        case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case)
+    )
     apply_s = statistics.median(one["timing_s/publish_apply"] for one in measured["shm"])
     with exact_memory():
         peaks, _, _ = publishes(case, model, work, rounds=1)
@@ -121,8 +123,8 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
         row: Row = {
             **{"kind": "publish", **named, "transport": transport},
             **times,
-            **_bytes(plan, wanted),
-            **_peak_bounds(case, model, plan, wanted, transport),
+            **_bytes(plan, required),
+            **_peak_bounds(case, model, plan, required, transport),
             **_medians(found),
             **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
         }
@@ -149,7 +151,7 @@ def publishes(
     rounds: int,
     delta: bool = False,
     beside: Callable[[str], dict[str, float]] = lambda _: {},
-) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Wanted]]:
+) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Required]]:
     """Metrics and peaks of the second publish of each round, by transport; their plan, and what the engines take.
 
     With `delta` weights change ahead of each, and what has changed travels, over sockets. What `beside` measures of a
@@ -160,9 +162,9 @@ def publishes(
     measured = {}
     with processes(ClusterConfig(object_store_bytes=128 << 20), num_actors=8, log_dir=logs) as running:
         trainer, engines = _start(case, model, running, delta=delta)
-        wanted = engines.wanted(timeout_s=TIMEOUT_S)
-        trainer.plan_publishes(wanted)
-        plan = _plan(case, model, wanted, te_names=trainer.te_names())
+        required = engines.required(timeout_s=TIMEOUT_S)
+        trainer.plan_publishes(required)
+        plan = _plan(case, model, required, uses_te_layer_names=trainer.uses_te_layer_names())
         version = 0
         for transport in ("gloo",) if delta else TRANSPORTS:
             publisher = _publisher(trainer, engines, plan, model, transport)
@@ -175,7 +177,7 @@ def publishes(
                 with asleep(TITLES):
                     found.append(report.metrics() | peaks | beside(transport))
             measured[transport] = found
-    return measured, plan, wanted
+    return measured, plan, required
 
 
 def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple[TrainerGroup, EngineGroup]:
@@ -210,19 +212,19 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         total_updates=1,
         seed=0,
     )
-    trainer = running.start_trainer(spec, trainer_slots(parallel, cpu_threads=1))
+    trainer = running.start_trainer(spec, trainer_ranks(parallel, cpu_threads=1))
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
     return trainer, engines
 
 
-def _plan(case: Case, model: Path, wanted: Sequence[Wanted], *, te_names: bool) -> ReshardPlan:
+def _plan(case: Case, model: Path, required: Sequence[Required], *, uses_te_layer_names: bool) -> ReshardPlan:
     return plan_reshard(
         read_model_spec(model),
         TRAINERS[case.trainer],
         format=case.weight_format,
         bucket_bytes=BUCKET_BYTES,
-        te_names=te_names,
-        wanted=wanted,
+        uses_te_layer_names=uses_te_layer_names,
+        required=required,
     )
 
 
@@ -246,12 +248,12 @@ def _publisher(
     )
 
 
-def _bytes(plan: ReshardPlan, wanted: Sequence[Wanted]) -> dict[str, float]:
+def _bytes(plan: ReshardPlan, required: Sequence[Required]) -> dict[str, float]:
     """What travels and what is needed, of the rank that is worst off; and 8 bits against 16 of what they replace."""
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
     shares = []
-    for rank, boxes in enumerate(wanted):
-        sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.wanted_by(rank))
+    for rank, boxes in enumerate(required):
+        sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.required_by(rank))
         own = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
         shares.append((sent / own, sent, own))
     share, sent, own = max(shares)
@@ -269,18 +271,18 @@ def _bytes(plan: ReshardPlan, wanted: Sequence[Wanted]) -> dict[str, float]:
 
 
 def _peak_bounds(
-    case: Case, model: Path, plan: ReshardPlan, wanted: Sequence[Wanted], transport: str
+    case: Case, model: Path, plan: ReshardPlan, required: Sequence[Required], transport: str
 ) -> dict[str, float]:
     """What the processes of each role may hold for a publish; a layer's shard is BF16 in a trainer."""
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
-    on_engines = [[(name, box.size * width[name]) for name, parts in one.items() for box in parts] for one in wanted]
+    on_engines = [[(name, box.size * width[name]) for name, parts in one.items() for box in parts] for one in required]
     parallel, spec = TRAINERS[case.trainer], read_model_spec(model)
     on_trainers = [
         [
             (one.hf_name, 2 * math.prod(one.shape))
-            for one in rank_placements(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
+            for one in rank_shards(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
-        for slot in trainer_slots(parallel, cpu_threads=1)
+        for slot in trainer_ranks(parallel, cpu_threads=1)
     ]
     buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
     staged = {"trainer": 0, "engine": 0}

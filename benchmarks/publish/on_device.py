@@ -25,15 +25,15 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import Placement, rank_placements
+from megatron_rl.weights.shards import Shard, rank_shards
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import EngineSpec
 from rollout.processes import ProcessEnv
-from rollout.transports.base import HandOverChannel, Memory
+from rollout.transports.base import ColocatedChannel, Memory
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import Sums, difference
+from rollout.weights.fingerprint_sums import Fingerprint, difference
 from rollout.weights.format import WeightFormat
-from rollout.weights.manifest import Wanted
+from rollout.weights.manifest import Required
 
 RUN_ID = "ondevice"
 BUCKET_BYTES = 256 << 20
@@ -93,12 +93,12 @@ async def _publishes(model: Path, format: Format, device: Device) -> list[dict[s
     await engine.start()
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
-    holder = context.Process(target=_hold, args=(end, str(model), format, device, engine.weights.wanted))
+    holder = context.Process(target=_hold, args=(end, str(model), format, device, engine.weights.required))
     holder.start()
     try:
         memory: Memory = "cuda" if device == "cuda" else "shm"
-        await engine.weights.init_transport(HandOverChannel(memory=memory, shared_with=((0,),)))
-        plan = _plan(model, format, engine.weights.wanted)
+        await engine.weights.init_transport(ColocatedChannel(memory=memory, shared_with=((0,),)))
+        plan = _plan(model, format, engine.weights.required)
         return [await _publish(engine, plan, pipe, WeightVersion(number)) for number in range(NUM_PUBLISHES)]
     finally:
         pipe.send(None)
@@ -116,9 +116,9 @@ async def _publish(engine: object, plan: ReshardPlan, pipe: Connection, version:
     staged = time.perf_counter()
     times = await engine.weights.update(plan.manifest(RUN_ID, version), {0: address})
     applied = time.perf_counter()
-    found = await engine.weights.loaded_sums()
+    found = await engine.weights.loaded_fingerprint()
     pipe.send("sums")
-    expected: Sums = await asyncio.to_thread(pipe.recv)
+    expected: Fingerprint = await asyncio.to_thread(pipe.recv)
     gap, where = difference(found, expected)
     assert gap < 0.02, f"{where} differs by {gap}"
     proven = time.perf_counter()
@@ -141,39 +141,39 @@ async def _publish(engine: object, plan: ReshardPlan, pipe: Connection, version:
     }
 
 
-def _plan(model: Path, format: Format, wanted: Sequence[Wanted]) -> ReshardPlan:
+def _plan(model: Path, format: Format, required: Sequence[Required]) -> ReshardPlan:
     return plan_reshard(
         read_model_spec(model),
         ParallelConfig(),
         format=WeightFormat(name=format),
         bucket_bytes=BUCKET_BYTES,
-        te_names=False,
-        wanted=wanted,
+        uses_te_layer_names=False,
+        required=required,
     )
 
 
 # -- the process that holds the weights ----------------------------------------------------------------
 
 
-def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: Sequence[Wanted]) -> None:
-    from rollout.transports.colocated import HandOverSender, Segment, ShmSegment
+def _hold(pipe: Connection, model: str, format: Format, device: Device, required: Sequence[Required]) -> None:
+    from rollout.transports.colocated import ColocatedSender, SharedRegion, ShmRegion
 
-    segment: Segment = ShmSegment(run_id=RUN_ID, rank=0)
+    region: SharedRegion = ShmRegion(run_id=RUN_ID, rank=0)
     if device == "cuda":
-        from rollout.transports.cuda_ipc import CudaSegment
+        from rollout.transports.cuda_ipc import CudaRegion
 
-        segment = CudaSegment()
-    spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, wanted)
-    held = rank_placements(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, te_names=False)
+        region = CudaRegion()
+    spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, required)
+    held = rank_shards(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, uses_te_layer_names=False)
     packer = WeightPacker(
         plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
     )
-    sender = HandOverSender(
-        segment, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
+    sender = ColocatedSender(
+        region, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
     )
     while (order := pipe.recv()) is not None:
         if order == "sums":
-            pipe.send(packer.sent_sums())
+            pipe.send(packer.published_fingerprint())
         elif order == "abandon":
             sender.abandon()
             pipe.send(_peak_extra(device))
@@ -187,7 +187,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, wanted: 
             pipe.send((address, scales_s, packer.pack_s, packer.send_s))
 
 
-def _parameters(held: Sequence[Placement], device: Device) -> dict[str, torch.nn.Parameter]:
+def _parameters(held: Sequence[Shard], device: Device) -> dict[str, torch.nn.Parameter]:
     return {
         name: torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02, requires_grad=False)
         for name, shape in parameter_shapes(held).items()

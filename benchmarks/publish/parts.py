@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_rl.model.spec import read_model_spec
+from megatron_rl.quantization.backends import Quantizer, choose_backend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.packer import STRIP, strips
 from megatron_rl.weights.reshard_plan import ReshardPlan, wire_tensors
@@ -236,7 +237,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
 
 
 def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
-    own = [bucket for bucket in route.manifest.buckets if bucket.wanted_by(rank)]
+    own = [bucket for bucket in route.manifest.buckets if bucket.required_by(rank)]
     streaming = process_group.GroupInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
     meet.wait()
     meet.wait()
@@ -319,7 +320,9 @@ def _quantise(
     model: str, format: str, rank: int, num_ranks: int, meet: Barrier, found: "multiprocessing.Queue[float]"
 ) -> None:
     torch.set_num_threads(1)
-    rule = CODE_FORMATS[format]
+    code_format = CODE_FORMATS[format]
+    backend = choose_backend(code_format, torch.device("cpu"), [torch.bfloat16])
+    rule = Quantizer(format=code_format, backend=backend)
     shards = [
         weight.chunk(num_ranks)[rank].clone()
         for name, weight in load_file(Path(model) / "model.safetensors").items()

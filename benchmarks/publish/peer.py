@@ -26,7 +26,7 @@ class Peer:
             ParallelConfig(),
             format=WeightFormat(name="bf16"),
             bucket_bytes=BUCKET_BYTES,
-            te_names=False,
+            uses_te_layer_names=False,
         )
 
     def measure(self, case: Case, transport: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
 from launcher.checks.combinations import evaluation_sets, run_combinations
-from launcher.checks.files import broken_json, imitation_file, prompt_file, tokenizer_problems
+from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
 from launcher.checks.formats import weight_format_problems, weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
@@ -99,7 +99,7 @@ def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
     """The memory plan of a warm start that can be started; raises `ConfigError` otherwise."""
-    problems = imitation_file("data.path", config.data.path)
+    problems = sft_file("data.path", config.data.path)
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))

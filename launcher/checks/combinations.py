@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 from launcher.checks.functions import function_problems
 from launcher.config.schema import RunConfig
+from megatron_rl.built_in import ADVANTAGES, LOSSES
 from rollout.config import EvalSetConfig
-
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "dapo")
-"""Built-in advantages that compare the responses of a group with each other."""
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -29,8 +27,8 @@ def run_combinations(config: RunConfig) -> list[str]:
         lambda config: function_problems(
             {
                 "reward.function": config.reward.function,
-                "algorithm.loss": config.algorithm.loss,
-                "algorithm.advantage": config.algorithm.advantage,
+                LOSSES.key: LOSSES.path(config.algorithm.loss),
+                ADVANTAGES.key: ADVANTAGES.path(config.algorithm.advantage),
             }
         ),
     )
@@ -80,8 +78,7 @@ def _batch_sizes(config: RunConfig) -> list[str]:
 
 def _algorithm(config: RunConfig) -> list[str]:
     algorithm, found = config.algorithm, []
-    name = algorithm.advantage.removeprefix("megatron_rl.algorithm.advantages.")
-    if name in GROUP_RELATIVE and algorithm.group_size < 2:
+    if algorithm.advantage in ADVANTAGES.names and algorithm.group_size < 2:
         found.append(
             f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
             "it compares the responses of a group, so a group needs at least 2"

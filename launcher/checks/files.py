@@ -28,7 +28,7 @@ def prompt_file(key: str, path: str, *, limit: int = 0) -> list[str]:
     return []
 
 
-def imitation_file(key: str, path: str) -> list[str]:
+def sft_file(key: str, path: str) -> list[str]:
     """Problems of a file of prompts with responses."""
     if problem := _file(key, path):
         return [problem]

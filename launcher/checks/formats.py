@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.weights.shards import Kind, placements
+from megatron_rl.weights.shards import Kind, shards
 from rollout.config import EngineConfig
 from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
@@ -51,7 +51,7 @@ def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeReso
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape of each matrix of the decoder layers, in order; of all experts one without number."""
-    whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    whole = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     return {stack_of(one.hf_name): one.hf_full_shape for one in whole if one.kind is Kind.LINEAR}
 
 

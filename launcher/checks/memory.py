@@ -157,8 +157,9 @@ def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
 
 
 def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:
-    """What the trainer keeps to send changes only, and the engines of a node together to take them."""
-    return [_item("publish baselines", 2 * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
+    """Buckets of the last publish, which the trainer keeps to find changes and each engine to apply them."""
+    copies = 1 + config.engine.num_engines
+    return [_item("publish baselines", copies * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
 
 
 def _history(config: RunConfig) -> list[MemoryItem]:

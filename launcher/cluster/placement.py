@@ -17,7 +17,7 @@ from typing import Literal
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
-from megatron_rl.ranks import TrainerSlot, trainer_slots
+from megatron_rl.ranks import TrainerRank, trainer_ranks
 from rollout.types import EngineSlot
 
 Transport = Literal["shm", "gloo", "nccl", "cuda_ipc"]
@@ -27,7 +27,7 @@ Transport = Literal["shm", "gloo", "nccl", "cuda_ipc"]
 class Placement:
     """All slots of one run on one node."""
 
-    trainers: tuple[TrainerSlot, ...]
+    trainers: tuple[TrainerRank, ...]
     engines: tuple[EngineSlot, ...]
     num_scorers: int
     """Processes that score rewards."""
@@ -98,7 +98,7 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
     transport = _transport(config, engines)
     notes = [*(_detour(config, transport) if devices else _crowded(config, node.cpu_cores)), *_idle(config)]
     return Placement(
-        trainers=trainer_slots(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
+        trainers=trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
         engines=engines,
         num_scorers=config.reward.num_workers,
         num_history_shards=config.history.num_shards if config.drafts else 0,

@@ -20,7 +20,7 @@ from history.config import HistoryConfig
 from history.store.service import HistoryService, start_history
 from launcher.config.schema import ClusterConfig
 from launcher.errors import Terminated
-from megatron_rl.ranks import TrainerSlot
+from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.config import RewardConfig
@@ -93,16 +93,16 @@ class Processes:
         group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
         return group, group.begin_start()
 
-    def start_trainer(self, spec: TrainerSpec, slots: Sequence[TrainerSlot]) -> TrainerGroup:
+    def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> TrainerGroup:
         """Start all trainer ranks and let them load the model."""
         environments = [
             self._variables(
-                self.environment.trainer_rank(threads=slot.cpu_threads) | on_devices(slot.devices),
-                f"trainer-{slot.rank}",
+                self.environment.trainer_rank(threads=rank.cpu_threads) | on_devices(rank.devices),
+                f"trainer-{rank.rank}",
             )
-            for slot in slots
+            for rank in ranks
         ]
-        trainer = start_trainer(spec, slots, environments=environments)
+        trainer = start_trainer(spec, ranks, environments=environments)
         self.trainers.append(trainer)
         return trainer
 

@@ -113,15 +113,15 @@ def build_publisher(
 def publish_plan(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
     """Which trainer rank sends what to which engine rank; the trainer has it, too."""
     config = checked.config
-    wanted = engines.wanted(timeout_s=config.publish.timeout_s)
-    trainer.plan_publishes(wanted)
+    required = engines.required(timeout_s=config.publish.timeout_s)
+    trainer.plan_publishes(required)
     return plan_reshard(
         checked.spec,
         config.trainer.parallel,
-        wanted=wanted,
+        required=required,
         format=checked.format,
         bucket_bytes=config.publish.bucket_bytes,
-        te_names=trainer.te_names(),
+        uses_te_layer_names=trainer.uses_te_layer_names(),
     )
 
 

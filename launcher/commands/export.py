@@ -8,7 +8,7 @@ from launcher.commands.build import trainer_spec
 from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from rollout.weights.format import WeightFormat
 
 
@@ -24,10 +24,10 @@ def export(config: ExportConfig) -> None:
         raise ConfigError(f"`output_dir` = {target} exists; an export does not overwrite: name another directory")
     run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
     parallel = run_config.trainer.parallel
-    slots = trainer_slots(parallel, run_config.trainer.cpu_threads)
-    with processes(run_config.cluster, num_actors=len(slots), log_dir=None) as running:
+    ranks = trainer_ranks(parallel, run_config.trainer.cpu_threads)
+    with processes(run_config.cluster, num_actors=len(ranks), log_dir=None) as running:
         trainer = running.start_trainer(
-            trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4)), slots
+            trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4)), ranks
         )
         trainer.load(str(checkpoint / "trainer"))
         trainer.export(str(target))

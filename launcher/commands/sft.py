@@ -13,40 +13,42 @@ from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
-from megatron_rl.batching.balance import load_kernels
+from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
-from megatron_rl.batching.sft_batch import imitation_batches
+from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.spec import TrainerSpec
-from rollout.data.sft_rows import ImitationRows, load_imitation_rows
+from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.weights.format import WeightFormat
 
 
 def sft(config: SftConfig) -> None:
     """Train on `config.data` and write `config.output_dir`, which `launcher.checks.check` has let pass."""
     target = Path(config.output_dir)
-    slots = trainer_slots(config.trainer.parallel, config.trainer.cpu_threads)
-    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=None) as running:
+    ranks = trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads)
+    with processes(config.cluster, num_actors=len(ranks) + 1, log_dir=None) as running:
         rows_ref, rows = _load_rows(config, running)
-        trainer = running.start_trainer(_spec(config), slots)
+        trainer = running.start_trainer(_spec(config), ranks)
         trainer.load_rows(rows_ref)
         progress = RunProgress(config.num_steps)
         progress.say(f"{len(rows.prompts)} rows, {sum(map(len, rows.responses))} response tokens")
-        batches = imitation_batches(
+        batches = sft_batches(
             rows.lengths(),
             [len(response) for response in rows.responses],
             batch_size=config.batch_size,
             num_steps=config.num_steps,
-            num_ranks=config.trainer.parallel.data,
-            max_micro_batch_tokens=config.trainer.max_micro_batch_tokens,
-            costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+            rules=PackingRules(
+                num_ranks=config.trainer.parallel.data,
+                max_tokens=config.trainer.max_micro_batch_tokens,
+                costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+            ),
             seed=config.seed,
         )
         log = _Log(config, progress)
         for step, batch in enumerate(batches):
-            result = trainer.imitate(batch)
+            result = trainer.sft_step(batch)
             log.step(step, result.metrics, tokens=batch.num_tokens, skipped=result.num_skipped_updates)
         shutil.rmtree(target, ignore_errors=True)
         trainer.export(str(target))
@@ -55,9 +57,9 @@ def sft(config: SftConfig) -> None:
         progress.say(f"wrote {target}")
 
 
-def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, ImitationRows]:
+def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
     """Tokenise in a process of its own: transformers imports torch."""
-    task = ray.remote(load_imitation_rows).options(runtime_env={"env_vars": running.environment.scorer()})
+    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.scorer()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
     load_kernels()  # the task takes longer
     with judging_user_input():

@@ -23,36 +23,36 @@ from rollout.config import (
 
 
 class WandbConfig(Config):
-    """Weights & Biases. Offline runs lie under `wandb/` in the run directory; `wandb sync` uploads them later."""
+    """Weights & Biases. Offline runs are written to `wandb/` in the run directory; `wandb sync` uploads them later."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`online` needs `WANDB_API_KEY` or an earlier `wandb login`; the other two touch no network."""
+    """`online` needs `WANDB_API_KEY` or an earlier `wandb login`. The other modes use no network."""
     project: str = "megatron-rl"
-    """Project under which the run is filed."""
+    """Weights & Biases project of the run."""
     name: str = ""
-    """Display name; the run directory's name when empty."""
+    """Display name. Empty: the name of the run directory."""
     sample_rows: int = Field(default=16, ge=0)
-    """Responses of each step in the samples table; `samples/` in the run directory always has all of them."""
+    """Responses of each step in the samples table. `samples/` in the run directory always holds all of them."""
 
 
 class ClusterConfig(Config):
-    """Where the processes live. One node today."""
+    """The Ray cluster of the processes."""
 
     address: str = "local"
-    """`local` starts a Ray of its own for the run; otherwise the address of a running one (`auto` finds it)."""
+    """`local` starts a Ray cluster for the run. Otherwise the address of a running cluster (`auto` finds it)."""
     object_store_bytes: int = Field(default=256 << 20, ge=80 << 20)
-    """Shared memory of a Ray that we start."""
+    """Object store size of a Ray cluster that the run starts."""
     trainer_gpu_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a device that a trainer rank reserves where an engine lives on the same device; GPUs only."""
+    """Share of a device that a trainer rank reserves if an engine uses the same device. GPUs only."""
 
 
 class PlacementConfig(Config):
-    """Who shares devices with whom."""
+    """Sharing of devices between trainer and engines."""
 
     mode: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: trainer and engines work in turns on the same devices; responses that are unfinished when training
-    begins pause and go on afterwards. `disaggregated`: engines have devices of their own and sample while the trainer
-    trains; of use with `planner.overlap` or `planner.head_start`."""
+    """`colocated`: trainer and engines use the same devices in turns. Unfinished responses pause while the trainer
+    trains and resume afterwards. `disaggregated`: engines have devices of their own and sample while the trainer
+    trains. Use it with `planner.overlap` or `planner.head_start`."""
 
 
 class RunConfig(Config):
@@ -61,41 +61,41 @@ class RunConfig(Config):
     model: str
     """Hugging Face directory to start from: `config.json`, safetensors, tokenizer with chat template."""
     run_dir: str
-    """Everything the run writes; a directory with a checkpoint is resumed."""
+    """Directory for everything that the run writes. A run resumes if it holds a checkpoint."""
     num_steps: int = Field(gt=0)
-    """Trips round the ring, those before a resume included."""
+    """Training steps, including those before a resume."""
     seed: int = Field(default=0, ge=0)
-    """Of prompt order, sampling and batching; nothing else is random."""
+    """Seed of prompt order, sampling and batching. Nothing else is random."""
     deterministic: bool = False
-    """Repeatable bit by bit on one machine: one engine, a whole step admitted before it samples, fixed threads."""
+    """Bitwise repeatable on one machine. Needs one engine; a step is admitted as a whole before it is sampled."""
     data: DataConfig
-    """What is trained on."""
+    """Training prompts and their order."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training responses are sampled."""
+    """Sampling of training responses."""
     engine: EngineConfig = EngineConfig()
     """The vLLM engines."""
     planner: PlannerConfig = PlannerConfig()
-    """Which engine samples what, and how far engines run ahead of the trainer."""
+    """Assignment of groups to engines, and how far engines run ahead of the trainer."""
     placement: PlacementConfig = PlacementConfig()
-    """Who shares devices with whom."""
+    """Sharing of devices between trainer and engines."""
     reward: RewardConfig = RewardConfig()
-    """How responses are scored."""
+    """Scoring of responses."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Evaluation inside the run."""
+    """Evaluation during the run."""
     trainer: TrainerConfig = TrainerConfig()
     """The Megatron trainer."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is learned from a scored group."""
+    """Advantage, loss and batch sizes of policy learning."""
     publish: PublishConfig = PublishConfig()
-    """How weights reach the engines."""
+    """Publishing of weights to the engines."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the run is saved."""
+    """Checkpoints of the run."""
     history: HistoryConfig = HistoryConfig()
-    """What is remembered of finished responses."""
+    """History of finished responses, and drafting from it."""
     wandb: WandbConfig = WandbConfig()
-    """Tracking."""
+    """Weights & Biases."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where the processes live."""
+    """The Ray cluster of the processes."""
 
     @property
     def samples_ahead(self) -> bool:
@@ -110,37 +110,37 @@ class RunConfig(Config):
 
 
 class SftDataConfig(Config):
-    """Rows of `prompt` (chat messages or text) and `response` (text); the loss is over the response alone."""
+    """Rows of `prompt` (chat messages or text) and `response` (text). The loss covers the response only."""
 
     path: str
     """A `.jsonl` or `.parquet` file."""
     max_tokens: int = Field(default=1024, gt=0)
-    """Prompt plus response; a longer row is refused, naming its line."""
+    """Most prompt and response tokens of a row. A longer row is refused, and the error names its line."""
 
 
 class SftConfig(Config):
-    """`megatron-rl sft`: supervised warm start on the same trainer."""
+    """`megatron-rl sft`: supervised fine-tuning on the same trainer, as a warm start."""
 
     model: str
     """Hugging Face directory to start from."""
     output_dir: str
-    """Hugging Face directory to write; must not exist, or hold an earlier output of this command."""
+    """Hugging Face directory to write. It must not exist, or must hold an earlier output of this command."""
     data: SftDataConfig
-    """What is imitated."""
+    """Training rows."""
     num_steps: int = Field(gt=0)
     """Optimizer steps."""
     batch_size: int = Field(default=64, gt=0)
     """Rows of one optimizer step."""
     seed: int = Field(default=0, ge=0)
-    """Of the row order."""
+    """Seed of the row order."""
     trainer: TrainerConfig = TrainerConfig()
     """The Megatron trainer."""
     log_every: int = Field(default=50, gt=0)
-    """Steps between two lines of progress."""
+    """Steps between progress lines."""
     log_path: str = ""
-    """`metrics.jsonl` of the warm start; not written when empty."""
+    """Path of a `metrics.jsonl` of the warm start. Empty: none is written."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where the processes live."""
+    """The Ray cluster of the processes."""
 
 
 class EvalConfig(Config):
@@ -151,25 +151,25 @@ class EvalConfig(Config):
     sets: dict[str, EvalSetConfig]
     """Evaluation sets by name."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are refused, naming the row."""
+    """Most tokens of a prompt. A longer prompt is refused, and the error names the row."""
     engine: EngineConfig = EngineConfig()
-    """The vLLM engines; format `bf16` only."""
+    """The vLLM engines. Only format `bf16`."""
     reward: RewardConfig = RewardConfig()
-    """How responses are scored."""
+    """Scoring of responses."""
     seed: int = Field(default=0, ge=0)
-    """Of sampling at temperatures above 0."""
+    """Seed of sampling at temperatures above 0."""
     output: str = ""
-    """JSON file for the result, one record per set; printed only when empty."""
+    """JSON file for the results, one record per set. Empty: results are only printed."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where the processes live."""
+    """The Ray cluster of the processes."""
 
 
 class ExportConfig(Config):
     """`megatron-rl export`: a checkpoint of a run as a Hugging Face directory."""
 
     run_dir: str
-    """Run directory that holds the checkpoint."""
+    """Run directory with the checkpoint."""
     output_dir: str
-    """Hugging Face directory to write; must not exist."""
+    """Hugging Face directory to write. It must not exist."""
     step: int = Field(default=-1, ge=-1)
-    """Checkpoint of this step; -1 is the newest."""
+    """Step of the checkpoint. -1 is the newest one."""

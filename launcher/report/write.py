@@ -27,7 +27,7 @@ from launcher.run_dir.atomic_files import read_rows, replace_text
 from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
-"""Above this the gap between sampler and trainer is not healthy (docs/decisions.md)."""
+"""Above this the gap between sampler and trainer is not healthy (docs/observability.md)."""
 PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3

@@ -5,6 +5,7 @@ belongs into another run directory. Everything else may change (more steps, othe
 said.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ import yaml
 from launcher.config.schema import RunConfig
 from launcher.config.yaml_source import Value
 from launcher.errors import RunDirectoryError
+from megatron_rl.built_in import ADVANTAGES, LOSSES
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 """Keys that a resume must find as they were."""
@@ -20,12 +22,13 @@ FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     """`key: before -> now` for each key of the saved configuration that differs from `config`; none before a first run.
 
-    Raises `RunDirectoryError` if one of `FIXED` differs.
+    Raises `RunDirectoryError` if one of `FIXED` differs, or if the saved file names a function as earlier versions did.
     """
     saved = run_dir / "config.yaml"
     if not saved.exists():
         return []
     before = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    _refuse_renamed(saved, before)
     now = _flat(config.model_dump(mode="json"))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
     lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
@@ -35,6 +38,14 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
             "give another run_dir, or the old values to resume it"
         )
     return lines
+
+
+def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:
+    """Raises if the saved configuration names a built-in loss or advantage as earlier versions did."""
+    for built_ins in (LOSSES, ADVANTAGES):
+        value = before.get(built_ins.key)
+        if isinstance(value, str) and (problem := built_ins.problem(value)):
+            raise RunDirectoryError(f"`{saved}`: `{built_ins.key}` = {value}: {problem} in that file, then resume")
 
 
 def _flat(value: Value, prefix: str = "") -> dict[str, Value]:

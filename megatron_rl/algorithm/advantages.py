@@ -1,16 +1,16 @@
 """Advantages of the responses of one group, from their rewards.
 
 An advantage function takes a `GroupOutcome` and returns one number per response; every token of the response gets
-it. Any callable of that signature can be named in the configuration (`algorithm.advantage`).
+it. `algorithm.advantage` names a built-in function (`grpo`) or the dotted path of any callable of that signature.
 
 * GRPO (arXiv 2402.03300, section 4.1): (r - mean) / (std + eps), with the unbiased std.
 * Dr.GRPO (arXiv 2503.20783, section 3.2): r - mean, because dividing by the std favours very easy and very hard
   prompts.
-* RLOO (arXiv 2402.14740, section 3.1): r minus the mean of the others.
-* DAPO (arXiv 2503.14476, section 3.4): GRPO on rewards with the soft overlong punishment.
+* RLOO (arXiv 2402.14740, section 3.1): r minus the mean of the other responses.
+* DAPO (arXiv 2503.14476, section 3.4): GRPO on rewards minus the soft overlong penalty.
 
-Invariants: finite for finite rewards; zero for equal rewards; the order of the responses does not matter; GRPO,
-Dr.GRPO and RLOO do not see the lengths, and their advantages sum to zero over the group.
+Invariants: advantages are finite for finite rewards and zero for equal rewards. They follow a permutation of the
+responses. GRPO, Dr.GRPO and RLOO ignore lengths, and their advantages sum to zero over the group.
 """
 
 from collections.abc import Callable
@@ -21,27 +21,28 @@ import numpy as np
 import numpy.typing as npt
 
 from history.config import load_dotted
+from megatron_rl.built_in import ADVANTAGES
 
 Rewards = npt.NDArray[np.float64]
 
 STD_EPS = 1e-6
-"""Added to the standard deviation, so that equal rewards give zero and not a division by zero."""
+"""Added to the standard deviation, so that equal rewards do not divide by zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What an advantage function may look at. N: responses of the group that take part (aborted ones do not)."""
+    """Input of an advantage function. N: responses of the group, without aborted ones."""
 
     rewards: Rewards
     """[N]"""
     lengths: npt.NDArray[np.int64]
-    """[N] response tokens."""
+    """[N], in response tokens."""
     max_response_tokens: int
-    """The limit at which responses are cut."""
+    """Token limit of a response."""
     overlong_buffer_tokens: int = 0
-    """DAPO: the punishment grows over the last so many tokens before the limit; 0 turns it off."""
+    """DAPO: the penalty grows over this many tokens before the limit. 0 turns it off."""
     overlong_penalty: float = 1.0
-    """DAPO: the punishment at the limit."""
+    """DAPO: the penalty at the limit."""
 
 
 AdvantageFunction = Callable[[GroupOutcome], Rewards]
@@ -66,12 +67,12 @@ def rloo(outcome: GroupOutcome) -> Rewards:
 
 
 def dapo(outcome: GroupOutcome) -> Rewards:
-    """GRPO on rewards minus the soft overlong punishment, [N]."""
+    """GRPO on rewards minus the soft overlong penalty, [N]."""
     return _standardise(outcome.rewards - overlong_punishment(outcome))
 
 
 def overlong_punishment(outcome: GroupOutcome) -> Rewards:
-    """0 until the buffer begins, then linear up to `overlong_penalty` at the limit, [N]."""
+    """0 up to the start of the buffer, then linear up to `overlong_penalty` at the limit, [N]."""
     if outcome.overlong_buffer_tokens == 0:
         return np.zeros_like(outcome.rewards)
     buffer_start = outcome.max_response_tokens - outcome.overlong_buffer_tokens
@@ -79,13 +80,13 @@ def overlong_punishment(outcome: GroupOutcome) -> Rewards:
     return np.asarray(exceeded * outcome.overlong_penalty, dtype=np.float64)
 
 
-def load_advantage(path: str) -> AdvantageFunction:
-    """The advantage function at a dotted path; raises ValueError when there is none."""
-    return cast(AdvantageFunction, load_dotted(path, field="algorithm.advantage"))
+def load_advantage(name: str) -> AdvantageFunction:
+    """The advantage function of a short name or dotted path; raises ValueError if there is none."""
+    return cast(AdvantageFunction, load_dotted(ADVANTAGES.path(name), field=ADVANTAGES.key))
 
 
 def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:
-    """`function(outcome)`, checked: a ValueError unless it gives one finite number per response."""
+    """Call `function(outcome)`; raises ValueError unless it returns one finite number per response."""
     values = np.asarray(function(outcome), dtype=np.float64)
     if values.shape != outcome.rewards.shape:
         raise ValueError(

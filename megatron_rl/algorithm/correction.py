@@ -1,4 +1,4 @@
-"""Repairs the gap between the quantised sampler and the trainer: importance weights and hard trust regions.
+"""Corrects for the difference between the quantised sampler and the trainer: importance weights, hard trust regions.
 
 T: response tokens of a micro batch, packed sequence after sequence without padding; B: its sequences.
 lr = old_logprobs - rollout_logprobs, clamped to +-20 before exp; r = exp(lr).
@@ -15,12 +15,12 @@ Weights by mode (Yao et al., "Your efficient RL framework secretly brings you of
 | mis_product       | 1 where exp(sum of lr) lies in [low, cap], else 0              |
 | mis_geometric     | 1 where exp(mean of lr) lies in [low, cap], else 0             |
 
-On top of any mode: `batch_normalize` divides by the mean weight of the step, and the veto and `rejections` set weights
-to 0. A rejected token keeps its place in the loss's denominators, which the plan fixed before it was known.
-Batch normalisation needs the whole step, so it is in three parts: local sums, a reduction, application.
+In every mode, `batch_normalize` divides by the mean weight of the step, and the veto and `rejections` set weights to 0.
+A rejected token still counts in the loss's denominators, because the plan fixes them before log-probabilities exist.
+Batch normalisation needs the whole step, so it has three parts: local sums, a reduction over ranks, the division.
 
-Invariants: weights are detached, finite and not negative; nothing depends on how sequences are cut into micro batches,
-except through the sums that the caller reduces; definitions and names follow verl 0.9.1 (tests/data).
+Invariants: weights are detached, finite and not negative. The split into micro batches changes results only through
+the sums that the caller reduces. Definitions and names follow verl 0.9.1 (tests/data).
 """
 
 import math
@@ -35,12 +35,12 @@ LOG_RATIO_BOUND = 20.0
 """Log ratios, and their sums over a sequence, are clamped to +-20 before exp."""
 
 NEGLIGIBLE_MEAN = 1e-8
-"""Weights whose mean is below this are not normalised."""
+"""Weights with a mean below this are not normalised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLogprobs:
-    """Log-probabilities of the responses of one micro batch; it may be empty."""
+    """Log-probabilities of the responses of one micro batch, which may be empty."""
 
     old_logprobs: Tensor
     """[T] float32, of the trainer, detached."""
@@ -82,7 +82,7 @@ def correction_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig) ->
 
 
 def importance_ratio(logprobs: PackedLogprobs, *, mode: str) -> Tensor:
-    """The ratio that a mode looks at before it caps: [T] for token modes, [B] for sequence modes, float32."""
+    """Probability ratio of a mode before capping: [T] for token modes, [B] for sequence modes, float32."""
     log_ratio = logprobs.log_ratio
     if mode in ("tis_sequence", "icepop_sequence", "mis_product"):
         log_ratio = sequence_sum(log_ratio, logprobs.lengths)
@@ -107,13 +107,13 @@ def normalization_sums(weights: Tensor, lengths: Tensor, *, config: CorrectionCo
 
 
 def normalize(weights: Tensor, sums: Tensor) -> Tensor:
-    """Weights divided by the mean that reduced `sums` give; unchanged where that mean is zero."""
+    """Weights divided by the mean from reduced `sums`; unchanged if the mean is negligible."""
     mean = float(sums[0]) / max(float(sums[1]), 1.0)
     return weights / mean if mean > NEGLIGIBLE_MEAN else weights
 
 
 def final_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig, sums: Tensor | None = None) -> Tensor:
-    """What the loss multiplies with, [T] float32: mode, then batch normalisation, then veto and rejections.
+    """Weights of the loss, [T] float32: the mode's weights, then batch normalisation, then veto and rejections.
 
     `sums` are the step's reduced `normalization_sums`. Raises ValueError when `batch_normalize` is on without them.
     """

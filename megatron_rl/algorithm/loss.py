@@ -2,10 +2,10 @@
 
 T: response tokens of a micro batch, sequence after sequence (no prompt, no padding); B: its sequences.
 
-A loss takes the tokens of one micro batch and returns a scalar whose *sum* over the micro batches and data-parallel
-ranks of a mini batch is the mini batch's loss. That works because every token brings its share of the mean
-(`coefficients`, made from denominators that the plan counted over all ranks), so no split changes the gradient.
-Metrics follow the same rule: sum them. Their names are verl's where the meaning is the same.
+A loss takes the tokens of one micro batch and returns a scalar. The *sum* of these scalars over micro batches and
+data-parallel ranks is the loss of the mini batch. Each token carries its share of the mean (`coefficients`), whose
+denominators are counted over all ranks, so the split into micro batches does not change the gradient.
+Metrics are summed in the same way. They have verl's names where the meaning is the same.
 
 * `clipped_surrogate`: PPO's objective (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476,
   section 3.1), times the detached correction weight; optionally dual clip (arXiv 1912.09729, equation 5).
@@ -13,8 +13,8 @@ Metrics follow the same rule: sum them. Their names are verl's where the meaning
 * `gspo`: length-normalised sequence ratio (arXiv 2507.18071, section 4); its clip bounds are about 1e-4.
 * `sft_loss`: negative log-probability.
 
-Invariants: `weights` and ratios that only scale are detached; at logprobs = old_logprobs the gradient of all three is
--coefficient * weight * advantage; an empty micro batch gives zero loss that still has a gradient path.
+Invariants: `weights` and ratios that only scale are detached. At logprobs = old_logprobs all three losses have the
+gradient -coefficient * weight * advantage. An empty micro batch gives zero loss with a gradient path.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,23 @@ from torch import Tensor
 
 from history.config import load_dotted
 from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
+from megatron_rl.built_in import LOSSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The tokens of one micro batch; float32 unless said."""
+    """The tokens of one micro batch; float32 unless stated otherwise."""
 
     logprobs: Tensor
     """[T], under autograd."""
     entropy: Tensor
-    """[T], of the trainer's distribution, in nats; under autograd where the bonus is on."""
+    """[T], of the trainer's distribution, in nats. Under autograd if the entropy bonus is on."""
     old_logprobs: Tensor
-    """[T]; with a single mini batch, `logprobs.detach()`."""
+    """[T]; `logprobs.detach()` if a step has a single mini batch."""
     advantages: Tensor
     """[T]"""
     weights: Tensor
-    """[T], detached correction weights; 0 where rejected, 1 without correction."""
+    """[T], detached correction weights: 0 for rejected tokens, 1 without correction."""
     coefficients: Tensor
     """[T], each token's share of the mini batch's mean; see `coefficients`."""
     lengths: Tensor
@@ -52,7 +53,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The numbers that a policy loss reads; see `AlgorithmConfig`."""
+    """Settings of a policy loss; see `AlgorithmConfig`."""
 
     clip_low: float
     clip_high: float
@@ -62,10 +63,10 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """What a loss returns for one micro batch."""
+    """Loss and metrics of one micro batch."""
 
     loss: Tensor
-    """Scalar, to be back-propagated as it is."""
+    """Scalar for the backward pass; needs no further scaling."""
     metrics: dict[str, Tensor]
     """Detached scalars; their sums over micro batches and data-parallel ranks are the mini batch's metrics."""
 
@@ -73,9 +74,9 @@ class LossOutput:
 PolicyLoss = Callable[[LossInputs, LossSettings], LossOutput]
 
 
-def load_loss(path: str) -> PolicyLoss:
-    """The policy loss at a dotted path; raises ValueError when there is none."""
-    return cast(PolicyLoss, load_dotted(path, field="algorithm.loss"))
+def load_loss(name: str) -> PolicyLoss:
+    """The policy loss of a short name or dotted path; raises ValueError if there is none."""
+    return cast(PolicyLoss, load_dotted(LOSSES.path(name), field=LOSSES.key))
 
 
 def coefficients(
@@ -83,8 +84,8 @@ def coefficients(
 ) -> Tensor:
     """Share of each token in the mini batch's mean, [T] float32; sums to 1 over the mini batch.
 
-    `lengths` is [B] int64; `num_tokens` and `num_sequences` count the mini batch over all ranks. `token_mean` weighs
-    every token alike, `sequence_mean` every sequence.
+    `lengths` is [B] int64; `num_tokens` and `num_sequences` count the mini batch over all ranks. `token_mean` gives
+    every token the same weight, `sequence_mean` every sequence.
     """
     shares = torch.ones_like(lengths, dtype=torch.float32) / max(num_tokens, 1)
     if aggregation == "sequence_mean":
@@ -100,14 +101,14 @@ def clipped_surrogate(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """The clipped surrogate with one ratio a sequence: exp of the mean log ratio over its tokens."""
+    """The clipped surrogate with one ratio per sequence: exp of the mean log ratio over its tokens."""
     log_ratio = _clamped_log_ratio(inputs)
     if len(inputs.lengths) == 0:
         sequence_ratio = log_ratio.exp()
     else:
         means = torch.segment_reduce(log_ratio, "mean", lengths=inputs.lengths, initial=0.0)
         sequence_log_ratio = means.detach().repeat_interleave(inputs.lengths)
-        # Value of the sequence's ratio; gradient of each of its own tokens (GSPO-token, equation 14).
+        # The value is the sequence's ratio; each token keeps its own gradient (GSPO-token, equation 14).
         sequence_ratio = (inputs.logprobs - inputs.logprobs.detach() + sequence_log_ratio).exp()
     surrogate, metrics = _clipped(inputs, settings, ratio=sequence_ratio)
     return _finish(inputs, settings, token_losses=surrogate, log_ratio=log_ratio, metrics=metrics)
@@ -152,7 +153,7 @@ def _clipped(inputs: LossInputs, settings: LossSettings, *, ratio: Tensor) -> tu
 def _finish(
     inputs: LossInputs, settings: LossSettings, *, token_losses: Tensor, log_ratio: Tensor, metrics: dict[str, Tensor]
 ) -> LossOutput:
-    """Sums token losses by their shares, subtracts the entropy bonus, adds the metrics that all losses have."""
+    """Sum token losses by their shares, subtract the entropy bonus, add the metrics common to all losses."""
     policy_loss = (inputs.coefficients * token_losses).sum()
     entropy = inputs.entropy.sum() / max(inputs.num_tokens, 1)
     loss = policy_loss - settings.entropy_bonus * entropy if settings.entropy_bonus > 0 else policy_loss

@@ -1,20 +1,18 @@
-"""Measures the gap between sampler and trainer over a step, piece by piece.
+"""Metrics of the difference between sampler and trainer over a step (`rollout_corr/...`).
 
-A step's tokens never lie in one place: every micro batch on every rank adds its part. `MismatchSums` is that part:
-three vectors (sums, maxima, a histogram of |lr|) that merge by adding and by taking maxima, also through an
-all-reduce (`MismatchSums.vectors` and `from_vectors`). `finalize` turns the merged vectors into metrics.
+No rank holds all tokens of a step, so every micro batch contributes a `MismatchSums`: sums, maxima and a histogram of
+|lr|. Contributions merge by adding and taking maxima, across ranks by an all-reduce (`vectors` and `from_vectors`).
+`finalize` turns the merged vectors into metrics.
 
-Names and definitions are those of verl 0.9.1 (`rollout_corr/...`) where the meaning is the same; ours are
+Names and definitions are those of verl 0.9.1 where the meaning is the same. Additional metrics are
 `ratio_*`, `clip_fraction`, `kept_fraction`, `veto_seq_fraction`, `abs_log_ratio_*` (quantiles exact to a 4 % bin).
 All sums are float64. T: response tokens of a micro batch, B: its sequences, lr = old_logprobs - rollout_logprobs.
 
-Invariants: any cut of the same sequences into micro batches, in any order, merges to the same metrics; an empty micro
+Invariants: any split of the same sequences into micro batches, in any order, merges to the same metrics. An empty micro
 batch is the neutral element and has the same entries, so all ranks reduce vectors of equal size.
 
-`SumsByAge`: the gap between sampler and trainer, response by response as old as they are.
-
-Quantisation and staleness both move `old_logprobs` from `rollout_logprobs`, and one weight repairs both. Apart they
-can be told by how old a response is: what those of staleness 0 show is quantisation alone.
+`SumsByAge` groups responses by staleness. Quantisation and staleness both separate `old_logprobs` from
+`rollout_logprobs`. Responses of staleness 0 show the effect of quantisation alone.
 
 Shape legend: T response tokens of a micro batch, B its sequences, A ages (0 .. the step's largest staleness).
 """
@@ -31,7 +29,7 @@ from megatron_rl.algorithm.mismatch_terms import metrics_of, terms_of
 from megatron_rl.config import CorrectionConfig
 
 SMALLEST_BIN = 1e-7
-"""|lr| below this counts as this."""
+"""Lower edge of the histogram; smaller |lr| count in the first bin."""
 BINS_PER_DECADE = 60
 NUM_BINS = math.ceil(math.log10(LOG_RATIO_BOUND / SMALLEST_BIN) * BINS_PER_DECADE) + 1
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -39,11 +37,11 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """What one or more micro batches contribute to the metrics of a step."""
+    """Contribution of one or more micro batches to the metrics of a step."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
-    """-inf where nothing was added yet."""
+    """-inf before the first token."""
     histogram: Tensor
     """[NUM_BINS] float64 counts of tokens by |lr|."""
     config: CorrectionConfig
@@ -91,7 +89,7 @@ class MismatchSums:
         )
 
     def finalize(self) -> dict[str, float]:
-        """The step's metrics; nothing at all for no tokens."""
+        """Metrics of the step; empty if there are no tokens."""
         if self.sums["tokens"] == 0:
             return {}
         metrics = metrics_of(self.sums, self.maxima, config=self.config) | _quantiles(self.histogram)
@@ -124,18 +122,18 @@ _NUM_SUMS = 4
 
 @dataclass(slots=True)
 class SumsByAge:
-    """Tokens, weights, their squares and k3 by age; `add` mutates. Parts of other ranks are added to `sums`."""
+    """Tokens, weights, squared weights and k3 by staleness. `add` mutates; sums of all ranks are added up."""
 
     sums: Tensor
     """[A, 4] float64, on the CPU."""
 
     @classmethod
     def empty(cls, max_staleness: int) -> "SumsByAge":
-        """Of a step whose responses are at most so stale."""
+        """Sums for a step with this largest staleness."""
         return cls(torch.zeros(max_staleness + 1, _NUM_SUMS, dtype=torch.float64))
 
     def add(self, logprobs: PackedLogprobs, weights: Tensor, staleness: Sequence[int]) -> None:
-        """A micro batch: `weights` [T] as they enter the loss, `staleness` [B]."""
+        """Add a micro batch: `weights` [T] of the loss, `staleness` [B]."""
         if not staleness:
             return
         ages = torch.tensor(staleness, device=weights.device).repeat_interleave(logprobs.lengths)
@@ -146,9 +144,7 @@ class SumsByAge:
         self.sums += torch.zeros_like(self.sums, device=weights.device).index_add(0, ages, of_tokens.T).cpu()
 
     def metrics(self) -> dict[str, float]:
-        """Mean weight, effective sample size (share) and k3 of each age that occurs; none if all responses are
-        fresh.
-        """
+        """Mean weight, effective sample size (as a share) and k3 per staleness; empty if all responses are fresh."""
         found: dict[str, float] = {}
         if len(self.sums) == 1:
             return found

@@ -1,10 +1,10 @@
-"""What one micro batch adds to the mismatch metrics, and what the merged sums mean.
+"""Terms of the mismatch metrics: sums and maxima of one micro batch, and metrics of the merged sums.
 
 Three families, each a pair of functions: `_X_terms` (tensors of one micro batch to named scalars) and `_X_metrics`
-(merged scalars to metrics). Definitions are verl 0.9.1's; see `megatron_rl.algorithm.mismatch` for how parts merge.
+(merged scalars to metrics). Definitions are verl 0.9.1's. `megatron_rl.algorithm.mismatch` merges the terms.
 
-Invariants: the names depend on the configuration only, not on the data; every term is a sum or a maximum over tokens
-or sequences, so that cutting the data elsewhere cannot change a metric.
+Invariants: names depend on the configuration, not on the data. Every term is a sum or a maximum over tokens or
+sequences, so the split into micro batches cannot change a metric.
 """
 
 import math
@@ -44,7 +44,7 @@ class Terms:
 
 
 def terms_of(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Terms:
-    """Everything that one micro batch adds; the names depend on `config` only."""
+    """All terms of one micro batch; their names depend on `config` only."""
     parts = [_policy_terms(logprobs), _weight_terms(logprobs, config=config), _keep_terms(logprobs, config=config)]
     parts += [_rejection_terms(logprobs, rule=rule) for rule in config.rejections]
     return Terms(
@@ -115,7 +115,7 @@ def _policy_metrics(sums: Scalars, maxima: Scalars) -> dict[str, float]:
 
 
 def _weight_terms(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Terms:
-    """Of the mode's weights before batch normalisation; sequence modes look at one ratio a sequence."""
+    """Terms of the mode's weights before batch normalisation. Sequence modes have one ratio per sequence."""
     by_sequence = is_sequence_mode(config.mode)
     weights = correction_weights(logprobs, config=config)
     ratio = importance_ratio(logprobs, mode=config.mode)
@@ -176,7 +176,7 @@ def _has_band(config: CorrectionConfig) -> bool:
 
 
 def _weight_floor(config: CorrectionConfig) -> float:
-    """Below this a ratio counts as low; a mode without a band mirrors its cap."""
+    """Ratios below this count as low. Modes without a band use 1 / cap."""
     return config.low if _has_band(config) else 1.0 / config.cap
 
 
@@ -276,7 +276,7 @@ def _count(values: Tensor) -> Tensor:
 
 
 def _max(values: Tensor) -> Tensor:
-    """The largest value, -inf of none."""
+    """The largest value; -inf if there is none."""
     if values.numel() == 0:
         return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
     return values.max().double()

@@ -1,18 +1,18 @@
-"""Places samples on ranks and micro batches: which rank, which forward. Pure arithmetic on lengths.
+"""Assigns samples to data-parallel ranks and micro batches. Pure arithmetic on lengths.
 
-Every data-parallel rank gets the same *number* of micro batches (collectives must line up), but not the same number
-of samples: with few samples a rank, equal counts alone cost up to half of the time. Samples are placed longest first,
-on the fullest micro batch that has room where room is scarce, else on the cheapest; micro batches are dealt to the
-ranks, dearest first; then the slowest rank exchanges micro batches and samples with faster ones until ranks differ by
-less than `TOLERANCE` (`packing_kernels`, `exchange_kernels`).
+Every rank gets the same *number* of micro batches, because collectives must match, but not the same number of samples.
+With few samples per rank, equal sample counts cost up to half of the time. Samples are placed longest first: on the
+fullest micro batch with room if room is scarce, else on the cheapest one. Micro batches are dealt to ranks, most
+expensive first. Then the slowest rank exchanges micro batches and samples with faster ranks until ranks differ by
+less than `exchange_kernels.TOLERANCE` (`packing_kernels`, `exchange_kernels`).
 
-How many: without a pipeline the fewest, since each costs an overhead and nothing is gained by more. A pipeline of p
-stages is filled and drained for p - 1 times the dearest micro batch, so more and smaller ones may be faster: the
-number with the smallest `sum + (p - 1) x largest` of the slowest rank is taken, each micro batch with its overhead.
+Number of micro batches: without a pipeline the fewest possible, because each has an overhead. A pipeline of p stages
+fills and drains for p - 1 times its most expensive micro batch, so more and smaller ones may be faster. The number with
+the smallest `sum + (p - 1) x largest` on the slowest rank is taken, overheads included.
 
-In which order: small ones at both ends, since these fill and drain a pipeline, and all ranks alike. So the i-th micro
-batches of all ranks are of similar cost: experts that are spread over data-parallel ranks make these wait for each
-other in every layer. Dense models meet at the optimizer step only and gain nothing by it.
+Order of micro batches: small ones at both ends, where the pipeline fills and drains, and the same order on all ranks.
+So the i-th micro batches of all ranks have similar costs. With experts spread over data-parallel ranks, the ranks wait
+for each other in every layer. Dense models wait only at the optimizer step and gain nothing by the order.
 
 Invariants (checked by one helper in every test)
 1. every sample exactly once
@@ -36,13 +36,10 @@ from megatron_rl.batching.cost_model import CostModel
 Bins = list[list[int]]
 """Indices of samples, bin by bin."""
 
-TOLERANCE = 1e-5
-"""Ranks whose times differ by less, relative, are as good as equal."""
-
 _SCARCE = 0.98
-"""Filled to more than this, the cheapest micro batch soon has no room."""
+"""Fill above which placing on the cheapest micro batch runs out of room."""
 _CANDIDATES = 3
-"""Counts of micro batches that are tried out, of those that an estimate likes best; pipelines only."""
+"""With a pipeline, this many counts of micro batches with the best estimates are tried."""
 
 _Longs = npt.NDArray[np.int64]
 _Numbers = npt.NDArray[np.float64]
@@ -57,11 +54,33 @@ class _Placement:
     seats: _Longs
     """[ranks, seats] bin on each seat."""
     time: float
-    """Of the slowest rank, in tokens."""
+    """Time of the slowest rank, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingRules:
+    """How many ranks share a mini batch, what a micro batch may hold, and what samples cost."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    max_tokens: int
+    """Most prompt and response tokens of a micro batch; a longer sample is alone in its own."""
+    costs: CostModel
+    """Balances ranks and micro batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    """Samples, longest first, [n] each."""
+
+    tokens: _Longs
+    costs: _Numbers
+    tight: _Longs
+    """Bin of each sample by best-fit decreasing, which needs the fewest bins."""
 
 
 def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: CostModel) -> list[Bins]:
-    """Indices of `lengths` (tokens), by rank and micro batch. Some micro batches may be empty; no samples, none at all.
+    """Indices of `lengths` (tokens) by rank and micro batch. Micro batches may be empty.
 
     The first call of a process imports numba; see `load_kernels`.
 
@@ -71,7 +90,7 @@ def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: C
         raise ValueError(f"num_ranks {num_ranks} and max_tokens {max_tokens} must both be positive")
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    # late: trainer ranks import the types of a batch only
+    # imported late: trainer ranks need only the types of a batch, not numba
     from megatron_rl.batching.exchange_kernels import exchange
     from megatron_rl.batching.packing_kernels import best_fit, group
 
@@ -82,28 +101,25 @@ def balance(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: C
     order, _ = group(longest - unsorted, longest + 1)
     tokens = unsorted[order]
     sample_costs = costs.sample_costs(tokens)
-    max_tokens = min(max_tokens, int(tokens.sum()) + 1)
-    tight, num_bins = best_fit(tokens, max_tokens)
+    rules = PackingRules(num_ranks=num_ranks, max_tokens=min(max_tokens, int(tokens.sum()) + 1), costs=costs)
+    tight, num_bins = best_fit(tokens, rules.max_tokens)
+    samples = _Samples(tokens=tokens, costs=sample_costs, tight=tight)
     counts = _counts(sample_costs, -(-num_bins // num_ranks), num_ranks=num_ranks, costs=costs)
-    tried = [
-        _place(tokens, sample_costs, tight, count=count, num_ranks=num_ranks, max_tokens=max_tokens, costs=costs)
-        for count in counts
-    ]
-    best = min(tried, key=lambda placement: placement.time)
-    exchange(tokens, sample_costs, best.bin_of, best.seats, max_tokens, costs.fill_bins, TOLERANCE)
+    best = min((_place(samples, rules, count=count) for count in counts), key=lambda placement: placement.time)
+    exchange(tokens, sample_costs, best.bin_of, best.seats, rules.max_tokens, costs.fill_bins)
     return _lists(best, order, sample_costs)
 
 
 def load_kernels() -> None:
-    """Import numba and the compiled loops (the first time on a machine: compile them), which costs about a second.
+    """Import numba and the compiled kernels, and compile them on first use of the machine. Takes about a second.
 
-    For a moment at which a process waits for others anyway; otherwise the first `balance` does it.
+    Call it while the process waits anyway. Otherwise the first `balance` does it.
     """
     balance([3, 2, 1], num_ranks=1, max_tokens=4, costs=CostModel(parity_tokens=1))
 
 
 def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostModel) -> list[int]:
-    """Micro batches a rank to try: the fewest, and with a pipeline those with the smallest estimated times."""
+    """Numbers of micro batches per rank to try: the fewest, and with a pipeline those with the best estimates."""
     step = costs.count_multiple
     fewest = -(-fewest // step) * step
     if costs.fill_bins == 0:
@@ -118,9 +134,9 @@ def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostM
 
 
 def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
-    """What the dearest of so many bins costs at least, for samples whose costs fall.
+    """Lower bound of the most expensive bin's cost, for samples in descending order of cost.
 
-    Of the first `(k - 1) x bins + 1` samples some bin has k, and these cost no less than the last k of them.
+    Some bin holds k of the first `(k - 1) x bins + 1` samples, and they cost at least as much as the last k of them.
     """
     bounds = np.full(len(num_bins), sample_costs[0])
     sums = np.concatenate([[0.0], np.cumsum(sample_costs)])
@@ -131,27 +147,19 @@ def _dearest_bin(sample_costs: _Numbers, num_bins: _Longs) -> _Numbers:
     return bounds
 
 
-def _place(
-    tokens: _Longs,
-    sample_costs: _Numbers,
-    tight: _Longs,
-    *,
-    count: int,
-    num_ranks: int,
-    max_tokens: int,
-    costs: CostModel,
-) -> _Placement:
-    """`count` micro batches a rank: of like costs if samples find room that way, else those of `tight`."""
+def _place(samples: _Samples, rules: PackingRules, *, count: int) -> _Placement:
+    """`count` micro batches per rank: of similar costs if all samples find room, else those of `samples.tight`."""
     from megatron_rl.batching.packing_kernels import cheapest_fit, deal
 
-    num_bins = count * num_ranks
-    bin_of, fits = tight, False
-    if tokens.sum() <= _SCARCE * max_tokens * num_bins:
-        bin_of, fits = cheapest_fit(tokens, sample_costs, num_bins, max_tokens)
-    bin_of = bin_of if fits else tight.copy()
-    bin_costs = np.bincount(bin_of, weights=sample_costs, minlength=num_bins).astype(np.float64)
+    costs = rules.costs
+    num_bins = count * rules.num_ranks
+    bin_of, fits = samples.tight, False
+    if samples.tokens.sum() <= _SCARCE * rules.max_tokens * num_bins:
+        bin_of, fits = cheapest_fit(samples.tokens, samples.costs, num_bins, rules.max_tokens)
+    bin_of = bin_of if fits else samples.tight.copy()
+    bin_costs = np.bincount(bin_of, weights=samples.costs, minlength=num_bins).astype(np.float64)
     dearest_first: _Longs = np.argsort(-bin_costs, kind="stable")
-    seats = deal(bin_costs, dearest_first, num_ranks)
+    seats = deal(bin_costs, dearest_first, rules.num_ranks)
     seated = bin_costs[seats]
     times = seated.sum(axis=1) + costs.fill_bins * (seated.max(axis=1) + costs.overhead_tokens)
     return _Placement(bin_of=bin_of, seats=seats, time=float(times.max()) + count * costs.overhead_tokens)

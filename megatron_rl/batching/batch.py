@@ -1,22 +1,22 @@
-"""Turns the scored groups of a step into a batch: what is learned from, in which mini batch, rank and micro batch.
+"""Builds the batch of a step from scored groups: samples by mini batch, rank and micro batch.
 
-Pure: it sees lengths, rewards and versions, never tokens; the trainer rank that trains on a sample fetches its
-tokens by the `columns` handle. The same groups, configuration and seed give the same batch in any order of arrival.
+Pure: it reads lengths, rewards and versions, never tokens. The trainer rank that trains on a sample fetches its tokens
+by the `columns` handle. The same groups, configuration and seed give the same batch in any order of arrival.
 
-What takes part
-* Aborted and empty responses are dropped before anything else: their reward says nothing.
-* Groups whose rewards are all equal carry no gradient and are dropped (`drop_zero_variance`).
-* With `mask_truncated`, responses cut by the limit still count in their group's baseline, but are not trained on.
+Selection of samples
+* Aborted and empty responses are dropped first, because their reward has no meaning.
+* Groups whose rewards are all equal have no gradient and are dropped (`drop_zero_variance`).
+* With `mask_truncated`, truncated responses count in their group's baseline but are not trained on.
 
-Where it goes
+Placement of samples
 * Groups stay whole: they are shuffled by the seed and cut into `num_mini_batches` runs of nearly equally many groups,
   so that advantages sum to zero within a mini batch. Fewer groups than mini batches give fewer mini batches.
 * Epochs repeat the mini batches as they are, so a sample stays on its rank and its old log-probabilities with it.
 
 Invariants (checked by one helper in every test)
-1. every surviving sample is in exactly one micro batch; dropped + trained responses = all responses
+1. every selected sample is in exactly one micro batch; dropped + trained responses = all responses
 2. within a mini batch all data-parallel ranks have equally many micro batches, at least one; an empty one
-   contributes neither loss nor gradient: the trainer runs it on a dummy token so that collectives line up
+   contributes neither loss nor gradient, but runs on a dummy token so that collectives match
 3. a micro batch holds at most `max_micro_batch_tokens` tokens, or one single longer sample; padding for sequence
    parallelism comes on top
 4. the denominators of a mini batch are the sums over all of its ranks
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, advantages, load_advantage
-from megatron_rl.batching.balance import balance
+from megatron_rl.batching.balance import PackingRules, balance
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
@@ -41,13 +41,13 @@ class TrainingSample:
 
     group_id: GroupId
     sample: int
-    """Which response of the group: `columns.response(sample)`."""
+    """Index of the response in its group: `columns.response(sample)`."""
     columns: ColumnsRef
     num_prompt_tokens: int
     num_response_tokens: int
     reward: float
     advantage: float
-    """Of every token of the response."""
+    """The same for every token of the response."""
     staleness: int
     """Policy version at consumption minus the oldest weight version in the response."""
 
@@ -83,30 +83,30 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """What became of the step's groups and responses, and how they are packed; goes to the metrics."""
+    """Metrics of a batch: selected and dropped responses, and how they are packed."""
 
     groups: int
     responses: int
     aborted_responses: int
-    """Dropped because aborted, or empty."""
+    """Dropped because they are aborted or empty."""
     zero_variance_groups: int
     """Dropped because their rewards are all equal."""
     zero_variance_responses: int
     """Responses of those groups."""
     masked_truncated_responses: int
-    """Left out of the loss because cut by the limit."""
+    """Left out of the loss because they reached the token limit."""
     trained_responses: int
     trained_tokens: int
     """Response tokens."""
     max_staleness: int
-    """Over trained responses; 0 when there are none."""
+    """Largest staleness of trained responses; 0 if there are none."""
     mean_staleness: float
     micro_batches: int
-    """Of one data-parallel rank in one epoch."""
+    """Micro batches of one data-parallel rank in one epoch."""
     micro_batch_fill: float
-    """Trained prompt and response tokens over what all ranks' micro batches may hold; 0 without any."""
+    """Prompt and response tokens as a share of the room in all micro batches; 0 without micro batches."""
     rank_imbalance: float
-    """Predicted time of the slowest data-parallel rank over the mean, minus 1; of the worst mini batch."""
+    """Predicted time of the slowest data-parallel rank over the mean, minus 1, in the worst mini batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +125,10 @@ def build_batch(
     policy_version: int,
     *,
     algorithm: AlgorithmConfig,
-    dp_size: int,
-    max_micro_batch_tokens: int,
-    costs: CostModel,
+    rules: PackingRules,
     seed: int,
 ) -> TrainBatch:
-    """The batch of one step; `costs` are what samples are balanced by.
+    """The batch of one step.
 
     Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or an advantage
     function that does not return one finite number per response.
@@ -142,15 +140,9 @@ def build_batch(
     num_mini_batches = min(algorithm.num_mini_batches, len(surviving))
     runs = np.array_split(order, num_mini_batches) if num_mini_batches else []
     mini_batches = tuple(
-        _mini_batch(
-            [sample for group in run for sample in surviving[int(group)]],
-            dp_size=dp_size,
-            max_tokens=max_micro_batch_tokens,
-            costs=costs,
-        )
-        for run in runs
+        _mini_batch([sample for group in run for sample in surviving[int(group)]], rules) for run in runs
     )
-    packing = _Packing.of(mini_batches, max_tokens=max_micro_batch_tokens, costs=costs)
+    packing = _Packing.of(mini_batches, rules)
     return TrainBatch(
         policy_version=policy_version, mini_batches=mini_batches, counts=_counts(ordered, surveys, packing)
     )
@@ -158,7 +150,7 @@ def build_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Survey:
-    """One group: the samples that survive and why others do not."""
+    """Selection in one group: its samples, and counts of dropped responses by reason."""
 
     samples: tuple[TrainingSample, ...] = ()
     aborted: int = 0
@@ -221,9 +213,9 @@ def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version
     )
 
 
-def _mini_batch(samples: Sequence[TrainingSample], *, dp_size: int, max_tokens: int, costs: CostModel) -> MiniBatch:
+def _mini_batch(samples: Sequence[TrainingSample], rules: PackingRules) -> MiniBatch:
     lengths = [sample.num_tokens for sample in samples]
-    placed = balance(lengths, num_ranks=dp_size, max_tokens=max_tokens, costs=costs)
+    placed = balance(lengths, num_ranks=rules.num_ranks, max_tokens=rules.max_tokens, costs=rules.costs)
     return MiniBatch(
         micro_batches=tuple(
             tuple(MicroBatch(samples=tuple(samples[i] for i in indices)) for indices in rank) for rank in placed
@@ -242,11 +234,11 @@ class _Packing:
     imbalance: float
 
     @classmethod
-    def of(cls, mini_batches: Sequence[MiniBatch], *, max_tokens: int, costs: CostModel) -> "_Packing":
+    def of(cls, mini_batches: Sequence[MiniBatch], rules: PackingRules) -> "_Packing":
         micro_batches = sum(len(mini.micro_batches[0]) for mini in mini_batches)
-        room = max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
+        room = rules.max_tokens * sum(len(rank) for mini in mini_batches for rank in mini.micro_batches)
         held = sum(micro.num_tokens for mini in mini_batches for rank in mini.micro_batches for micro in rank)
-        imbalances = [_imbalance(mini, costs) for mini in mini_batches]
+        imbalances = [_imbalance(mini, rules.costs) for mini in mini_batches]
         return cls(micro_batches=micro_batches, fill=held / room if room else 0.0, imbalance=max(imbalances, default=0))
 
 

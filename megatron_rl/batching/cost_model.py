@@ -1,10 +1,10 @@
-"""What a micro batch costs the trainer: an overhead, its tokens, and attention, which grows with squared lengths.
+"""Cost of a micro batch on the trainer: an overhead, its tokens, and attention, which grows with squared lengths.
 
-Costs are counted in tokens: what the linear layers spend on one. A sample of L tokens costs `L + L^2 / parity_tokens`;
-at the parity length attention costs as much as the linear layers. `attention_parity_tokens` counts it from the
-architecture; `MeasuredTimes` fits it to what micro batches took, because attention reaches another share of a
-device's peak than matrix products do. What is measured is reported and never changes a run by itself: the same
-configuration has to give the same batches when it is resumed. To use it, put it into `trainer.attention_parity_tokens`.
+The unit is the cost of one token in the linear layers. A sample of L tokens costs `L + L^2 / parity_tokens`: at the
+parity length, attention costs as much as the linear layers. `attention_parity_tokens` derives it from the architecture.
+`MeasuredTimes` fits it to measured micro-batch times, because attention and matrix products reach different shares of
+a device's peak. Measurements are reported and never change a run: a resumed run must build the same batches. To use
+a measurement, set `trainer.attention_parity_tokens`.
 
 Pure: imports neither torch nor megatron.
 """
@@ -21,9 +21,9 @@ from megatron_rl.model.spec import ModelSpec
 Numbers = npt.NDArray[np.float64]
 
 _LEAST_TIMES = 8
-"""Micro batches that are timed before anything is fitted."""
+"""Fewest timed micro batches for a fit."""
 _WORST_CONDITION = 1e6
-"""Of the normal equations with columns of length 1; micro batches that are too much alike tell nothing."""
+"""Largest condition number of the normal equations (unit columns); similar micro batches exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class CostModel:
     parity_tokens: int
     """Length at which attention costs as much as the linear layers."""
     overhead_tokens: int = 256
-    """What a micro batch costs before its first token; an assumption (launches, and small products in pipelines). It
-    only matters where a pipeline has the choice between few large and many small ones."""
+    """Fixed cost of a micro batch: kernel launches, and small matrix products in pipelines. An assumption; it matters
+    only if a pipeline can choose between few large and many small micro batches."""
     pipeline: int = 1
     """Pipeline-parallel size."""
     virtual: int = 1
@@ -45,12 +45,12 @@ class CostModel:
             raise ValueError(f"{self}: sizes must be positive, and the overhead not negative")
 
     def sample_costs(self, lengths: npt.NDArray[np.int64]) -> Numbers:
-        """Of samples with that many tokens, in tokens."""
+        """Costs of samples of these lengths, in tokens."""
         costs: Numbers = lengths * (1.0 + lengths / self.parity_tokens)
         return costs
 
     def rank_time(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Of one rank, in tokens: lengths of the samples in each of its micro batches (at least one)."""
+        """Time of one rank, in tokens, from the sample lengths of each of its micro batches (at least one)."""
         times = [
             self.overhead_tokens + sum(n * (1.0 + n / self.parity_tokens) for n in micro) for micro in micro_batches
         ]
@@ -58,21 +58,21 @@ class CostModel:
 
     @property
     def fill_bins(self) -> float:
-        """A pipeline is filled and drained for so many times a rank's dearest micro batch (1F1B: stages - 1)."""
+        """Filling and draining a pipeline takes this many times the most expensive micro batch (1F1B: stages - 1)."""
         return (self.pipeline - 1) / self.virtual
 
     @property
     def count_multiple(self) -> int:
-        """The interleaved schedule takes micro batches in groups of the pipeline's size."""
+        """The interleaved schedule needs a multiple of this many micro batches."""
         return self.pipeline if self.virtual > 1 else 1
 
 
 def attention_parity_tokens(spec: ModelSpec) -> int:
     """Length at which causal attention does as many multiply-adds as the linear layers and the output layer.
 
-    A token costs every linear layer's parameters (of experts, those that it is sent to); a sample of L tokens costs
-    `heads x head_dim x L^2` a layer for scores and their use, half of each under a causal mask. A backward pass
-    doubles both.
+    A token costs one multiply-add for each parameter of the linear layers (of experts, only those that process it). A
+    sample of L tokens costs `heads x head_dim x L^2` per layer for attention scores and values under a causal mask. A
+    backward pass doubles both.
     """
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     networks = 1 if spec.experts is None else spec.experts.per_token
@@ -83,7 +83,7 @@ def attention_parity_tokens(spec: ModelSpec) -> int:
 
 
 def cost_model(spec: ModelSpec, trainer: TrainerConfig) -> CostModel:
-    """What a trainer of `spec` plans with; decided by the configuration alone."""
+    """Cost model for planning batches; it depends on the configuration only."""
     parity = trainer.attention_parity_tokens or attention_parity_tokens(spec)
     return CostModel(parity_tokens=parity, pipeline=trainer.parallel.pipeline)
 
@@ -98,7 +98,7 @@ class MeasuredCosts:
 
     @property
     def parity_tokens(self) -> float:
-        """Length at which the two parts of a sample take equally long."""
+        """Length at which attention takes as long as the linear layers."""
         return self.seconds_per_token / self.seconds_per_square
 
 
@@ -107,9 +107,9 @@ class MeasuredTimes:
     """Sums of the normal equations of a least-squares fit; constant memory however long a run is."""
 
     gram: Numbers = field(default_factory=lambda: np.zeros((3, 3)))
-    """Of (1, tokens, sum of squared lengths)."""
+    """Gram matrix of (1, tokens, sum of squared lengths)."""
     moments: Numbers = field(default_factory=lambda: np.zeros(3))
-    """Of the same with seconds."""
+    """Products of the same terms with seconds."""
 
     def add(self, lengths: npt.NDArray[np.integer], seconds: float) -> None:
         """One micro batch of samples with `lengths` took `seconds`."""
@@ -119,9 +119,9 @@ class MeasuredTimes:
         self.moments += row * seconds
 
     def fit(self) -> MeasuredCosts | None:
-        """None while too few, or too similar, micro batches were timed to tell the three parts apart.
+        """Fitted costs; None while micro batches are too few or too similar to separate the three parts.
 
-        An overhead is no less than 0: where least squares says so, the other two are fitted without it.
+        If least squares gives a negative overhead, the other two are fitted with an overhead of 0.
         """
         if self.gram[0, 0] < _LEAST_TIMES:
             return None

@@ -1,36 +1,61 @@
 """Compiled local search of `megatron_rl.batching.balance`: the slowest rank exchanges bins and samples with faster
-ones.
+ranks.
 
-Whole micro batches are swapped first, since that changes neither how many a rank has nor what one holds; single
-samples are swapped (or moved) where that comes closer. A step is found when all ranks are within a tolerance, or when
-the slowest one finds no partner. Kernels call kernels of this file alone.
+Whole bins (micro batches) are swapped first, because that changes neither their number on a rank nor their content.
+Single samples are swapped or moved if that comes closer to the goal. The search ends when all ranks are within a
+tolerance or when the slowest rank finds no partner. Kernels call only kernels of this file.
 
-Invariants: the time of the slowest rank never grows; every rank keeps as many bins; no bin that was within
-`max_tokens` leaves it. The result depends on the arguments only.
+Invariants: the time of the slowest rank never grows. Every rank keeps its number of bins. A bin within `max_tokens`
+stays within it. The result depends on the arguments only.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rl.batching.packing_kernels import Longs, Numbers, compiled
 
+TOLERANCE = 1e-5
+"""Ranks whose times differ by less, relative, count as equal."""
 _PARTNERS = 16
-"""Ranks that the dearest one tries to exchange with before the search ends."""
+"""The slowest rank tries this many partners before the search ends."""
 _PAIRS = 16_384
-"""Pairs that are looked at for one exchange."""
+"""Most pairs that one exchange compares."""
 _REST = 0.25
-"""Share of the way to the goal that a swap of bins may leave; otherwise samples are looked at too."""
+"""If a swap of bins leaves more than this share of the distance to the goal, swaps of samples are tried too."""
 _LEAST_GAIN = 1e-9
-"""Relative; smaller ones are rounding."""
+"""Relative; smaller gains are rounding errors."""
+
+
+class _Bins(NamedTuple):
+    """Samples and the bins that hold them; kernels change the arrays in place. n: samples."""
+
+    tokens: Longs
+    """[n]"""
+    costs: Numbers
+    """[n]"""
+    bin_of: Longs
+    """[n]"""
+    heads: Longs
+    """First sample of each bin; -1 if it is empty."""
+    links: Longs
+    """[next or previous, n] sample of the same bin."""
+    bin_costs: Numbers
+    """Sum of costs of each bin."""
+    used: Longs
+    """Tokens in each bin."""
+    max_tokens: int
+    """Room of a bin."""
+    fill_bins: float
+    """Factor of a rank's most expensive bin in its time, in addition to the sum of all bins."""
 
 
 @compiled
-def exchange(
-    tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tokens: int, fill_bins: float, tolerance: float
-) -> None:
+def exchange(tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tokens: int, fill_bins: float) -> None:
     """Lower the time of the slowest rank; changes `bin_of` [n] and `seats` [ranks, seats] in place.
 
-    The time of a rank is the cost of its bins plus `fill_bins` times its dearest one. Ends once it is within
-    `tolerance` (relative) of the ranks' first mean, or when nothing tried helps the slowest rank.
+    The time of a rank is the cost of its bins plus `fill_bins` times its most expensive bin. The search ends when the
+    slowest rank is within `TOLERANCE` of the initial mean, or when no exchange helps it.
     """
     num_ranks = len(seats)
     bin_costs, used = np.zeros(seats.size), np.zeros(seats.size, dtype=np.int64)
@@ -40,10 +65,11 @@ def exchange(
         bin_costs[bin_of[sample]] += costs[sample]
         used[bin_of[sample]] += tokens[sample]
         _link(heads, links, bin_of[sample], sample)
+    bins = _Bins(tokens, costs, bin_of, heads, links, bin_costs, used, max_tokens, fill_bins)
     times = np.empty(num_ranks)
     for rank in range(num_ranks):
         times[rank] = _time(bin_costs, seats[rank], fill_bins)
-    goal = times.mean() * (1 + tolerance)
+    goal = times.mean() * (1 + TOLERANCE)
     for _ in range(64 + 16 * num_ranks):
         dear = int(np.argmax(times))
         if times[dear] <= goal:
@@ -56,12 +82,9 @@ def exchange(
             found, a, b = _bin_swap(bin_costs, seats[dear], seats[cheap], fill_bins, ceiling, goal)
             is_swap = found < ceiling
             if found > goal + _REST * (times[dear] - goal):
-                better, x, y, target = _sample_swap(
-                    tokens, costs, heads, links, bin_of, bin_costs, used,
-                    seats[dear], seats[cheap], max_tokens, fill_bins, min(found, ceiling), goal,
-                )  # fmt: skip
+                better, x, y, target = _sample_swap(bins, seats[dear], seats[cheap], min(found, ceiling), goal)
                 if better < min(found, ceiling):
-                    _move(tokens, costs, heads, links, bin_of, bin_costs, used, x, y, target)
+                    _move(bins, x, y, target)
                     is_swap = False
                     found = better
             if is_swap:
@@ -76,7 +99,7 @@ def exchange(
 
 @compiled
 def _partner(times: Numbers, dear: int, attempt: int) -> int:
-    """The fastest rank first, then ranks at equal distances."""
+    """Rank to exchange with: the fastest first, then ranks at equal distances."""
     if attempt == 0:
         return int(np.argmin(times))
     return (dear + attempt * (len(times) // _PARTNERS + 1)) % len(times)
@@ -93,7 +116,7 @@ def _time(bin_costs: Numbers, seats: Longs, fill_bins: float) -> float:
 
 @compiled
 def _dearest_others(bin_costs: Numbers, seats: Longs) -> Numbers:
-    """For each seat the cost of the dearest bin on any other seat."""
+    """For each seat the cost of the most expensive bin on any other seat."""
     first, second, place = 0.0, 0.0, -1
     for i in range(len(seats)):
         cost = bin_costs[seats[i]]
@@ -110,7 +133,7 @@ def _dearest_others(bin_costs: Numbers, seats: Longs) -> Numbers:
 def _bin_swap(
     bin_costs: Numbers, dear: Longs, cheap: Longs, fill_bins: float, ceiling: float, goal: float
 ) -> tuple[float, int, int]:
-    """The swap of two bins that leaves the slower of two ranks fastest: its time, and both seats."""
+    """The swap of two bins that minimises the slower of two ranks: its time and both seats."""
     best, a, b = ceiling, -1, -1
     dear_others, cheap_others = _dearest_others(bin_costs, dear), _dearest_others(bin_costs, cheap)
     dear_sum, cheap_sum = _time(bin_costs, dear, 0.0), _time(bin_costs, cheap, 0.0)
@@ -131,17 +154,16 @@ def _bin_swap(
 
 
 @compiled
-def _sample_swap(
-    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
-    dear: Longs, cheap: Longs, max_tokens: int, fill_bins: float, ceiling: float, goal: float,
-) -> tuple[float, int, int, int]:  # fmt: skip
-    """The best exchange of a sample for a smaller one (-1: for none) that leaves bins within `max_tokens`.
+def _sample_swap(bins: _Bins, dear: Longs, cheap: Longs, ceiling: float, goal: float) -> tuple[float, int, int, int]:
+    """The best exchange of a sample for a smaller one (-1: for none) that keeps bins within `max_tokens`.
 
     Returns the time of the slower rank, both samples, and the bin that the first goes to.
     """
+    tokens, costs, bin_of, bin_costs, used = bins.tokens, bins.costs, bins.bin_of, bins.bin_costs, bins.used
+    max_tokens, fill_bins = bins.max_tokens, bins.fill_bins
     best, x, y, target = ceiling, -1, -1, -1
-    ours, our_seats = _members(heads, links, dear)
-    theirs, their_seats = _members(heads, links, cheap)
+    ours, our_seats = _members(bins.heads, bins.links, dear)
+    theirs, their_seats = _members(bins.heads, bins.links, cheap)
     dear_others, cheap_others = _dearest_others(bin_costs, dear), _dearest_others(bin_costs, cheap)
     dear_sum, cheap_sum = _time(bin_costs, dear, 0.0), _time(bin_costs, cheap, 0.0)
     stride = 1 + len(ours) * len(theirs) // _PAIRS
@@ -167,7 +189,7 @@ def _sample_swap(
 
 @compiled
 def _members(heads: Longs, links: Longs, seats: Longs) -> tuple[Longs, Longs]:
-    """Samples of some bins, with -1 behind those of each bin, and the seat of each."""
+    """Samples of the bins on `seats`, with -1 after those of each bin, and the seat of each."""
     size = len(seats)
     for one in seats:
         sample = heads[one]
@@ -188,11 +210,9 @@ def _members(heads: Longs, links: Longs, seats: Longs) -> tuple[Longs, Longs]:
 
 
 @compiled
-def _move(
-    tokens: Longs, costs: Numbers, heads: Longs, links: Longs, bin_of: Longs, bin_costs: Numbers, used: Longs,
-    x: int, y: int, target: int,
-) -> None:  # fmt: skip
-    """Sample `x` into bin `target`, sample `y` (or -1) from there to where `x` was."""
+def _move(bins: _Bins, x: int, y: int, target: int) -> None:
+    """Move sample `x` to bin `target`, and sample `y` (-1: none) from there to the bin of `x`."""
+    bin_of, heads, links = bins.bin_of, bins.heads, bins.links
     source = bin_of[x]
     for sample, destination in ((x, target), (y, source)):
         if sample < 0:
@@ -207,15 +227,15 @@ def _move(
             links[1, after] = before
         _link(heads, links, destination, sample)
         bin_of[sample] = destination
-        bin_costs[origin] -= costs[sample]
-        bin_costs[destination] += costs[sample]
-        used[origin] -= tokens[sample]
-        used[destination] += tokens[sample]
+        bins.bin_costs[origin] -= bins.costs[sample]
+        bins.bin_costs[destination] += bins.costs[sample]
+        bins.used[origin] -= bins.tokens[sample]
+        bins.used[destination] += bins.tokens[sample]
 
 
 @compiled
 def _link(heads: Longs, links: Longs, one: int, sample: int) -> None:
-    """Sample first in the list of a bin; `links` [next or previous, n]."""
+    """Put a sample first in the list of a bin; `links` [next or previous, n]."""
     links[0, sample], links[1, sample] = heads[one], -1
     if heads[one] >= 0:
         links[1, heads[one]] = sample

@@ -1,13 +1,13 @@
-"""Compiled loops of `megatron_rl.batching.balance`: samples into bins (micro batches), bins to ranks.
+"""Compiled kernels of `megatron_rl.batching.balance`: samples to bins (micro batches), bins to ranks.
 
-Samples are numbered longest first. Costs are float64 in tokens (`megatron_rl.batching.cost_model`), and every tie goes
-to the smaller number, so results depend on the arguments only. Kernels call kernels of their own file alone: numba's
+Samples are numbered longest first. Costs are float64 in tokens (`megatron_rl.batching.cost_model`). Ties go to the
+smaller number, so results depend on the arguments only. Kernels call only kernels of their own file, because numba's
 cache notices changes of one file.
 
-* `best_fit`: longest first into the fullest bin that has room; O(n log max_tokens) by a tree over what room is left.
-* `cheapest_fit`: longest first into the cheapest of given bins that has room; O(n log n), because samples shrink: a
-  bin without room for this one waits until one comes that is short enough.
-* `deal`: bins to ranks, dearest first to the cheapest rank with a free seat.
+* `best_fit`: longest sample first, to the fullest bin with room. O(n log max_tokens) by a tree over remaining room.
+* `cheapest_fit`: longest sample first, to the cheapest bin with room. O(n log n), because lengths descend: a bin
+  without room waits until a sample is short enough.
+* `deal`: most expensive bin first, to the cheapest rank with a free seat.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Longs = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 _MAX_LEAVES = 1 << 20
-"""Rooms above so many tokens are told apart up to this many steps."""
+"""Leaves of the tree; with more tokens of room, one leaf stands for several sizes."""
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -51,7 +51,7 @@ def group(keys: Longs, num_groups: int) -> tuple[Longs, Longs]:
 
 @compiled
 def best_fit(tokens: Longs, max_tokens: int) -> tuple[Longs, int]:
-    """The bin of each sample (`tokens` descending), and how many bins there are; longer samples are alone."""
+    """The bin of each sample (`tokens` descending) and the number of bins; a longer sample has a bin of its own."""
     shift = 0
     while (max_tokens >> shift) + 1 > _MAX_LEAVES:
         shift += 1
@@ -93,7 +93,7 @@ def _next_occupied(occupied: npt.NDArray[np.uint8], leaves: int, leaf: int) -> i
         return -1
     node = leaves + leaf
     while not occupied[node]:
-        while node & 1:  # right children: what follows is further up
+        while node & 1:  # a right child: the next leaf is further up
             node >>= 1
         if node == 0:
             return -1
@@ -191,7 +191,7 @@ def _push(heap: Longs, size: int, keys: Numbers, item: int) -> int:
 
 @compiled
 def deal(bin_costs: Numbers, order: Longs, num_ranks: int) -> Longs:
-    """Bins of each rank, [num_ranks, seats]; `order` holds all bins, dearest first."""
+    """Bins of each rank, [num_ranks, seats]; `order` holds all bins, most expensive first."""
     per_rank = len(order) // num_ranks
     seats = np.empty((num_ranks, per_rank), dtype=np.int64)
     taken = np.zeros(num_ranks, dtype=np.int64)

@@ -1,8 +1,7 @@
-"""Supervised warm start on the same trainer: which rows are in which step, rank and micro batch.
+"""Batches of supervised fine-tuning (SFT): rows by step, rank and micro batch.
 
-Pure. Rows are shuffled anew for every pass over the data, by a hash of the seed and the pass; a step is
-the next `batch_size` rows of that endless order. The loss is the mean over the response tokens of the
-whole step, so the denominator is fixed here (`num_tokens`).
+Pure. Every epoch shuffles the rows anew, by the seed and the epoch number. A step takes the next `batch_size` rows of
+that endless order. The loss is the mean over the response tokens of the whole step, whose denominator is `num_tokens`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,38 +9,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.batching.balance import balance
-from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.batching.balance import PackingRules, balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationBatch:
-    """One optimizer step of a warm start, as row numbers."""
+class SftBatch:
+    """One optimizer step of SFT, as row numbers."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data-parallel rank][micro batch][row]; some micro batches may be empty, all ranks have equally many."""
+    """[data-parallel rank][micro batch][row]. Micro batches may be empty; all ranks have equally many."""
     num_tokens: int
     """Response tokens of the step over all ranks."""
 
 
-def imitation_batches(
+def sft_batches(
     lengths: Sequence[int],
     response_lengths: Sequence[int],
     *,
     batch_size: int,
     num_steps: int,
-    num_ranks: int,
-    max_micro_batch_tokens: int,
-    costs: CostModel,
+    rules: PackingRules,
     seed: int,
-) -> Iterator[ImitationBatch]:
-    """The steps of a warm start; `lengths` are prompt plus response tokens of each row."""
+) -> Iterator[SftBatch]:
+    """The steps of SFT; `lengths` are prompt plus response tokens of each row."""
     order = _endless_order(len(lengths), seed)
     for _ in range(num_steps):
         rows = [next(order) for _ in range(batch_size)]
         row_lengths = [lengths[row] for row in rows]
-        placed = balance(row_lengths, num_ranks=num_ranks, max_tokens=max_micro_batch_tokens, costs=costs)
-        yield ImitationBatch(
+        placed = balance(row_lengths, num_ranks=rules.num_ranks, max_tokens=rules.max_tokens, costs=rules.costs)
+        yield SftBatch(
             micro_batches=tuple(tuple(tuple(rows[i] for i in micro) for micro in rank) for rank in placed),
             num_tokens=sum(response_lengths[row] for row in rows),
         )

@@ -82,19 +82,19 @@ class DeviceSharing:
             self.engines.sleep(timeout_s=self.timeout_s)
             self.asleep = True
         if self.offload != "none":
-            self.trainer.move_in()
+            self.trainer.onload()
 
     def to_publish(self) -> None:
         """Before weights are sent: only the trainer's weights and the engines' are there."""
         if self.offload != "none":
-            self.trainer.move_out(("gradients", "optimizer"))
+            self.trainer.offload(("gradients", "optimizer"))
         if self.asleep:
             self.engines.wake("weights", timeout_s=self.timeout_s)
 
     def to_engines(self) -> None:
         """When the trainer has no further part in a publish: engines may forward."""
         if self.offload == "all":
-            self.trainer.move_out(("weights",))
+            self.trainer.offload(("weights",))
         if self.asleep:
             self.engines.wake("kv_cache", timeout_s=self.timeout_s)
             self.asleep = False

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
@@ -145,9 +146,11 @@ class Controller:
             groups,
             step,
             algorithm=self.algorithm,
-            dp_size=self.settings.data_parallel,
-            max_micro_batch_tokens=self.settings.max_micro_batch_tokens,
-            costs=self.settings.costs,
+            rules=PackingRules(
+                num_ranks=self.settings.data_parallel,
+                max_tokens=self.settings.max_micro_batch_tokens,
+                costs=self.settings.costs,
+            ),
             seed=derive_seed(self.settings.seed, purpose="batch", step=step, prompt_id=PromptId(""), sample=0),
         )
 

@@ -14,7 +14,7 @@ from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StagedWeights
 from rollout.engine.state import UpdateTimes
 from rollout.pool.engine_group import EngineGroup
-from rollout.transports.base import Backend, HandOverChannel, Memory, ShmChannel, chain, side_by_side
+from rollout.transports.base import Backend, ColocatedChannel, Memory, ShmChannel, chain, side_by_side
 from rollout.weights.manifest import WeightManifest
 
 
@@ -121,7 +121,7 @@ class ColocatedDelivery:
         memory: Memory,
         timeout_s: float,
     ) -> None:
-        """`homes`: by engine and rank, the trainer rank on the same device; `memory` as in `HandOverChannel`."""
+        """`homes`: by engine and rank, the trainer rank on the same device; `memory` as in `ColocatedChannel`."""
         self._trainer = trainer
         self._engines = engines
         self._memory: Memory = memory
@@ -136,7 +136,7 @@ class ColocatedDelivery:
         ]
         self._trainer.ranks.call("open_hand_over", hosted, self._memory)
         channels = {
-            number: HandOverChannel(
+            number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])
             )
             for number in self._engines.there

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.weights.quantization_stats import CodeSums, code_metrics
+from megatron_rl.weights.quantization_stats import QuantizationStats, code_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PublishReport:
     probe_gaps: tuple[float, ...]
     """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
 
-    codes: Mapping[int, CodeSums]
+    codes: Mapping[int, QuantizationStats]
     """What 8 bits cost the weights, by layer; empty in BF16."""
 
     def metrics(self) -> dict[str, float]:

@@ -21,7 +21,6 @@ from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import ProbeResult
-from megatron_rl.weights.quantization_stats import together
 from megatron_rl.weights.reshard_plan import ReshardPlan
 from rollout.failures import CallError, Place
 from rollout.pool.engine_group import EngineGroup
@@ -124,13 +123,13 @@ class Publisher:
             probe_s=time.perf_counter() - delivered,
             weight_gaps=weight_gaps,
             probe_gaps=gaps,
-            codes=together(part.codes for part in report.staged),
+            codes=sum_stats(part.codes for part in report.staged),
         )
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
         """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
-        summing = self._engines.begin_loaded_sums()
-        expected = add_up(self._trainer.sent_sums(timeout_s=self._timeout_s))
+        summing = self._engines.begin_loaded_fingerprint()
+        expected = add_up(self._trainer.published_fingerprint(timeout_s=self._timeout_s))
         loaded = self._engines.wait(summing, timeout_s=self._timeout_s)
         judged = {engine: difference(sums, expected, leniency=self._leniency) for engine, sums in loaded.items()}
         faults = {

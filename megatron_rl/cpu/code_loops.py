@@ -7,10 +7,6 @@ float32, scaled, rounded and written while it lies in a core's first cache, by o
 
 Shape legend: N rows, K columns; P x Q blocks that a slice touches. In loops, row n belongs to blocks `of_row[n]`,
 columns `edges[q]` up to `edges[q + 1]` to block q.
-
-`magnitudes` of weights to look for the largest of: on a CPU as integers, which it compares twice as fast.
-
-Without their sign, BF16 numbers are ordered as their bits are, NaN last.
 """
 
 from functools import lru_cache
@@ -27,7 +23,7 @@ from rollout.weights.format import FP8_BLOCK
 BLOCK: Final = FP8_BLOCK
 """Rows and columns of a block."""
 MOST_THREADS = 2
-"""Of torch's, which it spreads an operation over and these loops do not: with more, weights are left to torch."""
+"""torch spreads an operation over its threads and these loops do not: with more threads, torch is faster."""
 
 Start = tuple[int, ...]
 """First row and column of a slice in the whole tensor, which blocks are counted from."""
@@ -147,12 +143,6 @@ def e4m3_values(codes: Bytes, numbers: Floats, inverses: Floats, of_row: Longs, 
                 part[k] = numbers[found[k]] * inverse
 
 
-def takes(tensor: torch.Tensor) -> bool:
-    """Whether the functions below are the way to go for BF16 weights, or e4m3 codes, like these."""
-    known = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) and tensor.dim() == 2 and tensor.numel() > 0
-    return known and tensor.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS
-
-
 def amax_of(weight_NK: torch.Tensor, start: Start | None) -> torch.Tensor:
     """See `largest`: float32 [P, Q]; without `start` blocks are rows."""
     weight = weight_NK.contiguous()
@@ -203,18 +193,3 @@ def _places(shape: tuple[int, int], start: Start | None) -> tuple[Longs, Longs]:
     above, before = (first % BLOCK for first in start)
     edges = np.arange(-(-(before + columns) // BLOCK) + 1) * BLOCK - before
     return (np.arange(rows) + above) // BLOCK, edges.clip(0, columns)
-
-
-_MAGNITUDE_BITS = 0x7FFF
-
-
-def magnitudes(weight: torch.Tensor) -> torch.Tensor:
-    """Ordered as the magnitudes of weights of any shape are; `numbers_of` says what they are."""
-    if weight.dtype != torch.bfloat16 or weight.is_cuda:
-        return weight.abs()
-    return weight.view(torch.int16) & _MAGNITUDE_BITS
-
-
-def numbers_of(largest: torch.Tensor) -> torch.Tensor:
-    """Some of `magnitudes` in float32."""
-    return (largest.view(torch.bfloat16) if largest.dtype == torch.int16 else largest).float()

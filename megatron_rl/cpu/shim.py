@@ -36,7 +36,7 @@ import torch
 from megatron_rl.cpu import device
 
 _PACKAGE = "megatron.core"
-_CACHE_TAG = "mrlcpu1"
+_CACHE_TAG = "mrlcpu2"
 """Part of the cached files' names; to be changed with the renaming rules."""
 
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")

@@ -1,8 +1,8 @@
 """Core attention over packed sequences, for Megatron's local layer spec.
 
-Megatron's own `DotProductAttention` refuses packed batches; Transformer Engine, which takes them
-(`thd`), needs CUDA. This one runs torch's fused attention over each segment of `cu_seqlens` alone, so
-that CPU and CUDA share one packed batch format. Same place, same arguments, no parameters.
+Megatron's `DotProductAttention` refuses packed batches, and Transformer Engine, which accepts them (`thd`), needs CUDA.
+This module runs torch's fused attention over each segment of `cu_seqlens`, so CPU and CUDA share one packed batch
+format. It has the arguments of Megatron's core attention and no parameters.
 
 Shape legend: T rows of the packed batch, N query heads and M key/value heads of this rank, D head size.
 """
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention that never crosses a segment border."""
+    """Causal attention within each segment."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PackedAttention(torch.nn.Module):
         """Attention output, [T, N, D], from query [T, N, D] and key, value [T, M, D].
 
         Raises:
-            ValueError: the batch is not packed; this attention knows no other mask.
+            ValueError: the batch is not packed; no other mask is implemented.
         """
         if packed_seq_params is None:
             raise ValueError(
@@ -63,10 +63,10 @@ def packed_causal_attention(
 ) -> torch.Tensor:
     """Causal attention within each segment, [T, N, D]; `cu_seqlens` [B + 1] holds their starts and T."""
     groups = query_TND.shape[1] // key_TMD.shape[1]
-    # Repeated key and value heads keep the fused kernel, which grouped heads would lose on the CPU.
+    # repeated key and value heads: the CPU has no fused kernel for grouped heads
     key_TND = key_TMD.repeat_interleave(groups, dim=1) if groups > 1 else key_TMD
     value_TND = value_TMD.repeat_interleave(groups, dim=1) if groups > 1 else value_TMD
-    # `split` has one backward for all segments; slices would each fill a gradient of T rows.
+    # `split` has one backward for all segments; each slice would fill a gradient of T rows
     lengths = cu_seqlens.diff().tolist()
     outputs = [
         scaled_dot_product_attention(

@@ -1,30 +1,30 @@
 """Builds the Megatron model; the only file that knows Megatron's version and its model classes.
 
-`build` gives this rank's part of the policy as a list of model chunks (one today; one per virtual
-pipeline stage when there are some). A chunk is a Megatron `GPTModel` whose last stage ends in token
-scores instead of logits (`megatron_rl.model.logprobs`), so that logits for the whole batch never exist.
+`build` returns this rank's part of the policy as a list of model chunks: one, or one per virtual pipeline stage.
+A chunk is a Megatron `GPTModel` whose last stage returns token scores instead of logits
+(`megatron_rl.model.logprobs`), so logits of the whole batch never exist.
 
-What a caller does:
+Rules for callers:
 
-* every stage of the pipeline calls `chunk(batch, temperature=t)` with the same `PackedBatch`, on this
-  rank's device; Megatron's schedules pass hidden states between stages by themselves (variable lengths
-  are on). Stages before the last return hidden states, the last returns `TokenScores`.
-* with sequence parallelism (on when tensor > 1) rows must be a multiple of the tensor-parallel size:
+* Every pipeline stage calls `chunk(batch, temperature=t)` with the same `PackedBatch` on this rank's device. Megatron's
+  schedules pass hidden states between stages (variable lengths are on). The last stage returns `TokenScores`, all
+  others return hidden states.
+* With sequence parallelism (on if tensor > 1) rows must be a multiple of the tensor-parallel size:
   `pack_batch(..., multiple_of=parallel.tensor)`.
-* `calculate_per_token_loss` is on: the loss function of a schedule returns (loss, number of tokens,
-  metrics), and nothing is divided by the number of micro batches.
-* after backward, `finalize_model_grads` of Megatron sums what tensor-parallel ranks hold in parts
-  (norms under sequence parallelism, q/k norms always) and the two copies of a tied embedding.
-* `overlap_param_gather` of Megatron's DDP stays off: the output layer's weight is read without calling
-  the layer, so its gather would not be waited for.
+* `calculate_per_token_loss` is on: the loss function of a schedule returns (loss, number of tokens, metrics), and
+  nothing is divided by the number of micro batches.
+* After backward, Megatron's `finalize_model_grads` sums gradients that tensor-parallel ranks hold in parts (norms under
+  sequence parallelism, q/k norms always) and those of the two copies of a tied embedding.
+* `overlap_param_gather` of Megatron's DDP stays off: the output layer's weight is read without calling the layer, so
+  nothing would wait for its gather.
 
-Transformer Engine's layers on CUDA, Megatron's local ones with our norm and attention elsewhere. What FP8 asks of them
-is in `megatron_rl.model.fp8_compute`.
+Layers are Transformer Engine's on CUDA, and Megatron's local ones with our norm and attention elsewhere.
+`megatron_rl.model.fp8_compute` holds the requirements of FP8.
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Literal
 
@@ -59,6 +59,23 @@ INITIAL_STD = 0.02
 """Standard deviation of random weights."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is built, beside its architecture and its partition."""
+
+    dtype: Dtype
+    fp8: Fp8 = "none"
+    recompute: Recompute = "none"
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time."""
+    sequence_parallel: bool | None = None
+    """None: on if the tensor-parallel size is above 1."""
+    random_weights: bool = False
+    """Otherwise weights are uninitialised: load them (`megatron_rl.weights.hf_load`)."""
+    megatron: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Further fields of Megatron's `TransformerConfig`."""
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """One chunk of the policy: a GPTModel over packed batches that ends in token scores."""
 
@@ -68,9 +85,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def forward(  # type: ignore[override]
         self, batch: PackedBatch, *, temperature: float | None = None
     ) -> torch.Tensor | TokenScores:
-        """Hidden states [T, 1, H] (rows cut by rank under sequence parallelism), or scores on the last stage.
+        """Hidden states [T, 1, H] (rows sharded under sequence parallelism), or scores on the last stage.
 
-        Without a temperature the last stage, too, gives hidden states.
+        Without a temperature, the last stage returns hidden states as well.
         """
         hidden: torch.Tensor = super().forward(
             input_ids=batch.tokens[None],
@@ -83,11 +100,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return self.scores(hidden, batch, temperature=temperature)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Stop where GPTModel would go on to logits."""
+        """Return hidden states; GPTModel would compute logits here."""
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """Rows of the output layer that this rank holds, [V, H], padding included; last stage only."""
+        """This rank's rows of the output layer, [V, H], padding included; last stage only."""
         weight: torch.Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -131,7 +148,7 @@ def _packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
 
 
 def layer_names() -> LayerNames:
-    """Whose layers, and so whose parameter names, `build` uses on this machine."""
+    """Layer implementation of `build` on this machine, which decides parameter names."""
     return "te" if torch.cuda.is_available() and find_spec("transformer_engine") is not None else "local"
 
 
@@ -139,36 +156,18 @@ def build(
     spec: ModelSpec,
     parallel: ParallelConfig,
     position: Position,
-    *,
-    dtype: Dtype,
-    fp8: Fp8 = "none",
-    recompute: Recompute = "none",
-    chunk_tokens: int = 1024,
-    sequence_parallel: bool | None = None,
-    random_weights: bool = False,
-    megatron: Mapping[str, str | int | float | bool] | None = None,
+    options: ModelOptions,
 ) -> list[PolicyModel]:
     """Build the model chunks of this rank, on its device, in train mode; every rank of the partition calls it.
 
-    Weights are uninitialised unless `random_weights`: load them (`megatron_rl.weights.hf_load`).
-    `sequence_parallel` defaults to "tensor > 1". `megatron` are further fields of `TransformerConfig`.
-
     Raises:
-        ValueError: a key of `megatron` is unknown or not the user's to set; there are no kernels for `fp8` here.
+        ValueError: a key of `options.megatron` is unknown or derived from other keys; this machine has no kernels for
+            `options.fp8`.
     """
-    fp8_compute.check_machine(fp8)
+    fp8_compute.check_machine(options.fp8)
     if layer_names() == "local":
         rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
-    config = transformer_config(
-        spec,
-        parallel,
-        dtype=dtype,
-        fp8=fp8,
-        recompute=recompute,
-        sequence_parallel=parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
-        random_weights=random_weights,
-        megatron=megatron or {},
-    )
+    config = transformer_config(spec, parallel, options)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=_block_spec(config),
@@ -180,24 +179,14 @@ def build(
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
-    fp8_compute.check_parameters(model, fp8)
-    model.spec, model.chunk_tokens = spec, chunk_tokens
+    fp8_compute.check_parameters(model, options.fp8)
+    model.spec, model.chunk_tokens = spec, options.chunk_tokens
     if spec.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
     return [model]
 
 
-def transformer_config(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    *,
-    dtype: Dtype,
-    fp8: Fp8,
-    recompute: Recompute,
-    sequence_parallel: bool,
-    random_weights: bool,
-    megatron: Mapping[str, str | int | float | bool],
-) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
     """Megatron's configuration of the model.
 
     Raises:
@@ -205,12 +194,12 @@ def transformer_config(
     """
     ours = {
         **_architecture(spec),
-        **_partition(spec, parallel, sequence_parallel=sequence_parallel),
-        **_numbers(dtype, random_weights=random_weights),
-        **fp8_compute.config_fields(fp8),
+        **_partition(spec, parallel, sequence_parallel=options.sequence_parallel),
+        **_numbers(options.dtype, random_weights=options.random_weights),
+        **fp8_compute.config_fields(options.fp8),
     }
-    _check_passthrough(megatron, ours)
-    return TransformerConfig(**{**ours, **_kernels(), **_recompute(recompute), **megatron})
+    _check_passthrough(options.megatron, ours)
+    return TransformerConfig(**{**ours, **_kernels(), **_recompute(options.recompute), **options.megatron})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -235,21 +224,21 @@ def _architecture(spec: ModelSpec) -> dict[str, object]:
 
 
 def _experts(experts: Experts) -> dict[str, object]:
-    """Softmax over all experts, then the best; or, where their probabilities are normalised, softmax over the best."""
+    """Router: softmax over all experts, then top-k; with normalised probabilities, softmax over the top-k."""
     return {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_score_function": "softmax",
-        # an auxiliary loss would be another objective than the policy's
+        # an auxiliary loss would change the policy's objective
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": layer_names() == "te",
     }
 
 
-def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: bool) -> dict[str, object]:
+def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: bool | None) -> dict[str, object]:
     stages = stage_layers(spec.num_layers, parallel.pipeline)
     uneven = len({len(stage) for stage in stages}) > 1
     layout = [["decoder"] * len(stage) for stage in stages]
@@ -261,7 +250,7 @@ def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: 
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.tensor,
         "pipeline_model_parallel_layout": layout if uneven else None,
-        "sequence_parallel": sequence_parallel,
+        "sequence_parallel": parallel.tensor > 1 if sequence_parallel is None else sequence_parallel,
         "variable_seq_lengths": True,
         # Checked against variable lengths even where there are no experts.
         "moe_token_dispatcher_type": "alltoall",
@@ -271,8 +260,8 @@ def _partition(spec: ModelSpec, parallel: ParallelConfig, *, sequence_parallel: 
 
 def _numbers(dtype: Dtype, *, random_weights: bool) -> dict[str, object]:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    # Megatron marks tensor-parallel parameters (the gradient norm counts by that mark) only while it
-    # initialises them, so "uninitialised" is an initialiser that leaves the memory alone.
+    # Megatron marks tensor-parallel parameters (the gradient norm needs the mark) only while it initialises them, so
+    # "uninitialised" is an initialiser that does nothing.
     initialise = _normal if random_weights else _leave
     return {
         "params_dtype": torch_dtype,
@@ -293,7 +282,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels() -> dict[str, object]:
-    """Which fused kernels and which way of sending there are; a user may override these."""
+    """Fused kernels and point-to-point mode of this machine; `trainer.megatron` may override them."""
     te = layer_names() == "te"
     return {
         "bias_activation_fusion": te,
@@ -302,7 +291,7 @@ def _kernels() -> dict[str, object]:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
-        # gloo mixes up batched sends and receives between the same two ranks.
+        # gloo confuses batched sends and receives between the same two ranks
         "batch_p2p_comm": torch.cuda.is_available(),
         "deallocate_pipeline_outputs": True,
     }
@@ -317,7 +306,7 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
 
 
 def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object]) -> None:
-    known = [field.name for field in fields(TransformerConfig) if field.init]
+    known = [one.name for one in fields(TransformerConfig) if one.init]
     for key in megatron:
         if key in ours:
             raise ValueError(
@@ -332,7 +321,7 @@ def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers, or the local ones with our norm and attention put in."""
+    """Transformer Engine's layers, or Megatron's local ones with our norm and attention."""
     if layer_names() == "te":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")

@@ -1,13 +1,12 @@
-"""Log-probabilities and entropies of tokens, without ever holding logits for the whole batch.
+"""Log-probabilities and entropies of tokens, without holding logits of the whole batch.
 
-The output layer's weight is cut by vocabulary rows over the tensor-parallel ranks. `token_scores` goes
-over the scored rows in chunks: at one time only [chunk, V / tp] FP32 logits exist, and the ranks meet in
-two small all-reduces a chunk (the maximum, then three sums). Logits are computed again in the backward
-pass instead of being kept. Rows of the padded vocabulary are cut off before the product, so they have
-probability exactly 0 and gradient exactly 0.
+The output layer's weight is sharded by vocabulary rows over tensor-parallel ranks. `token_scores` processes the scored
+rows in chunks: only [chunk, V / tp] FP32 logits exist at one time. A chunk needs two small all-reduces: the maximum,
+then three sums. The backward pass recomputes logits instead of keeping them. Padding rows of the vocabulary are
+removed before the product, so their probability and gradient are exactly 0.
 
-Logits are FP32 whatever the weights are (the product accumulates and ends in FP32) and are divided by
-the sampling temperature: what comes out is comparable to the sampler's processed log-probabilities.
+Logits are always FP32 (the product accumulates and returns FP32) and are divided by the sampling temperature. Results
+are comparable to the sampler's processed log-probabilities.
 
     log p(y)      = z_y - m - log S,     S = sum_j exp(z_j - m),    z = logits / temperature
     entropy       = log S - U / S,       U = sum_j exp(z_j - m) (z_j - m)
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 _AT_ONCE = 1 << 22
-"""Weights that are in FP32 at a time, where they have to be and are not."""
+"""Elements of a BF16 weight that are converted to FP32 at a time (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the model says of the scored tokens; the same on every tensor-parallel rank."""
+    """Scores of response tokens; equal on all tensor-parallel ranks."""
 
     logprobs: torch.Tensor
     """[R] FP32, at the sampling temperature; carries gradients."""
@@ -38,12 +37,12 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Which rows of the output layer this rank holds."""
+    """This rank's rows of the output layer."""
 
     start: int
     """Vocabulary id of its first row."""
     num_valid: int
-    """Rows that are ids of the vocabulary; those after them are padding."""
+    """Rows that are vocabulary ids; the rows after them are padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None when the rank holds the whole vocabulary."""
 
@@ -65,20 +64,20 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of `targets_R` and entropies of the distributions they were drawn from.
 
-    `hidden_RH` is whole on every tensor-parallel rank; its gradient comes out *partial*, as the share of
-    this rank's vocabulary rows: sum it over the ranks (`copy_to_tensor_model_parallel_region`, or the
-    reduce-scatter of `gather_from_sequence_parallel_region`, before the call).
+    `hidden_RH` is complete on every tensor-parallel rank. Its gradient is *partial*: the contribution of this rank's
+    vocabulary rows. Sum it over the ranks (`copy_to_tensor_model_parallel_region`, or the reduce-scatter of
+    `gather_from_sequence_parallel_region`, before the call).
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} of token_scores; needs a value above 0")
     logprobs_R, entropy_R = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets_R, shard, temperature, chunk_tokens
+        hidden_RH, weight_VH, targets_R, _Settings(shard=shard, temperature=temperature, chunk_tokens=chunk_tokens)
     )
     return TokenScores(logprobs=logprobs_R, entropy=entropy_R)
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Float32 [C, V]; products of BF16 end in it on a device, CPU kernels have to begin there."""
+    """Float32 [C, V]. CUDA multiplies BF16 and returns FP32; CPU kernels need FP32 inputs."""
     if weight_VH.is_cuda and weight_VH.dtype is not torch.float32:
         return torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32).div_(temperature)
     hidden_CH = hidden_CH.float()
@@ -116,7 +115,7 @@ def _chunk_scores(
 
 
 def _local_targets(targets_C: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target on this rank (0 where it lives elsewhere) and whether it lives here."""
+    """Column of each target on this rank (0 if another rank holds it) and whether this rank holds it."""
     local_C = targets_C - shard.start
     is_local_C = (local_C >= 0) & (local_C < shard.num_valid)
     return local_C.where(is_local_C, 0), is_local_C
@@ -130,7 +129,7 @@ def _grad_logits(
     grad_entropy_C: torch.Tensor | None,
     shard: VocabShard,
 ) -> torch.Tensor:
-    """Gradient of the scores' weighted sum in the logits over the temperature, [C, V]; changes `logp_CV`."""
+    """Gradient of the scores' weighted sum with respect to logits / temperature, [C, V]; changes `logp_CV`."""
     p_CV = logp_CV.exp()
     grad_CV = torch.zeros_like(p_CV)
     if grad_logprobs_C is not None:
@@ -142,13 +141,20 @@ def _grad_logits(
     return grad_CV
 
 
-class _Context(Protocol):
-    """What forward leaves for backward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """Arguments of `token_scores` that are no tensors."""
 
-    saved_tensors: tuple[torch.Tensor, ...]
     shard: VocabShard
     temperature: float
     chunk_tokens: int
+
+
+class _Context(Protocol):
+    """State that forward keeps for backward."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    settings: _Settings
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
@@ -162,43 +168,42 @@ class _TokenScores(torch.autograd.Function):
         hidden_RH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_R: torch.Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk_tokens: int,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        valid_VH = weight_VH[: shard.num_valid]
+        valid_VH = weight_VH[: settings.shard.num_valid]
         chunks = [
-            _chunk_scores(hidden_RH[rows], valid_VH, targets_R[rows], shard, temperature)
-            for rows in _chunks(len(targets_R), chunk_tokens)
+            _chunk_scores(hidden_RH[rows], valid_VH, targets_R[rows], settings.shard, settings.temperature)
+            for rows in _chunks(len(targets_R), settings.chunk_tokens)
         ]
         logprobs_R, entropy_R, log_z_R = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, log_z_R)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return logprobs_R, entropy_R
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: _Context, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        shard, temperature = ctx.settings.shard, ctx.settings.temperature
         hidden_RH, weight_VH, targets_R, entropy_R, log_z_R = ctx.saved_tensors
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        valid = slice(0, ctx.shard.num_valid)
-        # A rank whose rows are all padding has nothing to add; there is no collective to keep up with here.
-        for rows in _chunks(len(targets_R) if ctx.shard.num_valid else 0, ctx.chunk_tokens):
+        valid = slice(0, shard.num_valid)
+        # a rank with padding rows only has nothing to add, and backward has no collective
+        for rows in _chunks(len(targets_R) if shard.num_valid else 0, ctx.settings.chunk_tokens):
             grad_CV = _grad_logits(
-                _logits(hidden_RH[rows], weight_VH[valid], ctx.temperature) - log_z_R[rows, None],
+                _logits(hidden_RH[rows], weight_VH[valid], temperature) - log_z_R[rows, None],
                 targets_R[rows],
                 entropy_R[rows],
                 None if grad_logprobs_R is None else grad_logprobs_R[rows],
                 None if grad_entropy_R is None else grad_entropy_R[rows],
-                ctx.shard,
+                shard,
             )
-            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            grad_CV = grad_CV.div_(temperature).to(weight_VH.dtype)
             grad_hidden_RH[rows] = grad_CV @ weight_VH[valid]
             grad_weight_VH[valid] += grad_CV.t() @ hidden_RH[rows]
-        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None
 
 
 def _chunks(num_rows: int, chunk_tokens: int) -> list[slice]:

@@ -1,12 +1,11 @@
 """RMS norm for Megatron's local layer spec.
 
-Megatron's own wrapper around `torch.nn.RMSNorm` ignores `params_dtype` and refuses sequence
-parallelism, under which each rank sees a part of the rows, so that the weight's gradients must be
-summed over the tensor-parallel ranks. Megatron does that sum for every parameter that says
-`sequence_parallel = True`; this class says it.
+Megatron's wrapper around `torch.nn.RMSNorm` ignores `params_dtype` and refuses sequence parallelism. There each rank
+sees a part of the rows, so the weight's gradients must be summed over tensor-parallel ranks. Megatron sums them for
+every parameter with `sequence_parallel = True`, which this class sets.
 
-On a CPU torch has no fused RMS norm, and its parts cost as much as the matrix products of a small
-model; `rms_norm` needs a third of their passes over memory.
+CPU: torch has no fused RMS norm, and its separate operations cost as much as the matrix products of a small model.
+`rms_norm` needs a third of their passes over memory.
 
     y = w x r,   r = (mean(x^2) + eps)^(-1/2),   u = x r
     d x = r (w g - u mean(w g u)),   d w = sum over rows of g u

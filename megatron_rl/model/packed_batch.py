@@ -1,14 +1,12 @@
 """Packs the samples of one micro batch into a single row of tokens.
 
-No padding between sequences: `cu_seqlens` says where each begins, attention never crosses a border,
-and positions restart at 0. The row is padded at its end to a multiple of the tensor-parallel size,
-because sequence parallelism cuts it into equal parts; that tail is a segment of its own, which no
-sequence sees and no score is taken from.
+Sequences are not padded: `cu_seqlens` holds their starts, attention stays within a sequence, and positions restart at
+0. The row is padded at its end to a multiple of the tensor-parallel size, because sequence parallelism splits it into
+equal parts. The padding is a segment of its own, which no sequence attends to and no score uses.
 
-The shift by one is settled here, once: the token at row t is predicted from row t - 1, so the
-log-probabilities of a response lie at the rows from its last prompt token to its last but one. They
-are handed on as `score_rows` and `targets`, in the order of the responses' tokens, so that a score
-vector [R] lies beside the sampler's concatenated log-probabilities without any mask.
+The shift by one is done here only: row t - 1 predicts the token at row t, so the log-probabilities of a response lie at
+the rows from its last prompt token to its last token but one. `score_rows` and `targets` list them in the order of
+response tokens, so a score vector [R] matches the sampler's concatenated log-probabilities without a mask.
 
 Shape legend: B sequences, T rows of the packed batch (padding included), R response tokens.
 """
@@ -24,7 +22,7 @@ from rollout.types import TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One micro batch; every pipeline stage gets the same one."""
+    """One micro batch; equal on all pipeline stages."""
 
     tokens: torch.Tensor
     """[T] int64"""
@@ -43,7 +41,7 @@ class PackedBatch:
 
     @property
     def num_sequences(self) -> int:
-        """B, the padding tail not counted."""
+        """B, without the padding."""
         return len(self.response_starts) - 1
 
     def to(self, device: torch.device) -> "PackedBatch":

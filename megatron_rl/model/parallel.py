@@ -1,9 +1,9 @@
-"""The trainer's ranks: torch.distributed and Megatron's process groups, and where this rank stands.
+"""Process groups of the trainer (torch.distributed and Megatron) and the coordinates of this rank.
 
-Ranks are counted tensor-parallel first, then data, then pipeline (Megatron's order tp-dp-pp), so that
-tensor-parallel ranks are neighbours. gloo where there is no CUDA device, NCCL otherwise.
+Ranks are numbered tensor-parallel first, then data, then pipeline (Megatron's order tp-dp-pp), so tensor-parallel ranks
+are neighbours. The backend is NCCL on CUDA, else gloo.
 
-Everything of Megatron is called with keywords: argument lists differ between its versions.
+Megatron's functions are called with keywords, because argument lists differ between its versions.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from megatron_rl.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where one trainer rank stands in the partition."""
+    """Coordinates of one trainer rank in the partition."""
 
     rank: int
     tensor: int
@@ -46,13 +46,13 @@ def device() -> torch.device:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Where the world will meet, listening on a free port from now on (a port that is only chosen may be taken)."""
+    """Open the store of all ranks on a free port. It listens at once, so no other process can take the port."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that rank 0 has opened."""
+    """Connect to the store of rank 0."""
     return TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -60,25 +60,16 @@ def initialize(
     parallel: ParallelConfig,
     *,
     rank: int,
-    world_size: int,
     store: Store,
     timeout_s: float,
     seed: int,
     device_index: int = 0,
 ) -> Position:
-    """Join the world and make Megatron's groups; called by every rank at once, blocks until all are there.
+    """Join all ranks and create Megatron's groups. Every rank calls it; it returns when all have joined.
 
-    `store` is where the ranks meet (`open_store` on rank 0, `join_store` on the others). `device_index` is the CUDA
+    `store` is shared by all ranks (`open_store` on rank 0, `join_store` on the others). `device_index` is the CUDA
     device among those visible to the process.
-
-    Raises:
-        ValueError: the world has another size than the partition.
     """
-    if world_size != parallel.world_size:
-        raise ValueError(
-            f"{world_size} trainer ranks were started, but tensor {parallel.tensor} x pipeline {parallel.pipeline} "
-            f"x data {parallel.data} = {parallel.world_size}"
-        )
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(device_index)
@@ -86,7 +77,7 @@ def initialize(
         backend="nccl" if on_cuda else "gloo",
         store=store,
         rank=rank,
-        world_size=world_size,
+        world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(
@@ -102,7 +93,7 @@ def initialize(
 
 
 def destroy() -> None:
-    """Leave the world; a later `initialize` may make another one."""
+    """Destroy all groups; a later `initialize` may create new ones."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Rotary position embedding of packed sequences, and Llama-3's scaling of its frequencies.
 
-Megatron's unfused rotation builds five temporaries of the size of the queries and as many gradients; its
-fused one is Transformer Engine's, for CUDA. `rotate_packed` takes the fused one's place (and signature)
-where that is absent: one pass forward, one backward (the inverse rotation), half of the step's
-memory traffic outside the matrix products on a CPU. Rotation is done in FP32, as Transformer Engine does.
+Megatron's unfused rotation builds five temporaries of the size of the queries and as many gradients. Its fused rotation
+is Transformer Engine's and needs CUDA. `rotate_packed` replaces the fused one (with its signature) elsewhere: one pass
+forward, one pass backward (the inverse rotation). On a CPU this halves the memory traffic outside matrix products.
+Rotation is in FP32, as in Transformer Engine.
 
 Shape legend: T rows of the packed batch, N heads, D head size, S tokens of the longest sequence.
 """
@@ -68,8 +68,8 @@ def _rotated(heads_TND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, d
 def scaled_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama-3 rotary frequencies, [D / 2] FP32, from unscaled ones.
 
-    Wavelengths above `original / low_freq_factor` are slowed by `factor`, those below `original /
-    high_freq_factor` stay, and between them the two are mixed linearly in the inverse wavelength.
+    Frequencies with wavelengths above `original / low_freq_factor` are divided by `factor`. Those below
+    `original / high_freq_factor` stay. In between, both are mixed linearly in the inverse wavelength.
     """
     turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)

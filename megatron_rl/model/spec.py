@@ -1,9 +1,8 @@
 """Reads and validates a Hugging Face `config.json`, before any process or tensor exists.
 
-`read_model_spec` turns the file into a `ModelSpec`, the one description of the architecture that the
-model builder, the table of weight names and the memory arithmetic share. What the trainer cannot
-compute exactly (another family, sliding windows, other rotary scalings, biases in unusual places) is
-refused by name here, so that nobody trains a model that is silently another one.
+`read_model_spec` turns the file into a `ModelSpec`, the architecture for the model builder, the table of weight names
+and the memory arithmetic. Features that the trainer does not implement exactly (other families, sliding windows, other
+rotary scalings, other biases) are refused by name, so that no run trains a different model silently.
 
 Pure: imports neither torch nor megatron.
 """
@@ -24,7 +23,7 @@ VOCAB_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama-3 scaling of rotary frequencies: long wavelengths are slowed down by `factor`."""
+    """Llama-3 scaling of rotary frequencies: those of long wavelengths are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -34,14 +33,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture of experts that every decoder layer has in place of one feed-forward network."""
+    """Mixture of experts, which replaces the feed-forward network of every decoder layer."""
 
     count: int
     per_token: int
     ffn_size: int
-    """Of one expert."""
+    """Width of one expert."""
     normalised: bool
-    """The chosen experts' probabilities are scaled to a sum of 1."""
+    """Probabilities of the chosen experts are scaled to a sum of 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +54,9 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Of a feed-forward network; with experts, of one of them."""
+    """Width of the feed-forward network, or of one expert."""
     vocab_size: int
-    """Rows of the embedding as saved; ids above it do not exist."""
+    """Rows of the saved embedding."""
     rope_theta: float
     rope_scaling: RopeScaling | None
     tied: bool
@@ -128,8 +127,7 @@ def read_model_spec(directory: Path) -> ModelSpec:
     """Architecture described by `directory/config.json`.
 
     Raises:
-        ValueError: the file is missing, unreadable, of an unsupported family, or uses a feature that the
-            trainer would compute differently.
+        ValueError: the file is missing, unreadable, of an unsupported family, or uses an unsupported feature.
     """
     path = directory / "config.json"
     try:
@@ -241,10 +239,10 @@ def _rope(config: _Reader) -> tuple[float, RopeScaling | None]:
 
 
 def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Refuse a partition that would cut the model where it cannot be cut.
+    """Refuse a partition that does not divide the model.
 
     Raises:
-        ValueError: naming the parallel size, the model's figure and the sizes that would do.
+        ValueError: naming the parallel size, the model's figure and valid sizes.
     """
     cut = {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads, "ffn rows": spec.ffn_size}
     for what, count in cut.items():
@@ -280,9 +278,9 @@ def _tensor_sizes(spec: ModelSpec) -> list[int]:
 
 
 def stage_layers(num_layers: int, pipeline: int) -> tuple[range, ...]:
-    """Layers of each pipeline stage, in order; what does not divide goes to the first stages.
+    """Layers of each pipeline stage, in order. The first stages take the remainder.
 
-    The last stage is never among the longer ones: it has the vocabulary to compute.
+    The last stage never takes more, because it computes the output layer.
     """
     base, longer = divmod(num_layers, pipeline)
     starts = [stage * base + min(stage, longer) for stage in range(pipeline + 1)]

@@ -10,7 +10,7 @@ scale = 448 / amax as IEEE division; 1 where amax is 0; the largest finite numbe
 be infinite; rounded down to a power of two if asked for; inverse = 1 / scale; code = e4m3(float(w) x scale),
 nearest even, saturating.
 
-One rule for every trainer layout, as in `quantize`: codes of a slice, given the scales of the whole tensor's blocks,
+One rule for every trainer layout, as in `formats`: codes of a slice, given the scales of the whole tensor's blocks,
 equal the same slice of the whole tensor's codes. A slice therefore says where it begins, and a block that is
 cut by a shard's border needs the maximum over its owners first.
 
@@ -21,10 +21,11 @@ from typing import Final
 
 import torch
 
-from megatron_rl.cpu import code_loops
-from megatron_rl.cpu.code_loops import BLOCK, magnitudes, numbers_of
 from rollout.cpu.e4m3 import e4m3_numbers
+from rollout.weights.format import FP8_BLOCK
 
+BLOCK: Final = FP8_BLOCK
+"""Rows and columns of a block."""
 E4M3_MAX: Final = 448.0
 _EXPONENT_BITS: Final = -(1 << 23)
 """Sign and exponent of a float32, the mantissa cleared."""
@@ -37,16 +38,14 @@ def block_amax(weight_NK: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torc
         weight_NK: the slice.
         start: its first row and column in the whole tensor, which the blocks are counted from.
     """
-    if code_loops.takes(weight_NK):
-        return code_loops.amax_of(weight_NK, start)
     rows, columns = (_blocks(first, size) for first, size in zip(start, weight_NK.shape, strict=True))
     above, before = start[0] % BLOCK, start[1] % BLOCK
     below, behind = rows * BLOCK - above - weight_NK.shape[0], columns * BLOCK - before - weight_NK.shape[1]
-    found = magnitudes(weight_NK)
+    found = weight_NK.abs()
     if above or below or before or behind:
         found = torch.nn.functional.pad(found, (before, behind, above, below))
     of_columns = found.reshape(rows, BLOCK, columns * BLOCK).amax(dim=1)
-    return numbers_of(of_columns.view(rows, columns, BLOCK).amax(dim=2))
+    return of_columns.view(rows, columns, BLOCK).amax(dim=2).float()
 
 
 def fp8_scale(amax: torch.Tensor, *, power_of_two: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -74,26 +73,20 @@ def fp8_block_codes(
 
     Written to `out` (of that shape and dtype, contiguous) if there is one.
     """
-    if code_loops.takes(weight_NK):
-        return code_loops.e4m3_of(weight_NK, scale_PQ, start, out)
-    return kept(_cast(_times(weight_NK, scale_PQ, start)), out)
+    return copied_into(_cast(_times(weight_NK, scale_PQ, start)), out)
 
 
 def fp8_block_values(codes_NK: torch.Tensor, inverse_PQ: torch.Tensor, start: tuple[int, ...] = (0, 0)) -> torch.Tensor:
     """What the engine multiplies with, float32 [N, K], from codes and inverse scales."""
-    if code_loops.takes(codes_NK):
-        return code_loops.values_of(codes_NK, inverse_PQ, start)
     return _times(e4m3_numbers(codes_NK), inverse_PQ, start)
 
 
 def fp8_channel_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Codes of a slice whose rows have these scales: e4m3 [N, K]; `out` as in `fp8_block_codes`."""
-    if code_loops.takes(weight_NK):
-        return code_loops.e4m3_of(weight_NK, scale_N1, None, out)
-    return kept(_cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1)), out)
+    return copied_into(_cast(weight_NK.to(torch.float32, copy=True).mul_(scale_N1)), out)
 
 
-def kept(codes: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def copied_into(codes: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Codes, in `out` if there is one."""
     return codes if out is None else out.copy_(codes)
 

@@ -19,8 +19,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 
-from megatron_rl.cpu.code_loops import BLOCK
-from megatron_rl.quantization.fp8 import fp8_block_values
+from megatron_rl.quantization.fp8 import BLOCK, fp8_block_values
 
 _NAN_CODE = 0x7F
 """Of e4m3, the sign apart."""
@@ -30,7 +29,7 @@ class _Quantizer(Protocol):
     force_pow_2_scales: bool
 
 
-class Primary(Protocol):
+class Fp8Parameter(Protocol):
     """What is used of a `Float8BlockwiseQTensor` whose scales are of square blocks."""
 
     _rowwise_data: torch.Tensor | None
@@ -60,7 +59,7 @@ class Primary(Protocol):
         """Take new weights [N, K], in place and in both orientations."""
 
 
-def is_primary(tensor: object) -> TypeGuard[Primary]:
+def is_fp8_parameter(tensor: object) -> TypeGuard[Fp8Parameter]:
     """Whether a parameter is FP8 itself."""
     return hasattr(tensor, "_rowwise_scale_inv") and hasattr(tensor, "_is_2D_scaled")
 
@@ -77,7 +76,7 @@ class Blocks:
     """What the parameter looks like."""
 
     @classmethod
-    def of(cls, parameter: Primary) -> "Blocks":
+    def of(cls, parameter: Fp8Parameter) -> "Blocks":
         """The blocks of a parameter as they are now.
 
         Raises:
@@ -115,15 +114,15 @@ class Blocks:
 
 def values(parameter: torch.Tensor, box: tuple[slice, ...]) -> torch.Tensor:
     """Weights of a box of any parameter, in the dtype that it shows; to be read only."""
-    return Blocks.of(parameter).values(box) if is_primary(parameter) else parameter.detach()[box]
+    return Blocks.of(parameter).values(box) if is_fp8_parameter(parameter) else parameter.detach()[box]
 
 
-def decoded(parameter: Primary) -> torch.Tensor:
+def decoded(parameter: Fp8Parameter) -> torch.Tensor:
     """All weights of an FP8 parameter, [N, K] in the dtype that it shows."""
     return Blocks.of(parameter).values(tuple(slice(0, size) for size in parameter.shape))
 
 
-def fill(parameter: Primary, weight_NK: torch.Tensor) -> None:
+def fill(parameter: Fp8Parameter, weight_NK: torch.Tensor) -> None:
     """Give an FP8 parameter its first weights, of which the optimizer will take its masters.
 
     Megatron's distributed optimizer makes FP32 masters of `get_high_precision_init_val()`
@@ -151,13 +150,13 @@ def fill(parameter: Primary, weight_NK: torch.Tensor) -> None:
 def forget_first_weights(parameters: Iterable[torch.Tensor]) -> None:
     """Let go of what `fill` has kept, once there are masters; Megatron does so only where it has made one itself."""
     for parameter in parameters:
-        if is_primary(parameter):
+        if is_fp8_parameter(parameter):
             parameter.clear_high_precision_init_val()
 
 
 def buffers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that hold any tensor's memory: an FP8 one's codes and scales in both orientations, or itself."""
-    if is_primary(tensor):
+    if is_fp8_parameter(tensor):
         parts = (
             tensor._rowwise_data,
             tensor._rowwise_scale_inv,

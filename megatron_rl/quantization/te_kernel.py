@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.cpu.code_loops import BLOCK
+from megatron_rl.quantization.fp8 import BLOCK
 
 
-def takes(weight_NK: torch.Tensor, start: tuple[int, ...]) -> bool:
-    """Whether a slice is of whole blocks, on a device that Transformer Engine has kernels for."""
-    whole = not any(number % BLOCK for number in (*start, *weight_NK.shape))
-    return weight_NK.is_cuda and whole and _installed()
+def has_whole_blocks(weight_NK: torch.Tensor, start: tuple[int, ...]) -> bool:
+    """Whether no block of a slice is cut."""
+    return not any(number % BLOCK for number in (*start, *weight_NK.shape))
 
 
 def block_codes(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -28,7 +27,8 @@ def block_codes(weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _installed() -> bool:
+def is_installed() -> bool:
+    """Whether Transformer Engine's kernels can be imported."""
     return find_spec("transformer_engine_torch") is not None
 
 

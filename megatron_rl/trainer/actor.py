@@ -1,7 +1,6 @@
-"""A trainer rank as a Ray actor: joins the world, then passes every call on to `Trainer`.
+"""A trainer rank as a Ray actor: joins the process group, then forwards every call to `Trainer`.
 
-Importing this module is cheap: torch and Megatron come with `join`, in the actor's own process, after
-the CPU shim. Nothing is decided here.
+Importing this module is cheap: `join` imports torch and Megatron in the actor's process, after the CPU shim.
 """
 
 import gc
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING
 import ray
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
-from rollout.data.sft_rows import ImitationRows
+from rollout.data.sft_rows import SftRows
 from rollout.processes import redirect_output
 from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -41,12 +40,12 @@ class TrainerActor:
         self._rank = rank
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
-        self._rows: ImitationRows | None = None
+        self._rows: SftRows | None = None
         self._world: TCPStore | None = None
         self._stores: list[TCPStore] = []
 
     def rendezvous(self) -> tuple[str, int]:
-        """Import what `join` needs, on all ranks at once; rank 0 opens the store where all meet: (host, port)."""
+        """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
         from megatron_rl.model.parallel import open_store
 
         if self._rank:
@@ -56,7 +55,7 @@ class TrainerActor:
         return host, self._world.port
 
     def join(self, host: str, port: int) -> None:
-        """Meet the other ranks at rank 0's store, build the model, load the directory."""
+        """Join the other ranks at rank 0's store, build the model, load its weights."""
         import torch
 
         from megatron_rl.model.parallel import initialize, join_store
@@ -67,13 +66,12 @@ class TrainerActor:
         position = initialize(
             config.parallel,
             rank=self._rank,
-            world_size=config.parallel.world_size,
             store=self._world or join_store(host, port, config.timeout_s),
             timeout_s=config.timeout_s,
             seed=self._spec.seed,
         )
         self._trainer = Trainer(self._spec, position)
-        # what has been imported stays: looked through again and again, it would stop everything for 0.4 s
+        # imported objects stay alive; without freezing, each full collection would scan them for 0.4 s
         gc.collect()
         gc.freeze()
 
@@ -83,7 +81,7 @@ class TrainerActor:
             raise RuntimeError(f"trainer rank {self._rank} has not joined the world")
         return self._trainer
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether parameters bear Transformer Engine's names (`model.layer_names`)."""
         from megatron_rl.model.build import layer_names
 
@@ -93,14 +91,14 @@ class TrainerActor:
         """See `Trainer.train`."""
         return self._joined.train(batch, _fetch)
 
-    def load_rows(self, rows: ImitationRows) -> None:
-        """Keep the rows of a warm start."""
+    def load_rows(self, rows: SftRows) -> None:
+        """Keep the rows of SFT."""
         self._rows = rows
 
-    def imitate(self, batch: ImitationBatch) -> StepResult:
-        """See `Trainer.imitate`; `load_rows` comes first."""
+    def sft_step(self, batch: SftBatch) -> StepResult:
+        """See `Trainer.sft_step`; call `load_rows` first."""
         assert self._rows is not None, "load_rows comes first"
-        return self._joined.imitate(batch, self._rows)
+        return self._joined.sft_step(batch, self._rows)
 
     def open_shm(self) -> None:
         """Publish through shared memory from now on."""
@@ -109,7 +107,7 @@ class TrainerActor:
         self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
 
     def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
-        """On `first_rank`: one store per engine, where its process group will meet; (host, port) of each."""
+        """On `first_rank`, open one store per engine for its process group; (host, port) of each."""
         from rollout.transports.rendezvous import open_store
 
         if self._rank != first_rank:
@@ -135,26 +133,26 @@ class TrainerActor:
         self._sender = sender
 
     def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
-        """Publish by handing over on each device from now on; `plan_publishes` comes first.
+        """Publish by sharing device memory from now on; call `plan_publishes` first.
 
         Args:
             hosted: by trainer rank, the engine ranks on its device.
-            memory: where what is handed over lies.
+            memory: kind of the shared memory.
         """
         import torch.distributed as dist
 
-        from rollout.transports.colocated import HandOverSender, Segment, ShmSegment
+        from rollout.transports.colocated import ColocatedSender, SharedRegion, ShmRegion
 
         if memory == "shm":
-            segment: Segment = ShmSegment(run_id=self._spec.run_id, rank=self._rank)
+            region: SharedRegion = ShmRegion(run_id=self._spec.run_id, rank=self._rank)
         else:
-            from rollout.transports.cuda_ipc import CudaSegment
+            from rollout.transports.cuda_ipc import CudaRegion
 
-            segment = CudaSegment()
+            region = CudaRegion()
         alone = len(hosted) == 1
         backend: Backend = "gloo" if memory == "shm" else "nccl"
-        self._sender = HandOverSender(
-            segment,
+        self._sender = ColocatedSender(
+            region,
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
             rank=self._rank,
             hosted=hosted,
@@ -163,9 +161,9 @@ class TrainerActor:
             timeout_s=self._spec.publish.timeout_s,
         )
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+    def plan_publishes(self, required: Sequence[Required]) -> None:
         """See `Trainer.plan_publishes`."""
-        self._joined.plan_publishes(wanted)
+        self._joined.plan_publishes(required)
 
     def stage(self, weight_version: WeightVersion) -> StagedWeights:
         """See `Trainer.stage`."""
@@ -174,25 +172,25 @@ class TrainerActor:
         return self._joined.stage(weight_version, self._sender)
 
     def unstage(self) -> None:
-        """Let go of the staged publish."""
+        """Release the staged publish."""
         if self._sender is not None:
             self._sender.abandon()
 
-    def sent_sums(self) -> Sums:
-        """See `Trainer.sent_sums`."""
-        return self._joined.sent_sums()
+    def published_fingerprint(self) -> Fingerprint:
+        """See `Trainer.published_fingerprint`."""
+        return self._joined.published_fingerprint()
 
     def probe(self, token_ids: list[int]) -> ProbeResult | None:
         """See `Trainer.probe`."""
         return self._joined.probe(token_ids)
 
-    def move_out(self, parts: "Sequence[Part]") -> int:
-        """See `Trainer.move_out`."""
-        return self._joined.move_out(parts)
+    def offload(self, parts: "Sequence[Part]") -> int:
+        """See `Trainer.offload`."""
+        return self._joined.offload(parts)
 
-    def move_in(self) -> None:
-        """See `Trainer.move_in`."""
-        self._joined.move_in()
+    def onload(self) -> None:
+        """See `Trainer.onload`."""
+        self._joined.onload()
 
     def save(self, path: str) -> None:
         """See `Trainer.save`."""

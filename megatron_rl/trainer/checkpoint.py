@@ -1,16 +1,13 @@
 """Saves and restores the trainer by Megatron's distributed checkpointing.
 
-Parameters, FP32 masters and Adam's moments are sharded tensors with global shapes, so that a run may go
-on under another tensor, pipeline or data partition. Generator states belong to ranks, not to tensors:
-they are restored only under the partition that they were saved under (nothing in training draws from
-them: dropout is 0).
+Parameters, FP32 master weights and Adam's moments are sharded tensors with global shapes, so a run can resume under
+another tensor, pipeline or data partition. Generator states belong to ranks: they are restored only under the partition
+that saved them. Training does not draw from them, because dropout is 0.
 
-Parameters that are FP8 are saved as the BF16 numbers that they stand for, and quantised when they are loaded. That
-changes no number: a block whose largest code is 224 may come back with all codes doubled and its scale halved. The next
-update quantises the masters, as it would have.
+FP8 parameters are saved as BF16 values and quantised on load. No value changes: a block whose largest code is 224 may
+come back with doubled codes and half the scale. The next update quantises the master weights in either case.
 
-The folder is complete when `save` returns on every rank; making it *the* checkpoint is the run
-directory's business.
+The folder is complete when `save` returns on every rank. The run directory then declares it the latest checkpoint.
 """
 
 import queue
@@ -22,12 +19,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_rl.quantization.fp8_parameters import decoded, is_primary
+from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.optimizer import loadable
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""How the optimizer is laid out on disk: independent of the partition."""
+"""Layout of the optimizer on disk, independent of the partition."""
 
 
 def save(path: Path, learner: Learner) -> None:
@@ -42,7 +39,7 @@ def save(path: Path, learner: Learner) -> None:
 def _gather_results_here() -> None:
     """Let Megatron's writers report to this process, which waits for them.
 
-    For saves that go on in the background Megatron starts a process of its own for that, in seconds.
+    Otherwise Megatron starts a process for background saves, which takes seconds.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
@@ -52,8 +49,8 @@ def load(path: Path, learner: Learner) -> None:
     """Restore what `save` wrote; a collective.
 
     Raises:
-        ValueError: the directory holds no checkpoint, or one whose experts were spread where ours are not (or are not
-            where ours are): Megatron keeps an optimizer of their own for spread experts.
+        ValueError: the directory holds no checkpoint, or expert parallelism was on when saved and is off now, or the
+            reverse: Megatron keeps a separate optimizer for spread experts.
     """
     if not (path / "metadata.json").exists():
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
@@ -62,7 +59,7 @@ def load(path: Path, learner: Learner) -> None:
     if saved != own:
         raise ValueError(
             f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
-            f"{'above 1' if own else '1'} now; go on with experts spread or not as they were"
+            f"{'above 1' if own else '1'} now; keep it above 1 or at 1 as it was"
         )
     same_partition = common["partition"] == _partition()
     with loadable(learner.optimizer):
@@ -97,13 +94,13 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
 
 
 def _decode(model: dict[str, object]) -> None:
-    """Put BF16 numbers, on the CPU, in the place of FP8 parameters.
+    """Replace FP8 parameters by BF16 tensors on the CPU.
 
-    Megatron does so when it loads (`force_all_tensors_to_non_fp8`), on the device; saving takes them as they come.
-    After the optimizer's part is made: that finds its parameters by identity.
+    Megatron does so on load (`force_all_tensors_to_non_fp8`, on the device) but not on save. Call it after the
+    optimizer's state is built, because that finds its parameters by identity.
     """
     for one in nested_values(model):
-        if is_primary(data := getattr(one, "data", None)):
+        if is_fp8_parameter(data := getattr(one, "data", None)):
             one.data = decoded(data).cpu()
 
 

@@ -1,13 +1,11 @@
 """The controller's view of the trainer: typed calls on all ranks at once.
 
-`SpmdGroup`: actors that are called all at once or not at all.
+Every method of a trainer rank is SPMD: it enters collectives, so all ranks must call it or none. A call therefore goes
+to all ranks together and has one deadline (`SpmdGroup`). If a rank fails or is late, its peers may wait for ever in a
+collective. The whole group is then killed, and the error names the failed or late ranks. Nothing is repaired in place:
+a new group starts from the checkpoint.
 
-Every method of a trainer rank is SPMD: it enters collectives, so it must be entered by all ranks or by
-none. A call therefore goes to all ranks together and has one deadline. If a rank fails or is late, its
-peers may wait for ever inside a collective; the whole group is killed, and the error names who failed
-or who was late. Nothing is repaired in place: a group is rebuilt from the checkpoint.
-
-Must not import torch: the controller lives in this process.
+Must not import torch: it runs in the controller's process.
 """
 
 import time
@@ -17,24 +15,24 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
-from megatron_rl.ranks import TrainerSlot
+from megatron_rl.batching.sft_batch import SftBatch
+from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.offload import Part
 
 PEER_DEATH_S = 2.0
-"""How long a rank that raised waits for news of a peer's death, which is then the reason of its error."""
+"""After a rank raised, time to learn of a peer's death, which would be the cause of the error."""
 
 
 class SpmdGroup:
-    """Ray actors in rank order; `name` stands in errors."""
+    """Ray actors in rank order. Errors contain `name`."""
 
     def __init__(self, name: str, actors: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
         self._name = name
@@ -59,7 +57,7 @@ class SpmdGroup:
         return self.wait(self.begin(method, *args), method, timeout_s=timeout_s)
 
     def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
-        """Start `method(*args)` on every rank and return at once; pass the result to `wait`."""
+        """Start `method(*args)` on every rank without waiting; pass the result to `wait`."""
         return [getattr(actor, method).remote(*args) for actor in self._actors]
 
     def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float | None = None) -> list[object]:
@@ -96,7 +94,7 @@ class SpmdGroup:
     def _first_death(
         self, refs: Sequence[ray.ObjectRef], rank: int, error: ray.exceptions.RayError
     ) -> tuple[int, ray.exceptions.RayError]:
-        """Rank and error of a process that ended, if there is one: its peers' collectives fail because of it."""
+        """Rank and error of a process that ended, if any, because it makes the collectives of its peers fail."""
         if isinstance(error, ray.exceptions.RayActorError):
             return rank, error
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=PEER_DEATH_S, fetch_local=False)
@@ -125,31 +123,31 @@ class TrainerGroup:
         self.ranks = ranks
         self._unstaging: Sequence[ray.ObjectRef] = ()
 
-    def te_names(self) -> bool:
+    def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
-        return _results(self.ranks.call("te_names"), bool)[0]
+        return _results(self.ranks.call("uses_te_layer_names"), bool)[0]
 
     def train(self, batch: TrainBatch) -> StepResult:
-        """Train on one step's batch; the last rank reports (it is on the last pipeline stage)."""
+        """Train on the batch of one step. Returns the result of the last rank, which is on the last pipeline stage."""
         handle = ray.put(batch)
         return _results(self.ranks.call("train", handle), StepResult)[-1]
 
     def load_rows(self, rows: ray.ObjectRef) -> None:
-        """Give every rank the rows of a warm start (an `ImitationRows` in the object store)."""
+        """Give every rank the rows of SFT (an `SftRows` in the object store)."""
         self.ranks.call("load_rows", rows)
 
-    def imitate(self, batch: ImitationBatch) -> StepResult:
-        """One optimizer step of a warm start."""
-        return _results(self.ranks.call("imitate", batch), StepResult)[-1]
+    def sft_step(self, batch: SftBatch) -> StepResult:
+        """One optimizer step of SFT."""
+        return _results(self.ranks.call("sft_step", batch), StepResult)[-1]
 
     def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
         """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
         found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
         return list(found[first_rank])
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
+    def plan_publishes(self, required: Sequence[Required]) -> None:
         """Tell every rank what the engines' ranks take."""
-        self.ranks.call("plan_publishes", ray.put(list(wanted)))
+        self.ranks.call("plan_publishes", ray.put(list(required)))
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank."""
@@ -157,28 +155,28 @@ class TrainerGroup:
         return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)
 
     def unstage(self) -> None:
-        """Have every rank let go of the staged publish ahead of whatever it is asked next; waits for none.
+        """Start releasing the staged publish on every rank, without waiting.
 
-        What goes wrong there is raised by the next `stage`.
+        The next `stage` raises its errors.
         """
         self._unstaging = self.ranks.begin("unstage")
 
-    def sent_sums(self, *, timeout_s: float) -> list[Sums]:
+    def published_fingerprint(self, *, timeout_s: float) -> list[Fingerprint]:
         """Sums of what each rank published last."""
-        return list(_results(self.ranks.call("sent_sums", timeout_s=timeout_s), dict))
+        return list(_results(self.ranks.call("published_fingerprint", timeout_s=timeout_s), dict))
 
     def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
         """Log-probabilities of the probe prompt under the weights as staged."""
         found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
         return _results([result for result in found if result is not None], ProbeResult)[0]
 
-    def move_out(self, parts: "Sequence[Part]") -> None:
-        """Move parts of every rank to host memory; see `HostCopies`."""
-        self.ranks.call("move_out", tuple(parts))
+    def offload(self, parts: "Sequence[Part]") -> None:
+        """Move parts of every rank to host memory; see `Offloader`."""
+        self.ranks.call("offload", tuple(parts))
 
-    def move_in(self) -> None:
-        """Bring back what every rank has in host memory."""
-        self.ranks.call("move_in")
+    def onload(self) -> None:
+        """Move everything in host memory back to the devices."""
+        self.ranks.call("onload")
 
     def save(self, path: str) -> None:
         """Write the trainer's part of a checkpoint."""
@@ -198,23 +196,23 @@ class TrainerGroup:
 
 
 def start_trainer(
-    spec: TrainerSpec, slots: Sequence[TrainerSlot], *, environments: Sequence[Mapping[str, str]]
+    spec: TrainerSpec, ranks: Sequence[TrainerRank], *, environments: Sequence[Mapping[str, str]]
 ) -> TrainerGroup:
-    """Start one actor per slot in its own environment; returns when all have met and loaded their weights."""
+    """Start one actor per rank in its own environment; returns after all have joined and loaded their weights."""
     remote = ray.remote(TrainerActor)
     actors = [
         remote.options(
             num_cpus=1,
-            num_gpus=0 if slot.devices else slot.num_gpus,
+            num_gpus=0 if rank.devices else rank.num_gpus,
             runtime_env={"env_vars": dict(environment)},
-        ).remote(spec, slot.rank)
-        for slot, environment in zip(slots, environments, strict=True)
+        ).remote(spec, rank.rank)
+        for rank, environment in zip(ranks, environments, strict=True)
     ]
-    ranks = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
-    (address, *_) = ranks.call("rendezvous")
+    group = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
+    (address, *_) = group.call("rendezvous")
     assert isinstance(address, tuple)
-    ranks.call("join", *address)
-    return TrainerGroup(ranks)
+    group.call("join", *address)
+    return TrainerGroup(group)
 
 
 def _results(found: Sequence[object], kind: type[Result]) -> list[Result]:

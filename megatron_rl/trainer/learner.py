@@ -1,12 +1,11 @@
 """One step of policy learning on one trainer rank: old log-probabilities, correction, optimizer steps.
 
-SPMD: every rank enters every method at once with the same `TrainBatch`. Scores exist on the last
-pipeline stage only, so weights, losses and metrics are computed there; the other stages run the same
-schedules with nothing to keep.
+SPMD: all ranks call every method together with the same `TrainBatch`. Scores exist on the last pipeline stage only,
+so weights, losses and metrics are computed there. The other stages run the same schedules and keep nothing.
 
-With a single optimizer step per step of the ring, `old_logprobs` are the forward's own
-`logprobs.detach()` and there is no second forward. Otherwise one forward over all samples comes first:
-the proximal policy is that of before the step's first mini batch.
+If a training step has a single optimizer step, `old_logprobs` are the forward's own `logprobs.detach()`, and no second
+forward is needed. Otherwise one forward over all samples comes first, because the proximal policy is the policy before
+the first mini batch.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from megatron_rl.trainer.results import StepResult
 
 @dataclass(slots=True)
 class _Tally:
-    """What a step adds up to on this rank."""
+    """Sums of a step on this rank."""
 
     mismatch: MismatchSums
     by_age: SumsByAge
@@ -58,7 +57,7 @@ class _Tally:
 
 
 class Learner:
-    """The model, its optimizer and the algorithm, on one rank."""
+    """Model, optimizer and algorithm on one rank."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Learner:
         row_multiple: int,
         device: torch.device,
     ) -> None:
-        """`temperature` is the sampler's; `row_multiple` is what packed rows are padded to (`trainer.row_multiple`)."""
+        """`temperature` is the sampler's; packed rows are padded to a multiple of `row_multiple`."""
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.schedule = schedule
@@ -85,12 +84,12 @@ class Learner:
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._times = MeasuredTimes()
-        """Of this rank's micro batches since it started; reported, and read by nothing that decides anything."""
+        """Times of this rank's micro batches since it started. They are reported and influence no decision."""
         self._is_warm = False
-        """An optimizer step has been made: what happens once (allocations, choices of kernels) is over."""
+        """True after the first optimizer step, which includes one-time work (allocations, choice of kernels)."""
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
-        """Train on one step's batch; metrics are complete on the last pipeline stage only."""
+        """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
         tally = _Tally(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
         if not batch.mini_batches:
@@ -134,7 +133,7 @@ class Learner:
         return [[self._micro_weights(micro, pair, tally, sums) for micro, pair in of_mini] for of_mini in pairs]
 
     def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
-        """Sum and count of the step's weights over data-parallel ranks, where the algorithm normalises by them."""
+        """Sum and count of the step's weights over data-parallel ranks; None without batch normalisation."""
         config = self._algorithm.correction
         if not config.batch_normalize:
             return None
@@ -160,7 +159,7 @@ class Learner:
         weights: list[torch.Tensor] | None,
         tally: _Tally,
     ) -> None:
-        """One optimizer step; without `old`, the forward's own log-probabilities are the old ones."""
+        """One optimizer step. Without `old`, the forward's own log-probabilities are the old ones."""
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
             micro = mini.micro_batches[number]
@@ -213,8 +212,8 @@ class Learner:
         )
         return self._loss(inputs, settings)
 
-    def imitate(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
-        """One optimizer step on given responses: mean negative log-probability over `num_tokens`, temperature 1."""
+    def sft_step(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
+        """One optimizer step of SFT: mean negative log-probability over `num_tokens`, at temperature 1."""
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
             share = torch.full_like(scores.logprobs, 0.0 if is_dummy[number] else 1.0 / num_tokens)
@@ -231,14 +230,14 @@ class Learner:
     def _optimizer_step(
         self, packed: Sequence[PackedBatch], loss: OnScores[LossOutput], *, temperature: float
     ) -> tuple[list[LossOutput], float | None]:
-        """Forward, backward, clip, step. A gradient that is not finite anywhere skips the update: no norm then."""
+        """Forward, backward, clip, step. If any gradient is not finite, the update is skipped and the norm is None."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
         outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
         if clock is not None:
-            for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last one has no time
+            for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last micro batch is not timed
                 self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
         self._is_warm = True
         if not gradients_are_finite(self.chunks):
@@ -257,7 +256,7 @@ class Learner:
         return StepResult(metrics=metrics, num_optimizer_steps=tally.updates, num_skipped_updates=tally.skipped)
 
     def _measured(self) -> dict[str, float]:
-        """What this rank's micro batches were found to cost; empty in a pipeline, or while that cannot be told."""
+        """Measured micro-batch costs on this rank; empty in a pipeline and until a fit is possible."""
         found = self._times.fit()
         if found is None:
             return {}
@@ -268,7 +267,7 @@ class Learner:
         }
 
     def _reduced(self, tally: _Tally, attempts: int) -> dict[str, float]:
-        """Metrics of the step over data-parallel ranks; loss metrics are means over its optimizer steps."""
+        """Metrics of the step over data-parallel ranks. Loss metrics are means over its optimizer steps."""
         group = parallel_state.get_data_parallel_group()
         names = sorted(tally.sums)
         own = torch.tensor([tally.sums[name] for name in names], dtype=torch.float64)
@@ -287,5 +286,5 @@ class Learner:
 
 
 def _real(micro: LoadedMicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Scores of a micro batch without those of a dummy token."""
+    """Scores of a micro batch, without the score of a dummy token."""
     return values[:0] if micro.is_dummy else values

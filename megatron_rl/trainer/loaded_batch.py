@@ -1,8 +1,7 @@
-"""From handles to tensors: fetches what this rank trains on and packs it.
+"""Fetches the samples of this rank by their handles and packs them as tensors.
 
-An empty micro batch of the plan (`MicroBatch.samples == ()`) becomes a dummy of one prompt and one
-response token, so that every data-parallel rank enters every collective; its coefficients are zero and
-it counts in no metric.
+An empty micro batch (`MicroBatch.samples == ()`) becomes a dummy of one prompt and one response token, so that every
+data-parallel rank enters every collective. Its coefficients are zero, and no metric counts it.
 
 Shape legend: R response tokens of a micro batch, B its sequences.
 """
@@ -19,7 +18,7 @@ from megatron_rl.model.packed_batch import PackedBatch, pack_batch
 from rollout.types import ColumnsRef, GroupColumns, GroupId
 
 FetchColumns = Callable[[Sequence[ColumnsRef]], Sequence[GroupColumns]]
-"""Resolves handles, in order; the object store in a run, the identity in one process."""
+"""Resolves handles in order: from the object store in a run, by the identity in one process."""
 
 _DUMMY = np.zeros(1, dtype=np.int32)
 
@@ -40,11 +39,11 @@ class LoadedMicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it only keeps collectives lined up."""
+        """Whether the micro batch only keeps collectives matched."""
         return len(self.lengths) == 0
 
     def against(self, old_logprobs: torch.Tensor) -> PackedLogprobs:
-        """Sampler and trainer side by side."""
+        """Log-probabilities of sampler and trainer together."""
         return PackedLogprobs(old_logprobs=old_logprobs, rollout_logprobs=self.rollout_logprobs, lengths=self.lengths)
 
 

@@ -1,13 +1,13 @@
-"""Moves what a trainer rank holds to host memory and back, so that an engine may have its device.
+"""Offloads the state of a trainer rank to host memory and back, so that an engine can use the device.
 
-A tensor keeps its identity: its storage is emptied (resized to no bytes) and later filled again, so views, optimizer
-states and gradient hooks that refer to it stay what they are. Storages are moved whole and once, however many tensors
-look into them; Megatron's parameters and gradients are views of a few large buffers.
+A tensor keeps its identity: its storage is resized to zero bytes and later filled again, so views, optimizer states and
+gradient hooks stay valid. A storage is moved once, however many tensors view it. Megatron's parameters and gradients
+are views of a few large buffers.
 
-Of parameters that are FP8, codes and scales in both orientations are moved; FP8 copies of BF16 weights are dropped.
+For FP8 parameters, codes and scales in both orientations are moved. FP8 copies of BF16 weights are dropped.
 
-Invariants: what is away is not computed with (a kernel would fail on an empty storage); what comes back is bit for bit
-what went. Gradients are not kept: they are zero between steps.
+Invariants: offloaded tensors are not used (kernels fail on an empty storage). Restored tensors are bitwise equal.
+Gradients are not copied, because they are zero between steps.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,20 +22,20 @@ from megatron_rl.model.fp8_compute import drop_copies
 from megatron_rl.quantization.fp8_parameters import buffers
 
 Part = Literal["weights", "gradients", "optimizer"]
-"""What is moved as one."""
+"""Parts of the state that move separately."""
 
 
 @dataclass(slots=True)
 class _Away:
-    """A storage that was emptied."""
+    """An emptied storage."""
 
     storage: torch.UntypedStorage
     num_bytes: int
     host: torch.Tensor | None
-    """Its bytes; None where zeros will do."""
+    """Copy of its bytes; None if zeros replace them."""
 
 
-class HostCopies:
+class Offloader:
     """The parts of one trainer rank, each on its device or in host memory."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -43,11 +43,11 @@ class HostCopies:
         self._optimizer = optimizer
         self._away: dict[Part, list[_Away]] = {}
 
-    def move_out(self, parts: Iterable[Part]) -> int:
-        """Empty these parts, but for those that are away; returns how many bytes the device has got back."""
-        return sum(self._move_out(part) for part in parts if part not in self._away)
+    def offload(self, parts: Iterable[Part]) -> int:
+        """Offload these parts unless they are offloaded already; returns the bytes freed on the device."""
+        return sum(self._offload(part) for part in parts if part not in self._away)
 
-    def _move_out(self, part: Part) -> int:
+    def _offload(self, part: Part) -> int:
         away = []
         dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
         for storage in _storages(self._tensors(part)):
@@ -62,8 +62,8 @@ class HostCopies:
         self._away[part] = away
         return dropped + sum(one.num_bytes for one in away)
 
-    def move_in(self) -> None:
-        """Bring back everything that is away."""
+    def onload(self) -> None:
+        """Restore all offloaded parts."""
         for away in self._away.values():
             for one in away:
                 one.storage.resize_(one.num_bytes)
@@ -99,6 +99,6 @@ class HostCopies:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Distinct ones that hold anything."""
+    """Distinct storages that are not empty."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in found.values() if storage.nbytes()]

@@ -1,10 +1,10 @@
-"""Megatron's gradient buffers, Adam and learning-rate schedule, wired for reinforcement learning.
+"""Megatron's gradient buffers, Adam and learning-rate schedule, set up for reinforcement learning.
 
-The loss arrives already divided by the mini batch's global denominator (`TrainBatch`), so gradients are
-*summed* over micro batches and data-parallel ranks and never averaged: `calculate_per_token_loss`
-keeps Megatron's own divisions away, and `finalize` ignores its token count.
+The loss is already divided by the mini batch's global denominator (`TrainBatch`). So gradients are *summed* over micro
+batches and data-parallel ranks and never averaged: `calculate_per_token_loss` turns Megatron's divisions off, and
+`finalize` ignores its token count.
 
-`gradients_are_finite` looks at Megatron's gradient buffers before an optimizer does.
+`gradients_are_finite` checks Megatron's gradient buffers before the optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ from megatron_rl.quantization.fp8_parameters import forget_first_weights
 def wrap(
     chunks: Sequence[GPTModel], *, distributed_optimizer: bool, fp8: Fp8 = "none"
 ) -> list[DistributedDataParallel]:
-    """Give every chunk Megatron's contiguous FP32 gradient buffers, and itself the finaliser that reduces them.
+    """Wrap every chunk with Megatron's contiguous FP32 gradient buffers and set the finaliser that reduces them.
 
-    Parameters that are FP8 move their codes by rows into a buffer of bytes, which data-parallel ranks gather.
+    FP8 parameters move their row-wise codes to a byte buffer, which data-parallel ranks gather.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -54,7 +54,7 @@ def finalize(
     pg_collection: object | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Reduce gradients over data, sequence-parallel and tied-embedding groups; divide by nothing."""
+    """Sum gradients over data, sequence-parallel and tied-embedding groups, without division."""
     del num_tokens
     finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
@@ -125,7 +125,7 @@ def _set_with_count(
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then the configured decay; counted in optimizer steps, the first of which is 1."""
+    """Linear warm-up, then the configured decay. Optimizer steps count from 1."""
     decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer=optimizer,
@@ -145,7 +145,7 @@ def build_schedule(
 
 
 def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Whether every gradient on every rank is finite; a collective over the whole world, after the reduction."""
+    """Whether every gradient on every rank is finite. A collective over all ranks, after the reduction."""
     bad = torch.zeros(1, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:

@@ -1,15 +1,13 @@
 """Runs Megatron's pipeline schedule over packed micro batches.
 
-One function serves training, old log-probabilities and probes: the caller gives the micro batches and
-says what to do with the scores of each on the last stage. Losses arrive divided by their global
-denominator, so the token count that a schedule wants back is always zero (see `optimizer.finalize`).
+One function serves training, old log-probabilities and probes: the caller passes the micro batches and a function of
+the scores of each on the last stage. Losses are already divided by their global denominator, so the token count that
+the schedule expects is always zero (see `optimizer.finalize`).
 
-`MicroBatchClock`: seconds of each micro batch's forward and backward, taken where they are one after the other.
-
-Without a pipeline a micro batch's backward ends before the next one's forward begins, so the time from forward to
-forward is a micro batch's own. (In a pipeline passes of different micro batches interleave; nothing is timed there.)
-The last one of an optimizer step is left out: gradients are reduced over ranks within it. On CUDA events are recorded
-in the stream, and nobody waits for them before the step is over.
+`MicroBatchClock` measures forward plus backward of each micro batch. Without a pipeline, a micro batch's backward ends
+before the next forward begins, so the time from forward to forward belongs to one micro batch. In a pipeline they
+interleave, so nothing is timed. The last micro batch of an optimizer step is left out, because it includes the
+reduction of gradients. On CUDA, events are recorded in the stream and read after the step.
 """
 
 import time
@@ -25,7 +23,7 @@ from megatron_rl.model.packed_batch import PackedBatch
 
 
 class MicroBatchClock:
-    """Of one optimizer step."""
+    """Times of the micro batches of one optimizer step."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -33,7 +31,7 @@ class MicroBatchClock:
         self._times: list[float] = []
 
     def begin(self) -> None:
-        """A micro batch's forward is about to begin."""
+        """Call before each micro batch's forward."""
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -42,7 +40,7 @@ class MicroBatchClock:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of every micro batch but the last, in order."""
+        """Seconds of every micro batch except the last, in order."""
         if self._events:
             self._events[-1].synchronize()
         milliseconds = [before.elapsed_time(after) for before, after in pairwise(self._events)]
@@ -53,7 +51,7 @@ class MicroBatchClock:
 Outcome = TypeVar("Outcome")
 
 OnScores = Callable[[int, TokenScores], tuple[torch.Tensor, Outcome]]
-"""(number of the micro batch, its scores) -> (scalar loss, what to keep)."""
+"""(number of the micro batch, its scores) -> (scalar loss, result to return)."""
 
 
 def run_schedule(
@@ -65,10 +63,10 @@ def run_schedule(
     backward: bool,
     clock: MicroBatchClock | None = None,
 ) -> list[Outcome]:
-    """Forward, and backward if asked, over all micro batches; entered by every rank of the pipeline at once.
+    """Forward, and backward if requested, over all micro batches; all ranks of the pipeline call it together.
 
-    Every data-parallel rank must bring equally many micro batches, at least one. Returns what `on_scores`
-    kept, in order, on the last stage; an empty list elsewhere. `clock` is told when each forward begins.
+    Every data-parallel rank must pass the same number of micro batches, at least one. Returns the results of
+    `on_scores` in order on the last stage, and an empty list on other stages. `clock` times the micro batches.
     """
 
     def forward_step(

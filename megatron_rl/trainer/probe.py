@@ -1,13 +1,12 @@
-"""The trainer's half of a publish's proof: log-probabilities under the weights as the engines hold them.
+"""The trainer's part of the publish check: log-probabilities under the weights that engines hold.
 
-A fixed prompt goes through the trainer's own model with every parameter replaced by its published value
-(after the round trip through the wire format). The embedding and decoder layers are replaced one at a time, around
-their own forward, so that no second copy of the model exists; the output layer, which is read without being called,
-when the last layer is done.
+A fixed prompt runs through the trainer's model with every parameter replaced by its published value (after a round trip
+through the weight format). Embedding and decoder layers are replaced one at a time, during their own forward, so no
+second copy of the model exists. The output layer is read without a call, so it is replaced after the last layer.
 
-It is parameters that are replaced, in their modules, and not their contents: what is assigned to one that is FP8
-would be quantised into it and stay. Products are not in FP8 here, whatever they are in training: weights would be
-quantised once more for them, and engines did not do that.
+Parameters are replaced in their modules; their contents are not overwritten, because an FP8 parameter would quantise
+the new values and keep them. Matrix products are not in FP8 here, because that would quantise the weights a second
+time, which engines do not do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,7 @@ def probe(
 ) -> ProbeResult | None:
     """Log-probabilities of `token_ids[1:]` at temperature 1 under published weights; None before the last stage.
 
-    `chunks` are wrapped by Megatron's DDP (`chunk.module` is the model). Every rank of the pipeline enters.
+    `chunks` are wrapped by Megatron's DDP (`chunk.module` is the model). All ranks of the pipeline call it together.
     """
     ids = np.asarray(token_ids, dtype=np.int32)
     batch = pack_batch([(ids[:1], ids[1:])], multiple_of=row_multiple).to(device)
@@ -82,7 +81,7 @@ def _published(models: Sequence[PolicyModel], published: PublishedValues) -> Ite
 
 
 def _output(model: PolicyModel, published: PublishedValues, outer: Swapped) -> Callable[..., None]:
-    """Put published values into what the output is computed with, once the decoder is done with."""
+    """Hook that swaps in the published output weight after the decoder's forward."""
     prefix, module = "output_layer.", getattr(model, "output_layer", None)
     if model.pre_process and model.share_embeddings_and_output_weights:
         prefix, module = "embedding.", model.embedding
@@ -108,7 +107,7 @@ def _hook(module: torch.nn.Module, prefix: str, published: PublishedValues) -> l
 
 
 def _swap(root: torch.nn.Module, prefix: str, published: PublishedValues, *, but: tuple[str, ...] = ()) -> Swapped:
-    """Put published values into every parameter below `root`, but for those whose names begin with one of `but`."""
+    """Replace parameters below `root` by published values, except those whose names begin with one of `but`."""
     swapped: Swapped = []
     for path, parameter in list(root.named_parameters()):
         if path.startswith(but):

@@ -1,4 +1,4 @@
-"""What trainer ranks report to the controller: small, picklable, free of tensors."""
+"""Results that trainer ranks send to the controller: small, picklable, without tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,41 +6,41 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.weights.quantization_stats import CodeSums
+from megatron_rl.weights.quantization_stats import QuantizationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Outcome of one step's training, reported by the last pipeline stage's first rank."""
+    """Result of one training step, from a rank of the last pipeline stage."""
 
     metrics: dict[str, float]
-    """By verl's names where the meaning is the same: `actor/...`, `rollout_corr/...`."""
+    """Metrics with verl's names where the meaning is the same: `actor/...`, `rollout_corr/...`."""
     num_optimizer_steps: int
     num_skipped_updates: int
-    """Updates left out because a gradient was not finite."""
+    """Updates skipped because a gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """One trainer rank's share of a publish, ready to be read."""
+    """One trainer rank's share of a publish, ready for engines."""
 
     rank: int
     path: str
-    """File under shared memory that holds this rank's buckets one after another; empty if it has none."""
+    """Shared-memory file with this rank's buckets in order; empty if the rank has none."""
     num_bytes: int
     scales_s: float
-    """Seconds until ranks agreed on the scales that they share."""
+    """Seconds for scales that ranks share."""
     pack_s: float
-    """Seconds for all other scales, cutting, quantising and writing into buckets."""
+    """Seconds for all other scales, slicing, quantising and writing to buckets."""
     send_s: float
     """Seconds for checksums and handing over."""
-    codes: Mapping[int, CodeSums]
+    codes: Mapping[int, QuantizationStats]
     """What 8 bits cost this rank's weights, by layer; empty in BF16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The trainer's log-probabilities of the probe prompt under the weights as published."""
+    """The trainer's log-probabilities of the probe prompt under published weights."""
 
     logprobs: npt.NDArray[np.float32]
     """[probe tokens - 1], at temperature 1."""

@@ -1,4 +1,4 @@
-"""What a trainer rank is built from. Pure: the controller makes it without torch."""
+"""Specification of a trainer rank. Pure: the controller builds it without torch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from rollout.weights.format import WeightFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """Everything that a rank is built from; the same on all ranks."""
+    """All settings of a trainer rank; equal on all ranks."""
 
     model: str
     """Hugging Face directory that training starts from."""
@@ -19,7 +19,7 @@ class TrainerSpec:
     format: WeightFormat
     """Format of the engines."""
     temperature: float
-    """Of the training rollouts."""
+    """Sampling temperature of training responses."""
     total_updates: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int

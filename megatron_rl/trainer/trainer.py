@@ -1,7 +1,7 @@
-"""One trainer rank: the model, its learner, its share of publishing, its checkpoints.
+"""One trainer rank: its model, learner, share of publishing, and checkpoints.
 
-Plain and SPMD: knows torch.distributed, not Ray. `megatron_rl.trainer.actor` puts it into an actor; tests
-call it in a pool of processes. All ranks enter every method at once.
+SPMD: uses torch.distributed, not Ray; all ranks call every method together. `megatron_rl.trainer.actor` wraps it in a
+Ray actor; tests call it in a pool of processes.
 """
 
 import time
@@ -13,62 +13,64 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.batching.batch import TrainBatch
-from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.model import fp8_compute
-from megatron_rl.model.build import build, layer_names
+from megatron_rl.model.build import ModelOptions, build, layer_names
 from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import checkpoint, probe
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
-from megatron_rl.trainer.offload import HostCopies, Part
+from megatron_rl.trainer.offload import Offloader, Part
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, wrap
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import is_first_replica, rank_placements
-from rollout.data.sft_rows import ImitationRows
+from megatron_rl.weights.shards import is_first_replica, rank_shards
+from rollout.data.sft_rows import SftRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required
 
 
 class Trainer:
     """One rank that has joined the world (`parallel.initialize`)."""
 
     def __init__(self, spec: TrainerSpec, position: Position) -> None:
-        """Build this rank's part of the model and load the directory."""
+        """Build this rank's part of the model and load its weights."""
         self.spec = spec
         self._position = position
         parallel = spec.config.parallel
         self._model_spec = read_model_spec(Path(spec.model))
-        self._te_names = layer_names() == "te"
-        self._held = rank_placements(
+        self._uses_te_layer_names = layer_names() == "te"
+        self._held = rank_shards(
             self._model_spec,
             parallel,
             tensor_rank=self._position.tensor,
             pipeline_rank=self._position.pipeline,
             data_rank=self._position.data,
-            te_names=self._te_names,
+            uses_te_layer_names=self._uses_te_layer_names,
         )
         models = build(
             self._model_spec,
             parallel,
             self._position,
-            dtype=spec.config.dtype,
-            fp8=spec.config.fp8,
-            recompute=spec.config.recompute,
-            chunk_tokens=spec.config.logprob_chunk_tokens,
-            megatron=spec.config.megatron,
+            ModelOptions(
+                dtype=spec.config.dtype,
+                fp8=spec.config.fp8,
+                recompute=spec.config.recompute,
+                chunk_tokens=spec.config.logprob_chunk_tokens,
+                megatron=spec.config.megatron,
+            ),
         )
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         self._learner = self._build_learner()
-        self._host_copies = HostCopies(self._learner.chunks, self._learner.optimizer)
+        self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
         self.plan_publishes(())
 
     def _build_learner(self) -> Learner:
@@ -87,15 +89,15 @@ class Trainer:
             device=device(),
         )
 
-    def plan_publishes(self, wanted: Sequence[Wanted]) -> None:
-        """Plan what later publishes send to whom; `wanted` as in `plan_reshard`."""
+    def plan_publishes(self, required: Sequence[Required]) -> None:
+        """Plan what later publishes send to whom; `required` as in `plan_reshard`."""
         self.plan: ReshardPlan = plan_reshard(
             self._model_spec,
             self.spec.config.parallel,
             format=self.spec.format,
             bucket_bytes=self.spec.publish.bucket_bytes,
-            te_names=self._te_names,
-            wanted=wanted,
+            uses_te_layer_names=self._uses_te_layer_names,
+            required=required,
         )
         tensor_parallel = self.spec.config.parallel.tensor > 1
         self._packer = WeightPacker(
@@ -104,7 +106,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-            answers=lambda placement: is_first_replica(placement, self.spec.config.parallel, self._position.data),
+            answers=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
         )
 
     @property
@@ -114,11 +116,11 @@ class Trainer:
         return fp8_compute.row_multiple(self.spec.config.fp8, tensor=tensor) if torch.cuda.is_available() else tensor
 
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
-        """One step of policy learning; complete metrics on the last pipeline stage only."""
+        """One step of policy learning. Metrics are complete on the last pipeline stage only."""
         return self._learner.train(batch, fetch)
 
-    def imitate(self, batch: ImitationBatch, rows: ImitationRows) -> StepResult:
-        """One optimizer step of a warm start; complete metrics on the last pipeline stage only."""
+    def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
+        """One optimizer step of SFT. Metrics are complete on the last pipeline stage only."""
         own = batch.micro_batches[self._position.data]
         dummy = np.zeros(1, dtype=np.int32)
         packed = [
@@ -128,14 +130,14 @@ class Trainer:
             ).to(device())
             for micro in own
         ]
-        return self._learner.imitate(packed, [not micro for micro in own], batch.num_tokens)
+        return self._learner.sft_step(packed, [not micro for micro in own], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
-        """Quantise with fresh scales and hand this rank's buckets to `sender`."""
+        """Quantise with new scales and pass this rank's buckets to `sender`."""
         started = time.perf_counter()
         self._packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to pass on those of others
+        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to forward those of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
@@ -146,9 +148,9 @@ class Trainer:
             codes=self._packer.watch.sums(),
         )
 
-    def sent_sums(self) -> Sums:
+    def published_fingerprint(self) -> Fingerprint:
         """Sums of what this rank published with the last `stage`; see `rollout.weights.fingerprint`."""
-        return self._packer.sent_sums()
+        return self._packer.published_fingerprint()
 
     def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
         """Log-probabilities of the probe prompt under the weights that the last `stage` published."""
@@ -160,28 +162,28 @@ class Trainer:
             device=device(),
         )
 
-    def move_out(self, parts: Sequence[Part]) -> int:
-        """Move parts of this rank to host memory; returns how many bytes its device has got back."""
-        freed = self._host_copies.move_out(parts)
+    def offload(self, parts: Sequence[Part]) -> int:
+        """Move parts of this rank to host memory; returns the bytes freed on its device."""
+        freed = self._offloader.offload(parts)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what is not used is still reserved, and the engine is another process
+            torch.cuda.empty_cache()  # free memory stays reserved otherwise, and the engine is another process
         return freed
 
-    def move_in(self) -> None:
-        """Bring back what is in host memory."""
-        self._host_copies.move_in()
+    def onload(self) -> None:
+        """Move everything in host memory back to the device."""
+        self._offloader.onload()
 
     def save(self, path: str) -> None:
         """Write model, optimizer, schedule and generator states below `path`."""
         checkpoint.save(Path(path), self._learner)
 
     def load(self, path: str) -> None:
-        """Restore what `save` wrote, possibly under another partition."""
+        """Restore a checkpoint of `save`, possibly under another partition."""
         checkpoint.load(Path(path), self._learner)
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face directory in the trainer's dtype."""
-        self.move_in()
+        self.onload()
         hf_export.export(
             self._model,
             self.spec.config.parallel,

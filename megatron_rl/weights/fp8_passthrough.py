@@ -12,17 +12,17 @@ from collections.abc import Iterable
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.weights.shards import Kind, Placement, placements
+from megatron_rl.weights.shards import Kind, Shard, shards
 from rollout.weights.format import FP8_BLOCK
 
 
-def blocks_agree(placement: Placement, parameter_shape: tuple[int, ...]) -> bool:
+def blocks_agree(shard: Shard, parameter_shape: tuple[int, ...]) -> bool:
     """Whether the box lies in the same blocks in the Hugging Face matrix and in the parameter that holds it."""
     dimensions = zip(
-        placement.hf_start,
-        placement.megatron_start,
-        placement.shape,
-        placement.hf_full_shape,
+        shard.hf_start,
+        shard.megatron_start,
+        shard.shape,
+        shard.hf_full_shape,
         parameter_shape,
         strict=True,
     )
@@ -36,7 +36,7 @@ def _agree(hf_start: int, megatron_start: int, size: int, hf_size: int, megatron
     return size % FP8_BLOCK == 0 or (hf_start + size == hf_size and megatron_start + size == megatron_size)
 
 
-def parameter_shapes(held: Iterable[Placement]) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(held: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
     """Of a rank that holds these boxes and nothing else (the padding of a vocabulary is not counted)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for one in held:
@@ -64,15 +64,15 @@ def cut_otherwise(spec: ModelSpec, parallel: ParallelConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _linears(spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int) -> list[Placement]:
+def _linears(spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int) -> list[Shard]:
     """Of one decoder layer, and of one of its experts: the others are cut alike."""
-    held = placements(
+    held = shards(
         spec,
         tensor=parallel.tensor,
         tensor_rank=tensor_rank,
         layers=range(1),
         first=False,
         last=False,
-        te_names=True,
+        uses_te_layer_names=True,
     )
     return [one for one in held if one.kind is Kind.LINEAR and not one.expert]

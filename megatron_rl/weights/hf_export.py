@@ -2,7 +2,7 @@
 
 Every rank that owns a box of a tensor sends it to the writer (global rank 0), tensor after tensor in the
 order of the model; the writer holds one shard of the files at a time, nobody holds the model. The order
-follows from the placements alone, so that senders and writer agree without a word.
+follows from the shards alone, so that senders and writer agree without a word.
 
 The directory is written under a temporary name and renamed when it is complete. Weights keep the
 trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal. Parameters that are
@@ -24,14 +24,14 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.model.build import PolicyModel, layer_names
 from megatron_rl.model.parallel import Position, rank_at
 from megatron_rl.quantization import fp8_parameters
-from megatron_rl.weights.shards import Placement, hf_shapes, is_first_replica, rank_placements
+from megatron_rl.weights.shards import Shard, hf_shapes, is_first_replica, rank_shards
 
 WRITER = 0
 
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Tokenizer, chat template and generation settings; weights and their indices are ours to write."""
 
-Roster = dict[str, list[tuple[int, tuple[Placement, ...]]]]
+Roster = dict[str, list[tuple[int, tuple[Shard, ...]]]]
 """By Hugging Face name: which rank owns which boxes."""
 
 
@@ -81,17 +81,17 @@ def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
     found: Roster = {name: [] for name in hf_shapes(model.spec)}
     places = itertools.product(range(parallel.pipeline), range(parallel.expert), range(parallel.tensor))
     for pipeline, data, tensor in places:
-        boxes: dict[str, list[Placement]] = {}
-        for placement in rank_placements(
+        boxes: dict[str, list[Shard]] = {}
+        for shard in rank_shards(
             model.spec,
             parallel,
             tensor_rank=tensor,
             pipeline_rank=pipeline,
             data_rank=data,
-            te_names=layer_names() == "te",
+            uses_te_layer_names=layer_names() == "te",
         ):
-            if placement.owned and is_first_replica(placement, parallel, data):
-                boxes.setdefault(placement.hf_name, []).append(placement)
+            if shard.owned and is_first_replica(shard, parallel, data):
+                boxes.setdefault(shard.hf_name, []).append(shard)
         for name, owned in boxes.items():
             found[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline, data=data), tuple(owned)))
     return found
@@ -124,7 +124,7 @@ def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> I
             yield name, whole
 
 
-def _paste(whole: torch.Tensor, boxes: tuple[Placement, ...], flat: torch.Tensor) -> None:
+def _paste(whole: torch.Tensor, boxes: tuple[Shard, ...], flat: torch.Tensor) -> None:
     for box, values in zip(boxes, flat.split([math.prod(box.shape) for box in boxes]), strict=True):  # type: ignore[no-untyped-call]
         whole[box.hf_slices] = values.view(box.shape)
 

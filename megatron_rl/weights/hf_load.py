@@ -1,6 +1,6 @@
 """Loads a Hugging Face directory into this rank's part of the model.
 
-Each rank reads only the boxes that its placements name, straight from the memory-mapped safetensors
+Each rank reads only the boxes that its shards name, straight from the memory-mapped safetensors
 files into its parameters; no tensor is ever whole in memory (parameters that are FP8 take their weights all at once:
 `megatron_rl.quantization.fp8_parameters`). Before the first byte is read, the names
 and shapes of the directory are compared with what the model needs, so that a wrong directory fails with
@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
-from megatron_rl.weights.shards import Placement
+from megatron_rl.weights.shards import Shard
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes, weight_files
 
 
@@ -26,10 +26,10 @@ class HfTensors:
     def __init__(self, files: Mapping[str, safe_open]) -> None:
         self._files = files
 
-    def box(self, placement: Placement) -> torch.Tensor:
-        """The placement's box, in the dtype of the file, on the CPU."""
-        whole = self._files[placement.hf_name].get_slice(placement.hf_name)  # type: ignore[no-untyped-call]
-        box: torch.Tensor = whole[placement.hf_slices]
+    def box(self, shard: Shard) -> torch.Tensor:
+        """The shard's box, in the dtype of the file, on the CPU."""
+        whole = self._files[shard.hf_name].get_slice(shard.hf_name)  # type: ignore[no-untyped-call]
+        box: torch.Tensor = whole[shard.hf_slices]
         return box
 
 
@@ -49,25 +49,25 @@ def open_tensors(directory: Path) -> Iterator[HfTensors]:
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelSpec, directory: Path) -> None:
+def load(model: torch.nn.Module, shards: tuple[Shard, ...], spec: ModelSpec, directory: Path) -> None:
     """Fill the parameters of a model chunk; padded vocabulary rows become zero.
 
-    `placements` are this rank's, with the names of the layers that the model was built of. Each rank
+    `shards` are this rank's, with the names of the layers that the model was built of. Each rank
     loads for itself: no communication.
 
     Raises:
         ValueError: the directory does not fit the model.
-        RuntimeError: placements and parameters do not cover each other.
+        RuntimeError: shards and parameters do not cover each other.
     """
     parameters = dict(model.named_parameters())
-    _check_coverage(parameters, placements)
-    boxes: dict[str, list[Placement]] = {name: [] for name in parameters}
-    for placement in placements:
-        boxes[placement.megatron_name].append(placement)
+    _check_coverage(parameters, shards)
+    boxes: dict[str, list[Shard]] = {name: [] for name in parameters}
+    for shard in shards:
+        boxes[shard.megatron_name].append(shard)
     check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
-            fp8 = parameter if fp8_parameters.is_primary(parameter) else None
+            fp8 = parameter if fp8_parameters.is_fp8_parameter(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()
             for box in boxes[name]:
@@ -76,13 +76,13 @@ def load(model: torch.nn.Module, placements: tuple[Placement, ...], spec: ModelS
                 fp8_parameters.fill(fp8, weight)
 
 
-def _check_coverage(parameters: Mapping[str, torch.nn.Parameter], placements: tuple[Placement, ...]) -> None:
-    placed = {placement.megatron_name for placement in placements}
-    # A rank whose vocabulary rows are all padding holds a parameter without a placement.
+def _check_coverage(parameters: Mapping[str, torch.nn.Parameter], shards: tuple[Shard, ...]) -> None:
+    placed = {shard.megatron_name for shard in shards}
+    # A rank whose vocabulary rows are all padding holds a parameter without a shard.
     unplaced = {
         n for n in parameters.keys() - placed if not n.endswith(("word_embeddings.weight", "output_layer.weight"))
     }
     if absent := placed - parameters.keys():
-        raise RuntimeError(f"placements name {sorted(absent)[0]}, which the model does not have")
+        raise RuntimeError(f"shards name {sorted(absent)[0]}, which the model does not have")
     if unplaced:
-        raise RuntimeError(f"no placement fills parameter {sorted(unplaced)[0]}")
+        raise RuntimeError(f"no shard fills parameter {sorted(unplaced)[0]}")

@@ -7,7 +7,7 @@ Split rules, for tensor-parallel rank r of n:
 
     REPLICATED   the whole tensor on every rank
     COLUMNS      columns cut into n equal parts (the input dimension of a row-parallel layer)
-    VOCAB        rows cut after padding to `ModelSpec.padded_vocab_size`; padding rows have no placement
+    VOCAB        rows cut after padding to `ModelSpec.padded_vocab_size`; padding rows have no shard
     Q, K, V      rows of the fused `linear_qkv`, interleaved per query group: [q .. q, k, v] [q .. q, k, v]
     GATE, UP     rows of the fused `linear_fc1`: the rank's part of gate over its part of up
 

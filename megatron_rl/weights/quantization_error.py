@@ -6,7 +6,7 @@ publishing is not slowed down by being watched.
 
 import torch
 
-from megatron_rl.weights.quantization_stats import CodeSums
+from megatron_rl.weights.quantization_stats import QuantizationStats
 from rollout.weights.manifest import Box
 
 SAMPLED = 128
@@ -20,7 +20,7 @@ class CodeWatch:
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, Box], torch.Tensor] = {}
-        self._sums: dict[int, CodeSums] = {}
+        self._sums: dict[int, QuantizationStats] = {}
 
     def begin(self) -> None:
         """A new publish."""
@@ -44,7 +44,7 @@ class CodeWatch:
         gaps = values - exact
         before = self._before.get((name, box))
         layer = layer_of(name)
-        self._sums[layer] = self._sums.get(layer, CodeSums()) + CodeSums(
+        self._sums[layer] = self._sums.get(layer, QuantizationStats()) + QuantizationStats(
             signal=float(torch.dot(exact.reshape(-1), exact.reshape(-1))),
             noise=float(torch.dot(gaps.reshape(-1), gaps.reshape(-1))),
             num_codes=codes.numel(),
@@ -56,7 +56,7 @@ class CodeWatch:
         )
         self._before[name, box] = raw.clone()
 
-    def sums(self) -> dict[int, CodeSums]:
+    def sums(self) -> dict[int, QuantizationStats]:
         """By layer, of the publish under way."""
         return dict(self._sums)
 

@@ -11,7 +11,7 @@ _EXACT_DB = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeSums:
+class QuantizationStats:
     """Sums over sampled codes."""
 
     signal: float = 0.0
@@ -30,9 +30,9 @@ class CodeSums:
     num_requantised: int = 0
     """Codes made of weights that were FP8 already, in other blocks or another format."""
 
-    def __add__(self, other: "CodeSums") -> "CodeSums":
+    def __add__(self, other: "QuantizationStats") -> "QuantizationStats":
         added = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        return CodeSums(**added)
+        return QuantizationStats(**added)
 
     @property
     def sqnr_db(self) -> float:
@@ -40,20 +40,20 @@ class CodeSums:
         return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else _EXACT_DB
 
 
-def together(ranks: Iterable[Mapping[int, CodeSums]]) -> dict[int, CodeSums]:
+def sum_stats(ranks: Iterable[Mapping[int, QuantizationStats]]) -> dict[int, QuantizationStats]:
     """By layer, over all ranks."""
-    found: dict[int, CodeSums] = {}
+    found: dict[int, QuantizationStats] = {}
     for rank in ranks:
         for layer, sums in rank.items():
-            found[layer] = found.get(layer, CodeSums()) + sums
+            found[layer] = found.get(layer, QuantizationStats()) + sums
     return dict(sorted(found.items()))
 
 
-def code_metrics(layers: Mapping[int, CodeSums]) -> dict[str, float]:
+def code_metrics(layers: Mapping[int, QuantizationStats]) -> dict[str, float]:
     """Flat metrics; empty where nothing has codes."""
     if not layers:
         return {}
-    whole = sum(layers.values(), CodeSums())
+    whole = sum(layers.values(), QuantizationStats())
     found = {f"publish/sqnr_db/layer_{layer}": sums.sqnr_db for layer, sums in layers.items()}
     found |= {
         "publish/sqnr_db_min": min(found.values()),

@@ -1,13 +1,16 @@
 """Where every Hugging Face tensor lives inside the Megatron model: a walk over the table of names.
 
-`placements` applies `name_table.TABLE` to one rank and gives the complete list of boxes: this box of
+`shards` applies `name_table.TABLE` to one rank and gives the complete list of boxes: this box of
 that Hugging Face tensor is this slice of that local parameter, under the names of the local layer spec
 or of Transformer Engine's. Loading, exporting and publishing are the same walk over that list.
 
-Invariants (tests/megatron_rl/weights/test_shards.py): over all ranks the *owned* placements tile every Hugging
-Face tensor exactly once; on one rank placements tile every parameter exactly once, padding apart.
+Invariants (tests/megatron_rl/weights/test_shards.py): over all ranks the *owned* shards tile every Hugging
+Face tensor exactly once; on one rank shards tile every parameter exactly once, padding apart.
 
-Pure: no torch, no megatron. A placement never changes dtype or transposes.
+Words for a cut tensor: a `Shard` is what a trainer rank holds, a `Box` coordinates, a `Piece` a box in a bucket, and a
+`Landing` the place in an engine's parameters where a box ends.
+
+Pure: no torch, no megatron. A shard never changes dtype or transposes.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +23,7 @@ from megatron_rl.weights.name_table import Kind as Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Shard:
     """One box of a Hugging Face tensor and the slice of a local parameter that holds it."""
 
     hf_name: str
@@ -56,7 +59,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class _Interval:
     """Offsets of one box along one dimension (0 rows, 1 columns)."""
 
     dim: int
@@ -65,28 +68,28 @@ class _Box:
     size: int
 
 
-def _part(shape: tuple[int, ...], dim: int, tp: int, rank: int, *, megatron: int = 0) -> list[_Box]:
+def _part(shape: tuple[int, ...], dim: int, tp: int, rank: int, *, megatron: int = 0) -> list[_Interval]:
     size = shape[dim] // tp
-    return [_Box(dim, rank * size, megatron, size)]
+    return [_Interval(dim, rank * size, megatron, size)]
 
 
-def _vocab_part(spec: ModelSpec, tp: int, rank: int) -> list[_Box]:
+def _vocab_part(spec: ModelSpec, tp: int, rank: int) -> list[_Interval]:
     rows = spec.padded_vocab_size(tp) // tp
     size = min(rows, spec.vocab_size - rank * rows)
-    return [_Box(0, rank * rows, 0, size)] if size > 0 else []
+    return [_Interval(0, rank * rows, 0, size)] if size > 0 else []
 
 
-def _qkv_part(spec: ModelSpec, tp: int, rank: int, part: Split) -> list[_Box]:
+def _qkv_part(spec: ModelSpec, tp: int, rank: int, part: Split) -> list[_Interval]:
     """Boxes of q, k or v: one per query group of the rank."""
     groups, heads, dim = spec.num_kv_heads // tp, spec.num_heads // spec.num_kv_heads, spec.head_dim
     size = heads * dim if part is Split.Q else dim
     offset = {Split.Q: 0, Split.K: heads * dim, Split.V: (heads + 1) * dim}[part]
     stride = (heads + 2) * dim
-    return [_Box(0, (rank * groups + group) * size, group * stride + offset, size) for group in range(groups)]
+    return [_Interval(0, (rank * groups + group) * size, group * stride + offset, size) for group in range(groups)]
 
 
-_SPLITS: dict[Split, Callable[[ModelSpec, tuple[int, ...], int, int], list[_Box]]] = {
-    Split.REPLICATED: lambda spec, shape, tp, rank: [_Box(0, 0, 0, shape[0])],
+_SPLITS: dict[Split, Callable[[ModelSpec, tuple[int, ...], int, int], list[_Interval]]] = {
+    Split.REPLICATED: lambda spec, shape, tp, rank: [_Interval(0, 0, 0, shape[0])],
     Split.COLUMNS: lambda spec, shape, tp, rank: _part(shape, 1, tp, rank),
     Split.VOCAB: lambda spec, shape, tp, rank: _vocab_part(spec, tp, rank),
     Split.Q: lambda spec, shape, tp, rank: _qkv_part(spec, tp, rank, Split.Q),
@@ -97,7 +100,7 @@ _SPLITS: dict[Split, Callable[[ModelSpec, tuple[int, ...], int, int], list[_Box]
 }
 
 
-def placements(
+def shards(
     spec: ModelSpec,
     *,
     tensor: int,
@@ -107,23 +110,23 @@ def placements(
     last: bool,
     expert: int = 1,
     expert_rank: int = 0,
-    te_names: bool = False,
-) -> tuple[Placement, ...]:
+    uses_te_layer_names: bool = False,
+) -> tuple[Shard, ...]:
     """All boxes that one rank holds, in the order of the model: embedding, layers, final norm, output.
 
     `layers` are the global numbers of the stage's layers; `first` and `last` say whether the stage holds
     the embedding and the output layer; of each layer's experts the rank has the part `expert_rank` of `expert`.
     """
-    found: list[Placement] = []
+    found: list[Shard] = []
     for rule, hf_numbers, local_numbers in _rules(
         spec, layers, _experts(spec, expert, expert_rank), first=first, last=last
     ):
         shape = rule.shape(spec)
-        name = rule.te if te_names and rule.te is not None else rule.local
+        name = rule.te if uses_te_layer_names and rule.te is not None else rule.local
         replicated = rule.split is Split.REPLICATED
         for box in _SPLITS[rule.split](spec, shape, tensor, tensor_rank):
             found.append(
-                Placement(
+                Shard(
                     hf_name=rule.hf.format(*hf_numbers),
                     hf_full_shape=shape,
                     hf_start=_along(box.dim, box.hf, len(shape)),
@@ -166,17 +169,17 @@ def _along(dim: int, offset: int, num_dims: int) -> tuple[int, ...]:
     return tuple(offset if d == dim else 0 for d in range(num_dims))
 
 
-def rank_placements(
+def rank_shards(
     spec: ModelSpec,
     parallel: ParallelConfig,
     *,
     tensor_rank: int,
     pipeline_rank: int,
     data_rank: int = 0,
-    te_names: bool = False,
-) -> tuple[Placement, ...]:
-    """`placements` of the rank at these coordinates of a partition."""
-    return placements(
+    uses_te_layer_names: bool = False,
+) -> tuple[Shard, ...]:
+    """`shards` of the rank at these coordinates of a partition."""
+    return shards(
         spec,
         tensor=parallel.tensor,
         tensor_rank=tensor_rank,
@@ -185,16 +188,16 @@ def rank_placements(
         last=pipeline_rank == parallel.pipeline - 1,
         expert=parallel.expert,
         expert_rank=data_rank % parallel.expert,
-        te_names=te_names,
+        uses_te_layer_names=uses_te_layer_names,
     )
 
 
-def is_first_replica(placement: Placement, parallel: ParallelConfig, data_rank: int) -> bool:
+def is_first_replica(shard: Shard, parallel: ParallelConfig, data_rank: int) -> bool:
     """Whether no data-parallel rank before this one holds the same box."""
-    return data_rank < (parallel.expert if placement.of_expert else 1)
+    return data_rank < (parallel.expert if shard.of_expert else 1)
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face model with its shape, in the order of the model."""
-    whole = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    return {placement.hf_name: placement.hf_full_shape for placement in whole}
+    whole = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    return {shard.hf_name: shard.hf_full_shape for shard in whole}

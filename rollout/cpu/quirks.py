@@ -13,19 +13,18 @@ from types import ModuleType
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-SPIN_S = 0.1
-"""Longer than a step, and than ZeroMQ takes to see that there is room for another wake-up: until then it drops it."""
+_PACKED_ROWS = 32
+"""Rows (output channels) of a block of the packed INT8 kernel, which takes whole blocks only."""
 _STAND_INS = "vllm.utils.cpu_triton_utils"
 """Where vLLM keeps CPU functions for its Triton kernels; builds without a CPU backend may lack it."""
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
-    """Ask the kernel for the AMX tiles, which nobody else does before the first INT8 or BF16 kernel needs them."""
+    """Ask the kernel for the AMX tiles, which vLLM does not do before its first INT8 or BF16 kernel needs them."""
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
 
@@ -57,27 +56,23 @@ def int8_logits_are_uniform_after_reload() -> None:
     ops.create_onednn_scaled_mm = create_keeping_scales
 
 
-def int8_is_loaded_slowly_on_cpus_without_amx() -> None:
-    """Pick the INT8 kernel of CPUs with AMX wherever it runs: it needs AVX-512 with VNNI and BF16, and 32 rows.
+def int8_kernel_refuses_rows_that_vllm_offers_it() -> None:
+    """Send matrices with N % 32 != 0 rows to oneDNN: vLLM offers its AMX kernel N % 16 == 0, and packing them raises.
 
-    vLLM asks for AMX, which this kernel does not need, and takes oneDNN's elsewhere, which packs a matrix weight by
-    weight at every publish (`benchmarks.publish.int8_kernels`). A number of rows that 32 does not divide makes the
-    kernel raise; vLLM checks for 16.
+    Only `check_cpu_sgl_kernel` of the INT8 layers is wrapped; where it refuses a matrix, the answer stays.
     """
     module = import_module("vllm.model_executor.kernels.linear.scaled_mm.cpu")
     check = module.check_cpu_sgl_kernel
-    if hasattr(check, "asks_what_kernels_need"):
+    if hasattr(check, "takes_whole_blocks"):
         return
 
-    def check_what_it_needs(num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
-        if dtype != torch.int8:
-            return bool(check(num_rows, num_columns, dtype))
-        has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
-        has_kernel = hasattr(torch.ops._C, "int8_scaled_mm_with_quant")
-        return has_instructions and has_kernel and num_rows % 32 == 0 and num_columns % 32 == 0
+    def check_whole_blocks(num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
+        if dtype == torch.int8 and num_rows % _PACKED_ROWS:
+            return False
+        return bool(check(num_rows, num_columns, dtype))
 
-    check_what_it_needs.asks_what_kernels_need = True  # type: ignore[attr-defined]
-    module.check_cpu_sgl_kernel = check_what_it_needs  # type: ignore[attr-defined]
+    check_whole_blocks.takes_whole_blocks = True  # type: ignore[attr-defined]
+    module.check_cpu_sgl_kernel = check_whole_blocks  # type: ignore[attr-defined]
 
 
 def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None:
@@ -151,23 +146,6 @@ def _stands_in(module: ModuleType, kernel: str) -> bool:
         return False
     function = getattr(import_module(_STAND_INS), f"_{kernel}_impl", None)
     return function is not None and getattr(getattr(module, kernel, None), "func", None) is function
-
-
-def who_waits_for_a_rank_keeps_a_core_busy() -> None:
-    """Have readers of vLLM's queues between processes spin for `SPIN_S` after what they read last, then sleep.
-
-    vLLM has them spin for a second, as befits machines with cores to spare: where ranks compute on the same cores,
-    who waits for their answer takes up to a third of them.
-    """
-    condition = getattr(shm_broadcast, "SpinCondition", None)
-    if condition is None or hasattr(condition, "waits_patiently"):
-        return
-    begin = condition.__init__
-
-    def begin_patiently(self: object, is_reader: bool, context: object, notify_address: str) -> None:
-        begin(self, is_reader, context, notify_address, busy_loop_s=SPIN_S if is_reader else 0)
-
-    condition.__init__, condition.waits_patiently = begin_patiently, True
 
 
 def segments_of_tensor_parallel_ranks_outlive_their_engine() -> None:

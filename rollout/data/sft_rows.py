@@ -16,7 +16,7 @@ from rollout.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationRows:
+class SftRows:
     """Tokenised rows, in file order."""
 
     prompts: tuple[TokenIds, ...]
@@ -29,7 +29,7 @@ class ImitationRows:
         return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
 
 
-def load_imitation_rows(path: str, model_directory: str, *, max_tokens: int) -> ImitationRows:
+def load_sft_rows(path: str, model_directory: str, *, max_tokens: int) -> SftRows:
     """Read and tokenise a file.
 
     Raises:
@@ -58,4 +58,4 @@ def load_imitation_rows(path: str, model_directory: str, *, max_tokens: int) -> 
                 f"{where}: prompt and response have {len(prompt) + len(response)} tokens, data.max_tokens is "
                 f"{max_tokens}; raise it or shorten the row"
             )
-    return ImitationRows(prompts=tuple(prompt_ids), responses=tuple(response_ids))
+    return SftRows(prompts=tuple(prompt_ids), responses=tuple(response_ids))

@@ -21,8 +21,8 @@ from rollout.processes import redirect_output
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted, WeightManifest
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required, WeightManifest
 
 MAX_CONCURRENCY = 1 << 16
 """Calls in flight at one engine: every group that waits is one."""
@@ -89,9 +89,9 @@ class EngineActor:
         """See `EngineWeights.init_transport`."""
         await self._engine.weights.init_transport(channel)
 
-    async def wanted(self) -> list[Wanted]:
-        """See `EngineWeights.wanted`."""
-        return self._engine.weights.wanted
+    async def required(self) -> list[Required]:
+        """See `EngineWeights.required`."""
+        return self._engine.weights.required
 
     async def check(self, manifest: WeightManifest) -> None:
         """See `EngineWeights.check`."""
@@ -113,9 +113,9 @@ class EngineActor:
         """See `EngineWeights.drain`."""
         await self._engine.weights.drain()
 
-    async def loaded_sums(self) -> Sums:
-        """See `EngineWeights.loaded_sums`."""
-        return await self._engine.weights.loaded_sums()
+    async def loaded_fingerprint(self) -> Fingerprint:
+        """See `EngineWeights.loaded_fingerprint`."""
+        return await self._engine.weights.loaded_fingerprint()
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """See `EngineWeights.probe`."""

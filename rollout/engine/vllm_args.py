@@ -25,7 +25,6 @@ from rollout.weights.format import FP8_BLOCK
 from rollout.worker.receiver import BACKEND
 
 WORKER = "rollout.worker.worker.Worker"
-EXECUTOR = "rollout.cpu.executor.CpuExecutor"
 PROPOSER = "rollout.worker.proposer.HistoryProposer"
 
 _FP8_GPU = 89
@@ -169,7 +168,7 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         hf_overrides={} if quantization is None else {"quantization_config": quantization},
         dtype="bfloat16",
         tensor_parallel_size=config.tensor_parallel,
-        distributed_executor_backend=_executor(config.tensor_parallel),
+        distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
         max_num_seqs=config.max_num_seqs,
         max_model_len=spec.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_bytes,
@@ -191,12 +190,6 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
     for key, value in config.vllm.items():
         setattr(arguments, key, value)
     return arguments
-
-
-def _executor(num_ranks: int) -> str | None:
-    if num_ranks == 1:
-        return None
-    return EXECUTOR if current_platform.is_cpu() else "mp"
 
 
 def end_of_sequence_ids(directory: str) -> tuple[int, ...]:

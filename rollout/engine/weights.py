@@ -1,11 +1,11 @@
 """The weights of one engine: their version, what brings new ones, and when they may be sampled from.
 
-States (decision 3): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
+States (decision 41): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
 new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
 keeps its requests: they wait inside vLLM. At an update those that are running go on after their keys and values have
 been recomputed under the new weights, or with the old ones, or are waited for (`EngineSpec.in_flight`).
 
-Versions are stamped here (decision 5): at each update, after the last output of the old weights has
+Versions are stamped here (decision 42): at each update, after the last output of the old weights has
 been counted, every response notes how many tokens it had.
 
 Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault found
@@ -29,7 +29,7 @@ from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weights.checkpoint_tensors import check_manifest
 from rollout.weights.fingerprint_sums import add_up
-from rollout.weights.manifest import Box, TensorSpec, Wanted, WeightManifest
+from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import vllm_compat
 from rollout.worker.receiver import UpdateOrder
 
@@ -60,7 +60,7 @@ class EngineWeights:
         self.version = WeightVersion(-1)
         self.fault = "no weights have been published yet"
         self.num_updates = self.num_refused = self.num_failed = 0
-        self.wanted: list[Wanted] = []
+        self.required: list[Required] = []
         """What each rank takes of a publish, once the engine has started."""
         self._expected: tuple[TensorSpec, ...] = ()
         self._channel: Channel | None = None
@@ -74,8 +74,8 @@ class EngineWeights:
             self.status, self.version, self.fault = EngineStatus.SERVING, WeightVersion(0), ""
             return
         self._expected = expected
-        found = await self._handle.ranks("wanted", pickle.dumps(expected))
-        self.wanted = [pickle.loads(one) for one in found if isinstance(one, bytes)]
+        found = await self._handle.ranks("required", pickle.dumps(expected))
+        self.required = [pickle.loads(one) for one in found if isinstance(one, bytes)]
         await self._handle.llm.pause_generation(mode="keep", clear_cache=False)
 
     @property
@@ -111,8 +111,8 @@ class EngineWeights:
                 format=self.spec.config.format,
                 current=WeightVersion(self.version - unproven),
             )
-            for rank, wanted in enumerate(self.wanted):
-                manifest.check_wanted(rank, wanted)
+            for rank, required in enumerate(self.required):
+                manifest.check_required(rank, required)
         except RuntimeError as error:
             raise self._refusal(manifest, error) from error
 
@@ -277,7 +277,7 @@ class EngineWeights:
             assert isinstance(first, list)
             return [float(x) for x in first]
 
-    async def loaded_sums(self) -> dict[str, npt.NDArray[np.float64]]:
+    async def loaded_fingerprint(self) -> dict[str, npt.NDArray[np.float64]]:
         """Sums of all weights in place, through the kernels that sample; see `rollout.weights.fingerprint`.
 
         Raises:
@@ -286,13 +286,13 @@ class EngineWeights:
         async with self._updating:
             if self.status is not EngineStatus.APPLYING:
                 raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed when just applied")
-            found = await self._handle.ranks("loaded_sums", pickle.dumps(self._counted()))
+            found = await self._handle.ranks("loaded_fingerprint", pickle.dumps(self._counted()))
             return add_up(pickle.loads(one) for one in found if isinstance(one, bytes))
 
     def _counted(self) -> list[set[tuple[str, Box]]]:
         """What each rank answers for: a part that several hold is the first one's."""
         counted: list[set[tuple[str, Box]]] = []
-        for wanted in self.wanted:
-            own = {(name, box) for name, boxes in wanted.items() for box in boxes}
+        for required in self.required:
+            own = {(name, box) for name, boxes in required.items() for box in boxes}
             counted.append(own.difference(*counted))
         return counted

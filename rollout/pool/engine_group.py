@@ -20,8 +20,8 @@ from rollout.engine.state import EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Wanted, WeightManifest
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Required, WeightManifest
 
 Answer = TypeVar("Answer")
 
@@ -137,18 +137,18 @@ class EngineGroup:
         """Engines sample again; one that has died is lost."""
         self._call_living("resume_sampling", timeout_s=timeout_s)
 
-    def wanted(self, *, timeout_s: float) -> list[Wanted]:
+    def required(self, *, timeout_s: float) -> list[Required]:
         """What each rank of an engine takes of a publish.
 
         Raises:
             RuntimeError: engines differ in it, so that one plan cannot serve them all.
         """
-        answers = self.wait(self._begin("wanted", list), timeout_s=timeout_s)
-        first, wanted = next(iter(answers.items()))
+        answers = self.wait(self._begin("required", list), timeout_s=timeout_s)
+        first, required = next(iter(answers.items()))
         for number, other in answers.items():
-            if other != wanted:
+            if other != required:
                 raise RuntimeError(f"engine {number} takes other parts of the weights than engine {first}")
-        return list(wanted)
+        return list(required)
 
     def node_ids(self, *, timeout_s: float) -> dict[int, str]:
         """Ray's name of the node that each engine is on."""
@@ -173,9 +173,9 @@ class EngineGroup:
         calls = {number: (manifest, dict(of_engine)) for number, of_engine in addresses.items()}
         return self._begin_each("update", UpdateTimes, calls)
 
-    def begin_loaded_sums(self) -> "EngineCall[Sums]":
-        """Sums over all weights that each engine has loaded."""
-        return self._begin("loaded_sums", dict)
+    def begin_loaded_fingerprint(self) -> "EngineCall[Fingerprint]":
+        """Fingerprint over all weights that each engine has loaded."""
+        return self._begin("loaded_fingerprint", dict)
 
     def begin_probe(self, token_ids: Sequence[int]) -> EngineCall[list[float]]:
         """Log-probabilities of the probe prompt in each engine."""

@@ -1,10 +1,9 @@
 """The two ends of a transport: bytes of numbered buckets in, the same bytes out.
 
-A transport knows buckets (index, source rank, size, weight version), never tensors of a model; bytes are uint8 tensors
-on the device where they lie. Two kinds exist: *staged* ones (shared memory, CUDA IPC) hold a whole publish where the
-engine can look at all of it before anything is applied; *streaming* ones (gloo, NCCL) deliver bucket after bucket in
-index order. Everything above is written against these two protocols, so a new transport is one more file and one more
-member of `Channel`.
+A transport knows buckets (index, source rank, size, weight version), never tensors of a model. Bytes are uint8 tensors
+on the device that holds them. There are two kinds. *Staged* transports (shared memory, CUDA IPC) hold a whole publish,
+so an engine verifies it before it applies anything. *Streaming* transports (gloo, NCCL) deliver buckets in index order.
+Callers use the `Sender` and `Inbox` protocols only: a new transport is one more file and one more member of `Channel`.
 
 Invariant: a bucket that `Inbox.take` returns has been verified against its trailer.
 """
@@ -24,7 +23,7 @@ Backend = Literal["gloo", "nccl"]
 """Of a process group."""
 
 Memory = Literal["shm", "cuda"]
-"""Where a segment lies: in a file in shared memory, or on the device itself."""
+"""Memory of a shared region: a file in shared memory, or the device itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,10 @@ class ShmChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChannel:
-    """A process group of those that send followed by the engine's ranks, one per engine incarnation.
+    """A process group of one engine incarnation: source ranks first, then the engine's ranks.
 
-    Those that send are trainer ranks, or the ranks of another engine that pass on, each to the same rank, what they
-    receive.
+    Source ranks are trainer ranks, or ranks of another engine. An engine's rank forwards what it receives to the same
+    rank of the next engine.
     """
 
     backend: Backend = "gloo"
@@ -47,12 +46,12 @@ class GroupChannel:
     source_ranks: tuple[int, ...]
     """Ranks that send, of the trainer or of `source_engine`, in the order of their ranks in the group."""
     source_engine: int | None = None
-    """Number of the engine that passes on; None where the trainer sends."""
+    """Number of the engine that forwards to this one; None where the trainer sends."""
     num_engine_ranks: int
     timeout_s: float
     """For joining the group."""
     onward: "GroupChannel | None" = None
-    """Where the engine passes on what it receives."""
+    """Channel to which the engine forwards what it receives."""
 
     @property
     def world_size(self) -> int:
@@ -65,7 +64,7 @@ class GroupChannel:
         return 0 if self.onward is None else 1 + self.onward.num_following
 
     def peers(self, group_rank: int) -> Sequence[int]:
-        """The ranks of the group that one of them sends to, or receives from."""
+        """Ranks of the group that `group_rank` sends to, or receives from."""
         sources = len(self.source_ranks)
         if self.source_engine is not None:
             return [group_rank + sources if group_rank < sources else group_rank - sources]
@@ -92,7 +91,7 @@ def chain(
     timeout_s: float,
     backend: Backend = "gloo",
 ) -> tuple[GroupChannel, ...]:
-    """Channels, by number, of engines of which each passes on to the next; trainer ranks send to the first.
+    """Channels of a chain of engines, by engine number: the trainer sends to the first, each engine to the next.
 
     Args:
         addresses: host and port of a store for each engine.
@@ -129,15 +128,15 @@ def side_by_side(nodes: Sequence[str]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOverChannel:
-    """Each engine rank finds its share in a segment that the trainer rank on its device has laid down."""
+class ColocatedChannel:
+    """Each engine rank maps a region that the trainer rank on its device has filled."""
 
     memory: Memory
     shared_with: tuple[tuple[int, ...], ...]
-    """By engine rank: the engine ranks, itself among them, whose buckets lie in its segment."""
+    """By engine rank: all engine ranks whose buckets are in its region, itself included."""
 
 
-Channel = ShmChannel | GroupChannel | HandOverChannel
+Channel = ShmChannel | GroupChannel | ColocatedChannel
 """How one engine is reached."""
 
 

@@ -1,13 +1,13 @@
 """Staged transport of colocated engines: ranks exchange buckets until each device holds what its engine ranks take.
 
 Two processes on one device cannot share an NCCL communicator, and an engine rank that sees one device cannot map
-another's memory. So trainer ranks send each other whole buckets over a group of their own; each lays down, in one
-segment, every bucket that an engine rank on its device takes, and those ranks map it there: memory of the device (CUDA
-IPC), or a file in shared memory where there is none. Nothing is applied before every bucket of it has been verified.
+another's memory. So trainer ranks exchange whole buckets over their own process group. Each trainer rank writes every
+bucket that an engine rank on its device requires into one region, and those engine ranks map it: memory of the device
+(CUDA IPC), or a file in shared memory without a device. A rank applies nothing before all its buckets are verified.
 
 Invariants: all ranks enter every publish, with buckets of their own or without; each starts its sends and receives in
 the order of bucket indices, so the transfers of any pair of ranks have one order on both of them, and none waits for
-a later one. A segment holds the buckets that its engine ranks take, in index order, laid out by `bucket_offsets`.
+a later one. A region holds the buckets that its engine ranks take, in index order, laid out by `bucket_offsets`.
 """
 
 import time
@@ -27,7 +27,7 @@ from rollout.types import WeightVersion
 from rollout.weights.manifest import Bucket, WeightManifest
 
 
-class Segment(Protocol):
+class SharedRegion(Protocol):
     """Memory of one publish that engine ranks on the same device can map."""
 
     device: torch.device
@@ -41,12 +41,12 @@ class Segment(Protocol):
         ...
 
     def remove(self) -> None:
-        """Let go of it; whoever has it mapped keeps it."""
+        """Release the memory; processes that have it mapped keep it."""
         ...
 
 
-class ShmSegment:
-    """A segment in shared memory; satisfies `Segment`."""
+class ShmRegion:
+    """A region in shared memory; satisfies `SharedRegion`."""
 
     device = torch.device("cpu")
 
@@ -68,15 +68,15 @@ class ShmSegment:
 
 def shared_buckets(buckets: Sequence[Bucket], engine_ranks: Sequence[int]) -> list[Bucket]:
     """Those that any of these engine ranks takes, in index order."""
-    return [bucket for bucket in buckets if any(bucket.wanted_by(rank) for rank in engine_ranks)]
+    return [bucket for bucket in buckets if any(bucket.required_by(rank) for rank in engine_ranks)]
 
 
-class HandOverSender:
+class ColocatedSender:
     """A trainer rank's end; satisfies `rollout.transports.base.Sender`."""
 
     def __init__(
         self,
-        segment: Segment,
+        region: SharedRegion,
         group: Group | None,
         *,
         rank: int,
@@ -88,15 +88,15 @@ class HandOverSender:
         """A sender that takes part in every publish of a plan.
 
         Args:
-            segment: where this rank lays down what it hosts.
-            group: of all trainer ranks, in their order; None where there is one.
-            rank: the trainer rank.
+            region: memory for the buckets of the engine ranks on this rank's device.
+            group: process group of all trainer ranks, in order of rank; None for a single rank.
+            rank: number of this trainer rank.
             hosted: by trainer rank, the numbers of the engine ranks on its device.
-            buckets: of the plan, of all sources.
-            backend: of the group.
-            timeout_s: bounds one publish.
+            buckets: all buckets of the plan, from every source rank.
+            backend: backend of `group`.
+            timeout_s: limit of one publish.
         """
-        self._segment = segment
+        self._region = region
         self._group = group
         self._rank = rank
         self._backend: Backend = backend
@@ -116,31 +116,31 @@ class HandOverSender:
         self._own: dict[int, Bucket] = {}
         self._memory: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
-        """Two buffers for what no engine rank here takes."""
+        """Two buffers for buckets that no engine rank on this device requires."""
         self._turns: dict[int, int] = {}
         self._sending: dict[int, list[tuple[int, dist.Work | None]]] = {}
-        """By bucket: to whom, and what to wait for."""
+        """By bucket: receiving rank and pending transfer."""
         self._coming: deque[Bucket] = deque()
         self._receiving: list[tuple[Bucket, dist.Work | None]] = []
         self._version = WeightVersion(-1)
         self._deadline = 0.0
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
-        """Reserve the segment, and two buffers of the largest bucket that is only sent on."""
+        """Reserve the region, and two buffers of the largest bucket that is only sent on."""
         self.abandon()
         self._version = weight_version
         self._deadline = time.monotonic() + self._timeout_s
         self._own = {bucket.index: bucket for bucket in buckets}
         if self._hosted_here:
-            self._memory = self._segment.reserve(weight_version, max(self._size, 1))
+            self._memory = self._region.reserve(weight_version, max(self._size, 1))
         passing = [bucket for bucket in buckets if bucket.index not in self._offsets]
         self._turns = {bucket.index: turn % 2 for turn, bucket in enumerate(passing)}
         largest = max((bucket.num_bytes for bucket in passing), default=0)
-        self._spare = [torch.empty(largest, dtype=torch.uint8, device=self._segment.device) for _ in range(2)]
+        self._spare = [torch.empty(largest, dtype=torch.uint8, device=self._region.device) for _ in range(2)]
         self._coming = deque(bucket for bucket in self._shared if bucket.source_rank != self._rank)
 
     def buffer(self, index: int) -> torch.Tensor:
-        """Writable bytes of bucket `index`: its place in the segment, or a buffer that an earlier bucket has left.
+        """Writable bytes of bucket `index`: its place in the region, or a buffer that an earlier bucket has left.
 
         Raises:
             RuntimeError: naming the trainer rank that did not take the earlier one.
@@ -189,7 +189,7 @@ class HandOverSender:
         )
 
     def finish(self) -> str:
-        """Wait until all has come and gone; show the segment and return its address.
+        """Wait until all has come and gone; show the region and return its address.
 
         Raises:
             RuntimeError: naming the trainer rank that is late or gone.
@@ -201,7 +201,7 @@ class HandOverSender:
         for index in list(self._sending):
             self._await_sent(index)
         self._receiving, self._spare = [], []
-        return self._segment.show() if self._hosted_here else ""
+        return self._region.show() if self._hosted_here else ""
 
     @property
     def sent_bytes(self) -> int:
@@ -209,15 +209,15 @@ class HandOverSender:
         return sum(bucket.num_bytes for bucket in self._own.values())
 
     def abandon(self) -> None:
-        """Let go of the segment, finished or not."""
+        """Let go of the region, finished or not."""
         self._memory = None
         self._spare, self._receiving, self._sending = [], [], {}
         self._coming.clear()
-        self._segment.remove()
+        self._region.remove()
 
 
-class HandOverInbox:
-    """An engine rank's end: a mapped segment, all of what the rank takes verified; satisfies `AwaitedInbox`."""
+class ColocatedInbox:
+    """An engine rank's end: a mapped region, all of what the rank takes verified; satisfies `AwaitedInbox`."""
 
     def __init__(
         self, manifest: WeightManifest, memory: torch.Tensor, *, engine_rank: int, shared_with: Sequence[int]
@@ -226,22 +226,22 @@ class HandOverInbox:
 
         Args:
             manifest: of the publish.
-            memory: of the segment, uint8.
+            memory: of the region, uint8.
             engine_rank: whose buckets are looked at.
-            shared_with: the engine ranks, this one among them, whose buckets lie in the segment.
+            shared_with: the engine ranks, this one among them, whose buckets lie in the region.
 
         Raises:
-            RuntimeError: the segment has another size than the manifest says, or a bucket is corrupt.
+            RuntimeError: the region has another size than the manifest says, or a bucket is corrupt.
         """
         shared = shared_buckets(manifest.buckets, shared_with)
         self._offsets, size = bucket_offsets(shared)
         if memory.numel() != max(size, 1):
             raise RuntimeError(
-                f"the segment of engine rank {engine_rank} has {memory.numel()} bytes, the manifest says {size}"
+                f"the region of engine rank {engine_rank} has {memory.numel()} bytes, the manifest says {size}"
             )
         self._memory = memory
         for bucket in shared:
-            if bucket.wanted_by(engine_rank):
+            if bucket.required_by(engine_rank):
                 verify(self.take(bucket), manifest.weight_version, index=bucket.index)
 
     def arrived(self) -> bool:
@@ -255,6 +255,6 @@ class HandOverInbox:
 
 
 def map_shm(manifest: WeightManifest, address: str, *, engine_rank: int, shared_with: Sequence[int]) -> torch.Tensor:
-    """The memory of a `ShmSegment`."""
+    """The memory of a `ShmRegion`."""
     _, size = bucket_offsets(shared_buckets(manifest.buckets, shared_with))
     return torch.frombuffer(map_segment(engine_rank, address, size, manifest.weight_version), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A segment in the memory of a CUDA device, which another process on the same device maps without a copy.
+"""A region in the memory of a CUDA device, which another process on the same device maps without a copy.
 
 An address is what `torch.multiprocessing` would send to another process to rebuild a tensor there (a handle of CUDA
 IPC, offsets, a counter of references in shared memory), pickled. Both processes may number their devices differently;
@@ -17,8 +17,8 @@ _DEVICE_ARGUMENT = 6
 """Of `rebuild_cuda_tensor`: the number of the device."""
 
 
-class CudaSegment:
-    """A segment on the current device; satisfies `rollout.transports.colocated.Segment`."""
+class CudaRegion:
+    """A region on the current device; satisfies `rollout.transports.colocated.SharedRegion`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -47,7 +47,7 @@ class CudaSegment:
 
 
 def map_cuda(address: str) -> torch.Tensor:
-    """The memory of a `CudaSegment` of another process, uint8, on the current device.
+    """The memory of a `CudaRegion` of another process, uint8, on the current device.
 
     Raises:
         RuntimeError: it lies on another device than this process uses.

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-HEADER = struct.Struct("<BBxxxxxxqqqq")
-"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes, and
-where the new bucket lies in memory that the sender has shown (`rollout.transports.delta_baselines`); -1 for nowhere."""
+HEADER = struct.Struct("<BBxxxxxxqqq")
+"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes."""
 
 _ESCAPE = 255
 _WORTHWHILE = 0.875
@@ -52,9 +51,9 @@ class Message:
     num_changed: int
     """Bytes; all of them for a whole bucket."""
 
-    def header(self, base_version: int, *, keep: bool, place: int = -1) -> bytes:
+    def header(self, base_version: int, *, keep: bool) -> bytes:
         """What goes ahead; `base_version` is that of the baseline, -1 for a whole bucket."""
-        return HEADER.pack(self.kind, keep, base_version, self.body.numel(), self.num_changed, place)
+        return HEADER.pack(self.kind, keep, base_version, self.body.numel(), self.num_changed)
 
 
 def encode(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> Message:

@@ -1,11 +1,10 @@
-"""A streaming transport's buckets, received ahead of their use.
+"""Receives a streaming transport's buckets ahead of their use.
 
-A thread takes bucket after bucket while the engine still decodes, so that generation pauses only when
-the first one is there and verified, and the network works while the engine loads.
+A thread receives buckets while the engine still decodes. So generation pauses only once the first bucket is verified,
+and the network works while the engine loads.
 
-Invariants: buckets are received in index order; at most `window` of them have come, or are coming, and have not been
-taken; the first failure ends the reception and is raised by
-`arrived` or `take`, whichever comes next.
+Invariants: buckets are received in index order; at most `window` buckets are received or in transfer and not yet taken;
+the first failure ends the reception and is raised by the next call of `arrived` or `take`.
 """
 
 import queue

@@ -1,12 +1,12 @@
-"""Process groups of a transport's own: joining them, and waiting for transfers no longer than a deadline.
+"""Process groups of transports: joining them, and waiting for transfers until a deadline.
 
-The groups are made of bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over a store of their own, so neither
-Megatron's nor vLLM's default group notices. What the two backends do differently is here and nowhere else:
+Groups are bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over their own store, apart from the default groups of
+Megatron and vLLM. All differences between the two backends are in this file:
 
-* gloo closes a connection when a deadline has passed. NCCL has no deadline, and its own watchdog ends the process: it
-  is asked whether a transfer has ended, and the group is aborted (`leave`) before the watchdog would act.
-* NCCL makes a communicator at the first transfer between two ranks, for which both have to come; they come when they
-  join. It has no tags, so both ends start the transfers of a pair in the same order.
+* gloo closes a connection when a deadline has passed. NCCL has no deadline, and its watchdog ends the process. So NCCL
+  transfers are polled, and the group is aborted (`leave`) before the watchdog acts.
+* NCCL makes a communicator at the first transfer between two ranks, which blocks until both take part; so ranks make it
+  when they join. NCCL has no tags, so both ends start the transfers of a pair in the same order.
 """
 
 import time
@@ -26,7 +26,7 @@ MEET_TAG = 1 << 30
 
 
 class Group(Protocol):
-    """What is used of a process group."""
+    """The calls of a process group that transports use."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         """Begin to send to a rank."""

@@ -100,8 +100,8 @@ class ShmInbox:
             segment = map_segment(rank, segments.get(rank), size, manifest.weight_version)
             self._places |= {index: (segment, start) for index, start in offsets.items()}
         verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
-        wanted = [bucket for bucket in manifest.buckets if bucket.wanted_by(engine_rank)]
-        self._verified = verifier.submit(self._verify, wanted)
+        required = [bucket for bucket in manifest.buckets if bucket.required_by(engine_rank)]
+        self._verified = verifier.submit(self._verify, required)
         verifier.shutdown(wait=False)
 
     def _verify(self, buckets: Sequence[Bucket]) -> None:

@@ -1,19 +1,16 @@
 """Streaming transport over a process group, gloo or NCCL: buckets go from trainer ranks to engine ranks in index order.
 
-Each engine incarnation has a process group of its own (`rollout.transports.rendezvous`): those that send, then the
-engine's ranks. A bucket goes to the ranks of every attached engine that want it (`Bucket.engine_ranks`). Engines form a
-chain: trainer ranks send to the first, and every rank passes on what it receives to the same rank of the next engine
-(`Relay`) while it goes on receiving, so nobody sends anything twice. With NCCL buckets lie on the devices of both ends
-and never touch the host.
+Each engine incarnation has its own process group (`rollout.transports.rendezvous`): source ranks, then engine ranks.
+A bucket is sent to the ranks of every attached engine that require it (`Bucket.engine_ranks`). Engines form a chain:
+trainer ranks send to the first engine, and every rank forwards what it receives to the same rank of the next engine
+(`Relay`) while it goes on receiving. So no rank sends a bucket twice. With NCCL buckets stay on devices.
 
-No backend can go on after a deadline has passed. A channel on which somebody was late is dead, and a new one has to
-be made (`EngineWeights.init_transport`, `GroupSender.attach`).
+No backend can continue after a missed deadline. A channel that missed one is closed, and a new one has to be made
+(`EngineWeights.init_transport`, `GroupSender.attach`).
 
-A bucket is a header and a body: all of it, or what has changed since the receiver's last one
+A message is a header and a body: the whole bucket, or its changes since the receiver's last one
 (`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a
-receiver that is new, or that missed something, gets whole ones. Of engines on one node, only the first in the chain
-keeps buckets (`rollout.transports.delta_baselines`): it makes the new one of the last, and those behind it copy it.
-With NCCL buckets are kept on each device.
+receiver that is new, or that missed a publish, gets whole buckets. Every engine rank keeps its own buckets.
 
 Invariants: a bucket's header and body follow each other, and buckets of a pair of ranks their indices, on both ends;
 with gloo the tag of a message also says which it is, so a bucket is never taken for another.
@@ -30,7 +27,6 @@ from rollout.failures import DeadlineError
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.checksum import seal, verify
 from rollout.transports.delta import HEADER, Kind, Message, apply, encode
-from rollout.transports.delta_baselines import NodeMemory, look, show
 from rollout.transports.rendezvous import Group, device_of, done, join, leave, start_recv, start_send
 from rollout.types import WeightVersion
 from rollout.weights.manifest import Bucket
@@ -129,7 +125,7 @@ class GroupSender:
             parts = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), message.body
             flight.tensors += parts
             for rank in range(channel.num_engine_ranks):
-                if self._buckets[index].wanted_by(rank):
+                if self._buckets[index].required_by(rank):
                     peer = len(channel.source_ranks) + rank
                     for part, tag in zip(parts, _tags(index), strict=True):
                         if part.numel():
@@ -191,21 +187,19 @@ def _tags(index: int) -> tuple[int, int]:
 class Relay:
     """Passes on what one engine rank receives to the same rank of the next engine.
 
-    What the next engine does not take in time is not sent any more: it says itself what it has waited for in vain, and
-    this engine goes on. With n engines behind it, it waits for n / (n + 1) of the time that a publish has, so that of a
-    chain with one that hangs only the last one before it gives up, and time is left to all before.
+    If the next engine does not take a bucket in time, the relay stops sending and this engine continues; the next
+    engine reports its own timeout. With n engines behind it, a relay waits n / (n + 1) of the publish's time. So when
+    one engine of a chain hangs, only its predecessor's relay times out, and earlier relays have time left.
     """
 
-    def __init__(self, channel: GroupChannel, *, engine_rank: int, memory: NodeMemory | None) -> None:
-        """`memory`: where buckets are kept, to be shown to the next engine."""
+    def __init__(self, channel: GroupChannel, *, engine_rank: int) -> None:
+        """Join the channel of the next engine."""
         behind = channel.num_following + 1
         self._patience = behind / (behind + 1)
         self._deadline = 0.0
         self._backend: Backend = channel.backend
         self._group: Group | None = join(channel, engine_rank)
         self._peer = len(channel.source_ranks) + engine_rank
-        self.is_seen = memory is not None and show(memory, channel, engine_rank)
-        """Whether the next engine sees what is kept here."""
         self._flights: list[list[tuple[torch.Tensor, dist.Work | None]]] = []
 
     def expect(self, timeout_s: float) -> None:
@@ -245,27 +239,14 @@ class GroupInbox:
     def __init__(self, channel: GroupChannel, *, engine_rank: int) -> None:
         self._channel = channel
         self._engine_rank = engine_rank
-        group_rank = len(channel.source_ranks) + engine_rank
-        self._group = join(channel, group_rank)
+        self._group = join(channel, len(channel.source_ranks) + engine_rank)
         self._device = device_of(channel.backend)
         self._version = WeightVersion(-1)
         self._timeout_s = self._deadline = 0.0
         self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
-        self._before: NodeMemory | None = None
-        """Of the first engine on this node, where that is another one."""
-        self._shown: NodeMemory | None = None
-        """Where this rank keeps buckets for engines behind it on this node, too."""
-        self._places: dict[int, int] = {}
-        """Where in it each bucket lies."""
-        on_host = channel.backend == "gloo"
-        if on_host and channel.source_engine is not None:
-            self._before = look(channel, group_rank)
         self._relay: Relay | None = None
         if channel.onward is not None:
-            memory = (self._before or NodeMemory.make()) if on_host else None
-            self._relay = Relay(channel.onward, engine_rank=engine_rank, memory=memory)
-            if self._before is None and self._relay.is_seen:
-                self._shown = memory
+            self._relay = Relay(channel.onward, engine_rank=engine_rank)
 
     def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
         """Begin a publish, all of which has to come within `timeout_s`."""
@@ -290,43 +271,20 @@ class GroupInbox:
     def _take(self, bucket: Bucket) -> torch.Tensor:
         header_tag, body_tag = _tags(bucket.index)
         header = self._receive(bucket, HEADER.size, header_tag)
-        kind, keep, base_version, num_bytes, num_changed, place = HEADER.unpack(header.cpu().numpy().tobytes())
+        kind, keep, base_version, num_bytes, num_changed = HEADER.unpack(header.cpu().numpy().tobytes())
         if kind not in tuple(Kind) or not 0 <= num_changed <= num_bytes <= bucket.num_bytes:
             raise RuntimeError(
                 f"bucket {bucket.index}: the header is corrupt, or not that of a bucket of {bucket.num_bytes}"
             )
         body = self._receive(bucket, num_bytes, body_tag)
         message = Message(kind=Kind(kind), body=body, num_changed=num_changed)
-        place = -1 if self._before is None else place
-        # the next engine is told where the bucket is kept once it is
-        waits = keep and self._relay is not None and self._relay.is_seen
-        if self._relay is not None and not waits:
+        if self._relay is not None:
             self._relay.pass_on(bucket.index, (header, body))
-        try:
-            payload = self._whole(bucket, message, base_version, place)
-            verify(payload, self._version, index=bucket.index)
-            if keep:
-                place = self._keep(bucket.index, payload, place)
-        finally:
-            if self._relay is not None and waits:
-                told = bytearray(message.header(base_version, keep=keep, place=place))
-                self._relay.pass_on(bucket.index, (torch.frombuffer(told, dtype=torch.uint8), body))
+        payload = self._whole(bucket, message, base_version)
+        verify(payload, self._version, index=bucket.index)
+        if keep:
+            self._baselines[bucket.index] = self._version, payload
         return payload
-
-    def _keep(self, index: int, payload: torch.Tensor, place: int) -> int:
-        """Make a bucket the baseline of the next change; returns where engines behind this one find it."""
-        if place >= 0:
-            return place  # kept by the first engine on this node
-        if self._shown is None:
-            self._baselines[index] = self._version, payload
-            return -1
-        if index not in self._places:
-            self._places[index] = self._shown.grow(payload.numel())
-        start = self._places[index]
-        _, kept = self._baselines.get(index) or (None, self._shown.view(start, payload.numel()))
-        # a copy: what was given to the loaders stays as it is
-        self._baselines[index] = self._version, kept.copy_(payload)
-        return start
 
     def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
         found = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -339,15 +297,13 @@ class GroupInbox:
             )
         return found
 
-    def _whole(self, bucket: Bucket, message: Message, base_version: int, place: int) -> torch.Tensor:
+    def _whole(self, bucket: Bucket, message: Message, base_version: int) -> torch.Tensor:
         if message.kind is Kind.WHOLE:
             if message.body.numel() != bucket.num_bytes:
                 raise RuntimeError(
                     f"bucket {bucket.index}: {message.body.numel()} bytes came, the manifest says {bucket.num_bytes}"
                 )
             return message.body
-        if self._before is not None and place >= 0:
-            return self._before.view(place, bucket.num_bytes).clone()
         version, baseline = self._baselines.get(bucket.index, (None, None))
         if baseline is None or version != base_version:
             raise RuntimeError(

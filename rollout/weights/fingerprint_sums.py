@@ -9,12 +9,12 @@ import numpy.typing as npt
 NUM_GROUPS: Final = 64
 NUM_VECTORS: Final = 4
 
-Sums = Mapping[str, npt.NDArray[np.float64]]
+Fingerprint = Mapping[str, npt.NDArray[np.float64]]
 """By tensor, of the parts that somebody holds: sums and sums of squares, [2, NUM_VECTORS, NUM_GROUPS] (of a vector
 [2, 1, NUM_GROUPS])."""
 
 
-def add_up(parts: Iterable[Sums]) -> dict[str, npt.NDArray[np.float64]]:
+def add_up(parts: Iterable[Fingerprint]) -> dict[str, npt.NDArray[np.float64]]:
     """Sums of all parts together."""
     found: dict[str, npt.NDArray[np.float64]] = {}
     for part in parts:
@@ -24,7 +24,7 @@ def add_up(parts: Iterable[Sums]) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def difference(
-    found: Sums, expected: Sums, *, leniency: Callable[[str], float] = lambda name: 1.0
+    found: Fingerprint, expected: Fingerprint, *, leniency: Callable[[str], float] = lambda name: 1.0
 ) -> tuple[float, str]:
     """The largest difference of a group's sum, over what its rows have together; and where it is.
 

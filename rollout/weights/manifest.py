@@ -143,7 +143,7 @@ def overlap(boxes: Iterable[Box]) -> bool:
     return False
 
 
-Wanted = Mapping[str, tuple[Box, ...]]
+Required = Mapping[str, tuple[Box, ...]]
 """What one engine rank takes of each tensor."""
 
 
@@ -178,7 +178,7 @@ class Bucket:
     engine_ranks: tuple[int, ...] = ()
     """Ranks of each engine that want it; () stands for all."""
 
-    def wanted_by(self, engine_rank: int) -> bool:
+    def required_by(self, engine_rank: int) -> bool:
         """Whether a rank of an engine takes this bucket."""
         return not self.engine_ranks or engine_rank in self.engine_ranks
 
@@ -235,14 +235,14 @@ class WeightManifest:
             if overlap(of_matrix):
                 raise RuntimeError(f"{self.tensors[tensor].name}: pieces overlap")
 
-    def check_wanted(self, engine_rank: int, wanted: Wanted) -> None:
+    def check_required(self, engine_rank: int, required: Required) -> None:
         """Raise `RuntimeError` naming the first tensor of which a rank would not get what it takes."""
         brought: dict[tuple[str, int], list[Box]] = {}
         for bucket in self.buckets:
-            if bucket.wanted_by(engine_rank):
+            if bucket.required_by(engine_rank):
                 for piece in bucket.pieces:
                     brought.setdefault((self.tensors[piece.tensor].name, piece.box.expert), []).append(piece.box)
-        for name, boxes in wanted.items():
+        for name, boxes in required.items():
             for box in boxes:
                 found = sum(box.common(one).size for one in brought.get((name, box.expert), []))
                 if found != box.size:

@@ -196,7 +196,7 @@ def copy_part(source: Source, name: str, box: Box, destination: torch.Tensor) ->
 
 
 def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
-    """What a rank takes of each tensor, a `Wanted`."""
+    """What a rank takes of each tensor, a `Required`."""
     found: dict[str, dict[Box, None]] = {}
     for landing in landings:
         found.setdefault(landing.name, {})[landing.box] = None

@@ -1,9 +1,9 @@
-"""What one engine rank has been sent in a publish, as parts of tensors.
+"""Tensors of one publish on one engine rank, assembled from the pieces in its buckets.
 
-Buckets are taken from the transport when the first of their pieces is needed and let go after the last, so that memory
-follows the model's order: little more than the buckets of one layer is held at a time.
+A bucket is taken from the transport when its first piece is needed and released after its last one. Loaders follow the
+model's order, so the rank holds little more than the buckets of one layer at a time.
 
-Invariant: a part is given only if pieces that arrived make up all of it. A part of a stack is of one expert.
+Invariant: a part is returned only if the received pieces cover all of it. A part of a stack belongs to one expert.
 """
 
 import math
@@ -24,9 +24,9 @@ class Arrivals:
         self._pieces: dict[tuple[str, int], list[tuple[Bucket, Piece]]] = {}
         """By tensor and expert."""
         self._left: dict[int, int] = {}
-        """Elements of each bucket that nobody has been given."""
+        """Elements of each bucket that have not been returned yet."""
         for bucket in manifest.buckets:
-            if bucket.wanted_by(engine_rank):
+            if bucket.required_by(engine_rank):
                 self._left[bucket.index] = sum(piece.box.size for piece in bucket.pieces)
                 for piece in bucket.pieces:
                     matrix = manifest.tensors[piece.tensor].name, piece.box.expert
@@ -60,9 +60,9 @@ class Arrivals:
         return whole
 
     def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The same, as it came: boxes that make up the part, and views of the buckets that they came in.
+        """The same part, uncopied: its boxes, and for each a view of the bucket that holds it.
 
-        A bucket is held no longer than until the piece after is asked for, if the last view is forgotten by then.
+        A bucket is released when the next piece is requested, if the caller has dropped its view by then.
 
         Raises:
             RuntimeError: as `part`.

@@ -28,15 +28,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
-from rollout.transports.base import AwaitedInbox, Channel, GroupChannel, HandOverChannel
-from rollout.transports.colocated import HandOverInbox, map_shm
+from rollout.transports.base import AwaitedInbox, Channel, ColocatedChannel, GroupChannel
+from rollout.transports.colocated import ColocatedInbox, map_shm
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox
 from rollout.transports.streaming import GroupInbox
-from rollout.weights.fingerprint_sums import Sums
-from rollout.weights.manifest import Box, TensorSpec, Wanted, WeightManifest
+from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import loader_replay, vllm_quirks
-from rollout.worker.loaded_sums import loaded_sums
+from rollout.worker.loaded_fingerprint import loaded_fingerprint
 from rollout.worker.loader_recording import Landing, Recording, StandIns, wanted_of
 from rollout.worker.received_parts import Arrivals
 
@@ -48,11 +48,11 @@ BACKEND = "megatron_rl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """One publish as an engine's ranks are told of it."""
+    """Announcement of one publish to the ranks of an engine."""
 
     manifest: WeightManifest
     segments: Mapping[int, str]
-    """Where what is staged lies: addresses by trainer rank, or by engine rank where it is handed over."""
+    """Addresses of staged buckets, by trainer rank; of colocated ones, by engine rank."""
     timeout_s: float
     """Deadline of the whole publish."""
 
@@ -112,16 +112,16 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
                 "there is no channel: init_transport comes before the first publish and after a failed one"
             )
         self._order = order
-        if isinstance(self._channel, HandOverChannel):
+        if isinstance(self._channel, ColocatedChannel):
             self._inbox = self._handed_over(self._channel, order)
         elif self._stream is None:
             self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
         else:
             self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
-            own = [bucket for bucket in order.manifest.buckets if bucket.wanted_by(self._rank)]
+            own = [bucket for bucket in order.manifest.buckets if bucket.required_by(self._rank)]
             self._inbox = Prefetch(self._stream, own)
 
-    def _handed_over(self, channel: HandOverChannel, order: UpdateOrder) -> HandOverInbox:
+    def _handed_over(self, channel: ColocatedChannel, order: UpdateOrder) -> ColocatedInbox:
         rank, shared_with = self._rank, channel.shared_with[self._rank]
         address = order.segments.get(rank)
         if address is None:
@@ -132,9 +132,9 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             from rollout.transports.cuda_ipc import map_cuda  # exists only where there are devices
 
             memory = map_cuda(address)
-        return HandOverInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
+        return ColocatedInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
 
-    def wanted(self, specs: Sequence[TensorSpec]) -> Wanted:
+    def required(self, specs: Sequence[TensorSpec]) -> Required:
         """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
         self._specs, self._recording = tuple(specs), StandIns(specs).record(self.model)
         modules = {landing.module for landing in self._recording.landings}
@@ -142,12 +142,12 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             _logger.warning("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
         return wanted_of(self._recording.landings)
 
-    def loaded_sums(self, counted: Collection[tuple[str, Box]]) -> Sums:
-        """Sums of the weights that the model holds now; see `rollout.worker.loaded_sums`. `wanted` comes first."""
-        return loaded_sums(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
+    def loaded_fingerprint(self, counted: Collection[tuple[str, Box]]) -> Fingerprint:
+        """Fingerprint of the weights that the model holds now; `required` must have been called before."""
+        return loaded_fingerprint(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
 
     def arrived(self) -> bool:
-        """Whether there is something verified to apply.
+        """Whether a verified part of the publish can be applied.
 
         Raises:
             RuntimeError: it is late, corrupt or of another publish, or none was expected.
@@ -200,7 +200,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Leave the channel; its senders notice at once."""
+        """Leave the channel; its senders see the closed connection at once."""
         if isinstance(self._inbox, Prefetch):
             self._inbox.close()
         if self._stream is not None:

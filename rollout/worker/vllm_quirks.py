@@ -20,11 +20,11 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from rollout.cpu import quirks
 
 _LOOK_S = 0.5
-"""How often who waits for an answer looks whether one can still come."""
+"""Interval in seconds at which a waiting caller checks that the engine is alive."""
 
 
 class CoreClient(Protocol):
-    """What is touched of AsyncLLM's connection to the process that samples."""
+    """The parts of AsyncLLM's connection to the sampling process that this file uses."""
 
     resources: BackgroundResources
     call_utility_async: Callable[..., Awaitable[object]]
@@ -33,7 +33,7 @@ class CoreClient(Protocol):
 def calls_wait_forever_for_a_dead_engine(client: CoreClient) -> None:
     """Have calls that are waiting when the process dies raise what later ones do.
 
-    vLLM notes the death and fails requests, but nobody answers the calls under way: an update would wait for its
+    vLLM notices the death and fails requests, but leaves pending calls unanswered: an update would wait for its
     deadline.
     """
     call = client.call_utility_async
@@ -52,7 +52,7 @@ def calls_wait_forever_for_a_dead_engine(client: CoreClient) -> None:
 
 
 class ModelRunner(Protocol):
-    """What is touched of vLLM's model runner (V1)."""
+    """The parts of vLLM's model runner (V1) that this file uses."""
 
     input_batch: InputBatch
     discard_request_mask: CpuGpuBuffer

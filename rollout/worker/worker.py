@@ -35,8 +35,7 @@ if current_platform.is_cpu():
     from rollout.cpu import fp8_kernels
 
     fp8_kernels.register()
-    quirks.who_waits_for_a_rank_keeps_a_core_busy()
-    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    quirks.int8_kernel_refuses_rows_that_vllm_offers_it()
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -51,7 +50,7 @@ PROBE_ID = "probe"
 
 
 Clock = Callable[[], Callable[[], float]]
-"""Stops when it is called, and returns what tells the seconds since its start."""
+"""Calling it stops the clock and returns a function that gives the seconds since its start."""
 
 
 def start_clock() -> Clock:
@@ -94,7 +93,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     # -- forwards ----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> object:
-        """Run one forward and note what it was."""
+        """Run one forward and record it in the forward log."""
         if self._log is None:
             self._log = ForwardLog()
         if (proposer := self._proposer()) is not None:
@@ -169,25 +168,25 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Leave the channel."""
         self.shutdown_weight_transfer_engine()
 
-    def wanted(self, specs: bytes) -> bytes:
-        """What this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`): a pickled `Wanted`."""
-        return pickle.dumps(self._receiver().wanted(pickle.loads(specs)))
+    def required(self, specs: bytes) -> bytes:
+        """Pickled `Required`: what this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`)."""
+        return pickle.dumps(self._receiver().required(pickle.loads(specs)))
 
-    def loaded_sums(self, counted: bytes) -> bytes:
-        """Pickled `rollout.weights.fingerprint.Sums` of the weights in place.
+    def loaded_fingerprint(self, counted: bytes) -> bytes:
+        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the weights in place.
 
         `counted` is a pickled list: for each rank the tensors and boxes that it answers for.
         """
         own = pickle.loads(counted)[self.rank]
         with set_current_vllm_config(self.vllm_config):
-            return pickle.dumps(self._receiver().loaded_sums(own))
+            return pickle.dumps(self._receiver().loaded_fingerprint(own))
 
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))
 
     def weights_arrived(self) -> bool:
-        """Whether the announced publish has something verified to apply."""
+        """Whether a verified part of the announced publish can be applied."""
         return self._receiver().arrived()
 
     def apply_weights(self, weight_version: int) -> None:
@@ -231,7 +230,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 place.copy_(content)
 
     def _probed_blocks(self, order: SchedulerOutput) -> list[torch.Tensor]:
-        """Where a probe writes, a view for each layer."""
+        """Views of the cache blocks that a probe writes, one per layer."""
         (new,) = order.scheduled_new_reqs
         count = 1 + max(block for blocks in new.block_ids for block in blocks)
         num_blocks = self.model_runner.kv_cache_config.num_blocks
@@ -255,7 +254,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return [group.kv_cache_spec.block_size for group in self.model_runner.kv_cache_config.kv_cache_groups]
 
     def kernel_classes(self) -> list[list[str]]:
-        """Name and kernel of each linear layer, so that 8-bit weights are seen to be multiplied as such."""
+        """Name and kernel of each linear layer; shows whether 8-bit weights are multiplied in 8 bits."""
         return [
             [name, kernel]
             for name, layer in self.model_runner.get_model().named_modules()
@@ -263,7 +262,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         ]
 
     def kernel_notes(self) -> list[str]:
-        """What a run should say of these kernels: how INT8 codes are multiplied, where a layer has them."""
+        """Lines for the log of a run: how INT8 codes are multiplied, if a layer has them."""
         layers = self.model_runner.get_model().modules()
         if any(isinstance(_chosen_kernel(layer), Int8ScaledMMLinearKernel) for layer in layers):
             return [exact_int8.check_vllm_kernel().line()]

@@ -8,6 +8,7 @@ import ray
 import torch
 from transformers.models.auto import AutoModelForCausalLM
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
@@ -45,9 +46,7 @@ def learn(ring, groups) -> None:
         groups,
         ring.version,
         algorithm=algorithm,
-        dp_size=1,
-        max_micro_batch_tokens=256,
-        costs=CostModel(parity_tokens=1000),
+        rules=PackingRules(num_ranks=1, max_tokens=256, costs=CostModel(parity_tokens=1000)),
         seed=0,
     )
     result = ring.trainer.train(batch)

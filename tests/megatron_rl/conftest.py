@@ -22,7 +22,6 @@ def single_rank(tmp_path):
     position = parallel.initialize(
         ParallelConfig(),
         rank=0,
-        world_size=1,
         store=torch.distributed.FileStore(f"{tmp_path}/store", 1),
         timeout_s=60,
         seed=0,

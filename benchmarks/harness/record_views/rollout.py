@@ -1,4 +1,4 @@
-"""Views of what engines do: decoding, sampling, single forwards, INT8 kernels."""
+"""Views of what engines do: decoding, sampling, single forwards."""
 
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import UNRECORDED_WARM, View, milliseconds, percent
@@ -68,24 +68,4 @@ STEP_TIME = View(
         ),
     ),
     notes=("FP8 is emulated on a CPU, so no speed can be read off its rows.",),
-)
-
-INT8_KERNELS = View(
-    question="What do the two INT8 kernels of CPUs cost?",
-    tables=(
-        Table(
-            title="Packing, ns a weight",
-            lines={"matrix": "matrix"},
-            where={"what": ("pack",)},
-            across="kernel",
-            columns=(Column(field="ns_per_weight", title="ns"),),
-        ),
-        Table(
-            title="Multiplying, medians over the matrices",
-            lines={"tokens": "tokens"},
-            where={"what": ("multiply",)},
-            across="kernel",
-            columns=(Column(field="us", title="us"), Column(field="error", title="error")),
-        ),
-    ),
 )

@@ -29,14 +29,15 @@ def test_formats_are_held_against_bf16_and_the_control_must_hurt_and_be_helped()
 
 
 def test_the_controls_codes_are_multiples_of_32(monkeypatch) -> None:
-    from megatron_rl.quantization import formats
+    from megatron_rl.quantization import backends
+    from megatron_rl.quantization.formats import CODE_FORMATS
 
-    monkeypatch.setattr(formats, "CODE_FORMATS", dict(formats.CODE_FORMATS))
+    monkeypatch.setattr(backends, "BACKENDS", list(backends.BACKENDS))
     from benchmarks.learning.coarse_codes import Coarse
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    factors = Coarse().factors(Coarse().amax(weight, (0, 0)))
-    codes = Coarse().codes(weight, factors, (0, 0))
+    control = backends.Quantizer(format=CODE_FORMATS["int8"], backend=Coarse())
+    codes = control.codes(weight, control.factors(control.amax(weight, (0, 0))), (0, 0))
     assert set(codes.unique().tolist()) <= set(range(-96, 97, 32))
     assert len(codes.unique()) == 7
 

@@ -54,11 +54,11 @@ def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> No
 
 
 def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> None:
-    wanted = shards(SPEC, INT8, 2)
+    required = shards(SPEC, INT8, 2)
     plan = plan_reshard(
-        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted
+        SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, required=required
     )
-    found = _bytes(plan, wanted)
+    found = _bytes(plan, required)
     assert found["own_shard_bytes"] < found["rank_bytes"] < 1.5 * found["own_shard_bytes"]
     # rows of 32 to 64 inputs with a scale of four bytes each
     assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32
@@ -67,7 +67,11 @@ def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> N
 def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
     model = write_model(tmp_path / "model", quick=True)
     plan = plan_reshard(
-        read_model_spec(model), ParallelConfig(), format=WeightFormat(name="int8"), bucket_bytes=8 << 20, te_names=False
+        read_model_spec(model),
+        ParallelConfig(),
+        format=WeightFormat(name="int8"),
+        bucket_bytes=8 << 20,
+        uses_te_layer_names=False,
     )
     for transport, plain in (("gloo", False), ("shm", True)):
         assert transfer_s(plan, num_engines=1, num_ranks=1, transport=transport, plain=plain) > 0
@@ -166,13 +170,13 @@ def test_nothing_is_held_against_anything_without_8_bits() -> None:
 @pytest.mark.parametrize("name", ["int8", "fp8_block"])
 def test_the_model_can_be_published_in(tmp_path, name) -> None:
     spec = read_model_spec(write_model(tmp_path, quick=True))
-    wanted = shards(spec, WeightFormat(name=name), 2)
+    required = shards(spec, WeightFormat(name=name), 2)
     plan = plan_reshard(
         spec,
         ParallelConfig(pipeline=2),
         format=WeightFormat(name=name),
         bucket_bytes=16 << 20,
-        te_names=False,
-        wanted=wanted,
+        uses_te_layer_names=False,
+        required=required,
     )
-    assert _bytes(plan, wanted)["rank_bytes_over_own_shard"] < 1.02
+    assert _bytes(plan, required)["rank_bytes_over_own_shard"] < 1.02

@@ -203,6 +203,23 @@ CASES = {
         ("`_TOLERANCE` is 1e-06, but a function is needed",),
         overrides=("reward.function=rollout.rewards.exact._TOLERANCE",),
     ),
+    # losses and advantages
+    "a misspelt loss": Case(
+        ('`algorithm.loss` = "clipped_surogate"', "did you mean `clipped_surrogate`?", "gspo, cispo"),
+        overrides=("algorithm.loss=clipped_surogate",),
+    ),
+    "a loss by its former path": Case(
+        ("override `algorithm.loss=megatron_rl.loss.gspo`", "write `gspo`"),
+        overrides=("algorithm.loss=megatron_rl.loss.gspo",),
+    ),
+    "an advantage by its module's path": Case(
+        ("`algorithm.advantage`", "write `grpo`"),
+        overrides=("algorithm.advantage=megatron_rl.algorithm.advantages.grpo",),
+    ),
+    "no such function of one's own": Case(
+        ("`algorithm.loss` = benchmarks.learning.coarse_codes.loss", "defines no `loss`"),
+        overrides=("algorithm.loss=benchmarks.learning.coarse_codes.loss",),
+    ),
     # the run directory and the machine
     "a run directory that is a file": Case(
         ("is a file; name a directory",), lambda work: (work / "run").write_text("")

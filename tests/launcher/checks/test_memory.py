@@ -185,13 +185,11 @@ def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(
 
 
 @pytest.mark.parametrize("num_engines", [1, 4])
-def test_the_trainer_keeps_what_it_sent_once_and_the_engines_of_a_node_keep_it_once(
-    tmp_path: Path, num_engines: int
-) -> None:
+def test_the_trainer_and_every_engine_keep_the_last_publish_for_deltas(tmp_path: Path, num_engines: int) -> None:
     base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
     config = RunConfig.model_validate({**base, "publish": {"delta": True}, "engine": {"num_engines": num_engines}})
     spec = spec_of(tmp_path)
     items = run_memory(config, spec, NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())).items
     kept = next(item for item in items if item.what == "publish baselines")
-    assert kept.num_bytes == 2 * weight_bytes(spec, WeightFormat.of(config.engine))
+    assert kept.num_bytes == (1 + num_engines) * weight_bytes(spec, WeightFormat.of(config.engine))
     assert kept.knob == "publish.delta"

@@ -9,7 +9,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from megatron_rl.config import ParallelConfig
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 
 AHEAD = {"overlap": 1, "max_staleness": 1}
 
@@ -33,7 +33,7 @@ def device_load(placement: Placement, devices: int) -> list[float]:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_every_place_of_the_grid_has_exactly_one_rank_tensor_fastest(tensor: int, pipeline: int, data: int) -> None:
-    slots = trainer_slots(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data), cpu_threads=1)
+    slots = trainer_ranks(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data), cpu_threads=1)
     places = [(slot.pipeline_rank, slot.data_rank, slot.tensor_rank) for slot in slots]
     assert places == [(p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)]
     assert [slot.rank for slot in slots] == list(range(tensor * pipeline * data))

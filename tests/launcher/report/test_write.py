@@ -12,7 +12,7 @@ from launcher.report.timeline_section import last_steps
 from launcher.report.write import main, write_report
 from launcher.run_dir.atomic_files import replace_rows
 from launcher.run_dir.directory import RunDirectory
-from megatron_rl.weights.quantization_stats import CodeSums, code_metrics
+from megatron_rl.weights.quantization_stats import QuantizationStats, code_metrics
 from rollout.evaluation import EvaluationRow
 from tests.support.runs.synthetic_run import NUM_ENGINES, write_run
 
@@ -128,7 +128,9 @@ def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
 
 
 def test_publishing_has_its_own_charts(tmp_path: Path) -> None:
-    layers = {layer: CodeSums(signal=10.0**layer, noise=0.01, num_codes=9, num_compared=9) for layer in range(4)}
+    layers = {
+        layer: QuantizationStats(signal=10.0**layer, noise=0.01, num_codes=9, num_compared=9) for layer in range(4)
+    }
     with RunDirectory(tmp_path) as run:
         for step in range(2):
             times = {"timing_s/publish_pack": 0.5, "timing_s/publish_apply": 1.0, "publish/wire_bytes": 1e6}

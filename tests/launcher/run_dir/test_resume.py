@@ -36,3 +36,20 @@ def test_what_may_not_change_is_refused_naming_both_values(tmp_path: Path, parts
     (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
     with pytest.raises(RunDirectoryError, match=rf"{next(iter(parts))}.* -> "):
         changed_keys(tmp_path, run_config(**parts))
+
+
+@pytest.mark.parametrize(
+    ("key", "former", "short"),
+    [
+        ("loss", "megatron_rl.loss.clipped_surrogate", "clipped_surrogate"),
+        ("advantage", "megatron_rl.advantages.grpo", "grpo"),
+        ("advantage", "megatron_rl.algorithm.advantages.dapo", "dapo"),
+    ],
+)
+def test_a_saved_configuration_with_a_former_path_is_refused_with_the_short_name(
+    tmp_path: Path, key: str, former: str, short: str
+) -> None:
+    text = resolved_yaml(run_config(algorithm={key: short}))
+    (tmp_path / "config.yaml").write_text(text.replace(f"{key}: {short}\n", f"{key}: {former}\n"))
+    with pytest.raises(RunDirectoryError, match=rf"config\.yaml`: `algorithm\.{key}` = {former}: .*write `{short}`"):
+        changed_keys(tmp_path, run_config(algorithm={key: short}))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.learning.shuffled_rewards import shuffled_grpo
 from megatron_rl.algorithm.advantages import (
     GroupOutcome,
     advantages,
@@ -15,6 +16,7 @@ from megatron_rl.algorithm.advantages import (
     overlong_punishment,
     rloo,
 )
+from megatron_rl.built_in import ADVANTAGES
 
 
 def outcome(rewards, lengths=None, **settings):
@@ -69,16 +71,29 @@ def test_equal_rewards_give_no_advantage(reward, size, function):
     assert function(outcome([reward] * size)) == pytest.approx([0.0] * size, abs=1e-8)
 
 
-def test_a_dotted_path_leads_to_the_function_and_a_wrong_one_names_the_nearest():
-    assert load_advantage("megatron_rl.algorithm.advantages.rloo") is rloo
-    with pytest.raises(ValueError, match=r"algorithm\.advantage.*has no 'grop'.*did you mean 'grpo'"):
-        load_advantage("megatron_rl.algorithm.advantages.grop")
-    with pytest.raises(ValueError, match=r"cannot import module 'megatron_rl\.nowhere'"):
-        load_advantage("megatron_rl.nowhere.grpo")
+def test_every_built_in_advantage_is_loaded_by_its_short_name():
+    assert [load_advantage(name) for name in ADVANTAGES.names] == [grpo, dr_grpo, rloo, dapo]
+
+
+def test_an_advantage_of_the_users_own_is_loaded_by_its_dotted_path_and_a_wrong_one_names_the_nearest():
+    assert load_advantage("benchmarks.learning.shuffled_rewards.shuffled_grpo") is shuffled_grpo
+    with pytest.raises(ValueError, match=r"algorithm\.advantage.*has no 'shufled_grpo'.*did you mean 'shuffled_grpo'"):
+        load_advantage("benchmarks.learning.shuffled_rewards.shufled_grpo")
+    with pytest.raises(ValueError, match=r"cannot import module 'nowhere'"):
+        load_advantage("nowhere.grpo")
     with pytest.raises(ValueError, match="a function is needed"):
         load_advantage("megatron_rl.algorithm.advantages.STD_EPS")
-    with pytest.raises(ValueError, match="not a dotted path"):
-        load_advantage("grpo")
+
+
+def test_an_unknown_short_name_of_an_advantage_is_refused_naming_the_nearest():
+    with pytest.raises(ValueError, match=r"algorithm\.advantage = 'grop': .*did you mean `grpo`"):
+        load_advantage("grop")
+
+
+@pytest.mark.parametrize("module", ["megatron_rl.advantages", "megatron_rl.algorithm.advantages"])
+def test_a_dotted_path_of_a_built_in_advantage_is_refused_with_its_short_name(module):
+    with pytest.raises(ValueError, match="write `rloo`"):
+        load_advantage(f"{module}.rloo")
 
 
 def test_a_function_with_the_wrong_number_of_values_is_refused():

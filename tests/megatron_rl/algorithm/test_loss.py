@@ -19,14 +19,16 @@ from megatron_rl.algorithm.loss import (
     load_loss,
     sft_loss,
 )
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.built_in import LOSSES
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from tests.megatron_rl.batching.test_batch import scored_group
 
 COSTS = CostModel(parity_tokens=1000)
 CLIP = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=0.0, entropy_bonus=0.0)
-LOSSES = [clipped_surrogate, gspo, cispo]
+FUNCTIONS = [clipped_surrogate, gspo, cispo]
 
 
 def tensor(values):
@@ -90,7 +92,7 @@ def test_the_dual_clip_bounds_what_one_bad_token_can_do():
     assert float(result.metrics["actor/pg_clipfrac_lower"]) == 1.0
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", FUNCTIONS)
 def test_on_policy_the_gradient_is_minus_share_times_weight_times_advantage(loss):
     old, advantages, weights = [-1.0, -2.0, -0.5, -3.0], [1.0, 1.0, -2.0, -2.0], [1.0, 0.5, 0.0, 2.0]
     logprobs = tensor(old).requires_grad_()
@@ -127,7 +129,7 @@ def test_the_entropy_bonus_is_the_token_mean_of_the_entropy():
     assert entropy.grad.tolist() == pytest.approx([-0.1 / 3] * 3)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", FUNCTIONS)
 def test_an_empty_micro_batch_gives_zero_loss_and_zero_gradient(loss):
     parameter = torch.ones(5, requires_grad=True)
     empty = torch.zeros(0)
@@ -152,10 +154,19 @@ def test_the_supervised_loss_is_the_mean_negative_logprob():
     assert float(sft_loss(tensor([-1.0, -2.0, -6.0]), coefficients=shares).loss) == pytest.approx(3.0)
 
 
-def test_a_loss_is_replaceable_by_dotted_path():
-    assert load_loss("megatron_rl.algorithm.loss.gspo") is gspo
-    with pytest.raises(ValueError, match=r"algorithm\.loss.*did you mean 'cispo'"):
-        load_loss("megatron_rl.algorithm.loss.cipso")
+def test_every_built_in_loss_is_loaded_by_its_short_name():
+    assert [load_loss(name) for name in LOSSES.names] == [clipped_surrogate, gspo, cispo]
+
+
+def test_a_loss_of_the_users_own_is_loaded_by_its_dotted_path():
+    assert load_loss("benchmarks.learning.coarse_codes.clipped_surrogate") is clipped_surrogate
+    with pytest.raises(ValueError, match=r"algorithm\.loss.*did you mean 'clipped_surrogate'"):
+        load_loss("benchmarks.learning.coarse_codes.clipped_surogate")
+
+
+def test_an_unknown_short_name_of_a_loss_is_refused_naming_the_nearest():
+    with pytest.raises(ValueError, match=r"algorithm\.loss = 'cipso': .*did you mean `cispo`"):
+        load_loss("cipso")
 
 
 VOCABULARY, WIDTH = 11, 6
@@ -228,7 +239,7 @@ def gradient_of(batch, tokens, config, loss):
     max_tokens=st.integers(8, 60),
     aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
     mode=st.sampled_from(["none", "tis_token", "tis_sequence", "mis_geometric"]),
-    loss=st.sampled_from(LOSSES),
+    loss=st.sampled_from(FUNCTIONS),
 )
 def test_gradient_and_metrics_are_equal_under_any_split(seed, dp_size, max_tokens, aggregation, mode, loss):
     rng = np.random.default_rng(seed)
@@ -250,7 +261,11 @@ def test_gradient_and_metrics_are_equal_under_any_split(seed, dp_size, max_token
 
     def batch(dp_size, max_tokens):
         return build_batch(
-            groups, 0, algorithm=config, dp_size=dp_size, max_micro_batch_tokens=max_tokens, costs=COSTS, seed=1
+            groups,
+            0,
+            algorithm=config,
+            rules=PackingRules(num_ranks=dp_size, max_tokens=max_tokens, costs=COSTS),
+            seed=1,
         )
 
     whole, whole_metrics = gradient_of(batch(1, 10**6), tokens, config, loss)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
@@ -104,9 +105,7 @@ def build(groups, *, dp_size=2, max_tokens=100, policy_version=0, seed=0, **algo
         groups,
         policy_version,
         algorithm=config,
-        dp_size=dp_size,
-        max_micro_batch_tokens=max_tokens,
-        costs=COSTS,
+        rules=PackingRules(num_ranks=dp_size, max_tokens=max_tokens, costs=COSTS),
         seed=seed,
     )
     check_invariants(batch, groups, dp_size=dp_size, max_tokens=max_tokens, num_mini_batches=config.num_mini_batches)
@@ -152,7 +151,7 @@ def test_invariants_hold_for_any_groups(
         num_mini_batches=num_mini_batches,
         mask_truncated=mask_truncated,
         drop_zero_variance=drop_zero_variance,
-        advantage=f"megatron_rl.algorithm.advantages.{advantage}",
+        advantage=advantage,
     )
 
 
@@ -175,7 +174,7 @@ def test_aborted_responses_leave_the_baseline_too():
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.ABORT]
     batch = build(
         [scored_group(0, [3, 4, 5], [0.0, 1.0, 100.0], reasons=reasons)],
-        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+        advantage="dr_grpo",
     )
     advantages = {sample.sample: sample.advantage for sample in samples_of(batch.mini_batches[0])}
     assert advantages == {0: -0.5, 1: 0.5}
@@ -186,7 +185,7 @@ def test_masked_truncated_responses_still_count_in_the_baseline():
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     batch = build(
         [scored_group(0, [3, 4, 64], [0.0, 1.0, 0.5], reasons=reasons)],
-        advantage="megatron_rl.algorithm.advantages.dr_grpo",
+        advantage="dr_grpo",
         mask_truncated=True,
     )
     assert {s.sample: s.advantage for s in samples_of(batch.mini_batches[0])} == {0: -0.5, 1: 0.5}

@@ -12,7 +12,7 @@ from megatron_rl.controller.phases import PhaseClock, Phases
 
 def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceSharing:
     trainer = SimpleNamespace(
-        move_out=lambda parts: log.append(f"out {'+'.join(parts)}"), move_in=lambda: log.append("trainer in")
+        offload=lambda parts: log.append(f"out {'+'.join(parts)}"), onload=lambda: log.append("trainer in")
     )
     engines = SimpleNamespace(
         sleep=lambda *, timeout_s: log.append("sleep"), wake=lambda what, *, timeout_s: log.append(f"wake {what}")

@@ -9,14 +9,14 @@ from megatron_rl.controller.delivery import DeliveryReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.trainer.results import ProbeResult, StagedWeights
-from megatron_rl.weights.quantization_stats import CodeSums
+from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.engine.state import UpdateTimes
 from rollout.weights.fingerprint_sums import NUM_GROUPS
 from rollout.weights.format import WeightFormat
 from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConfig
 
-CODES = CodeSums(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
+CODES = QuantizationStats(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
 SUMS = np.ones((2, 1, NUM_GROUPS))
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
@@ -26,9 +26,9 @@ class Engines:
 
     def __init__(self, log, probes, sums):
         self.log = log
-        self.answers = {"probe": dict(enumerate(probes)), "loaded_sums": dict(enumerate(sums))}
+        self.answers = {"probe": dict(enumerate(probes)), "loaded_fingerprint": dict(enumerate(sums))}
         self.begin_probe = lambda token_ids: self.begin("probe")
-        self.begin_loaded_sums = lambda: self.begin("loaded_sums")
+        self.begin_loaded_fingerprint = lambda: self.begin("loaded_fingerprint")
         self.check = lambda manifest, *, timeout_s: log.append("check")
         self.drain = lambda *, timeout_s: log.append("drain")
         self.resume = lambda *, timeout_s: log.append("resume")
@@ -49,7 +49,7 @@ class Trainer:
     def __init__(self, log, tensor="w"):
         self.log, self.tensor = log, tensor
 
-    def sent_sums(self, *, timeout_s):
+    def published_fingerprint(self, *, timeout_s):
         self.log.append("trainer sums up")
         return [{self.tensor: SUMS / 4}, {self.tensor: SUMS * 3 / 4}]
 
@@ -78,7 +78,9 @@ def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, te
         Trainer(log, tensor),
         Engines(log, probes, sums or [{"w": SUMS}] * len(probes)),
         Delivery(log),
-        plan=plan_reshard(spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, te_names=False),
+        plan=plan_reshard(
+            spec, ParallelConfig(tensor=2), format=format, bucket_bytes=1 << 20, uses_te_layer_names=False
+        ),
         run_id="run",
         vocab_size=spec.vocab_size,
         probe_length=8,
@@ -94,9 +96,9 @@ def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe()
     assert log == [
         "check",
         "deliver 3 of run",
-        "loaded_sums begins",
+        "loaded_fingerprint begins",
         "trainer sums up",
-        "loaded_sums ends",
+        "loaded_fingerprint ends",
         "probe begins",
         "trainer probes 8 tokens",
         "probe ends",

@@ -12,10 +12,10 @@ def directory(tmp_path_factory):
 
 
 def passthrough(position, parallel, directory, megatron):
-    from megatron_rl.model.build import build
+    from megatron_rl.model.build import ModelOptions, build
     from megatron_rl.model.spec import read_model_spec
 
-    (model,) = build(read_model_spec(directory), parallel, position, dtype="fp32", megatron=megatron)
+    (model,) = build(read_model_spec(directory), parallel, position, ModelOptions(dtype="fp32", megatron=megatron))
     return {key: getattr(model.config, key) for key in megatron}
 
 
@@ -39,10 +39,10 @@ def test_a_field_that_is_unknown_or_ours_is_refused(ranks, directory, key, messa
 
 
 def in_fp8(position, parallel, directory, fp8):
-    from megatron_rl.model.build import build
+    from megatron_rl.model.build import ModelOptions, build
     from megatron_rl.model.spec import read_model_spec
 
-    build(read_model_spec(directory), parallel, position, dtype="bf16", fp8=fp8)
+    build(read_model_spec(directory), parallel, position, ModelOptions(dtype="bf16", fp8=fp8))
 
 
 def test_fp8_is_refused_where_there_is_no_device_for_it(ranks, directory):
@@ -83,10 +83,10 @@ def test_padded_vocabulary_rows_are_loaded_as_zero(ranks, directory):
 
 
 def random_weights(position, parallel, directory):
-    from megatron_rl.model.build import build
+    from megatron_rl.model.build import ModelOptions, build
     from megatron_rl.model.spec import read_model_spec
 
-    (model,) = build(read_model_spec(directory), parallel, position, dtype="fp32", random_weights=True)
+    (model,) = build(read_model_spec(directory), parallel, position, ModelOptions(dtype="fp32", random_weights=True))
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     return weight.std().item(), weight[0, :4].tolist()
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.trainers.fake_primary import FakePrimary
+from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 
 
 def compute(position, parallel):
@@ -34,7 +34,7 @@ def compute(position, parallel):
         raise KeyError
     assert model.config.fp8 == "e4m3"
 
-    model[0]._fp8_workspaces = {"weight": FakePrimary(torch.ones(128, 128, dtype=torch.bfloat16))}
+    model[0]._fp8_workspaces = {"weight": FakeFp8Parameter(torch.ones(128, 128, dtype=torch.bfloat16))}
     assert found.drop_copies(model) == 2 * 128 * 128 + 2 * 4 * 4
     assert found.drop_copies(model) == 0 and model[0]._fp8_workspaces == {}
 

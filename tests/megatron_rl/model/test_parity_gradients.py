@@ -93,15 +93,15 @@ def test_scores_and_gradients_of_every_partition_equal_those_of_hugging_face(ran
         for found, expected in zip(scores, reference_scores[data :: parallel.data], strict=bool(scores)):
             for value, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(torch.from_numpy(value), wanted, atol=2e-5, rtol=1e-5)
-        for placement, gradient in placed:
-            wanted = reference[placement.hf_name]
+        for shard, gradient in placed:
+            wanted = reference[shard.hf_name]
             torch.testing.assert_close(
                 torch.from_numpy(gradient),
-                wanted[placement.hf_slices],
+                wanted[shard.hf_slices],
                 atol=1e-5 * wanted.abs().max().item(),
                 rtol=1e-4,
-                msg=lambda message, name=placement.megatron_name: f"{name}: {message}",
+                msg=lambda message, name=shard.megatron_name: f"{name}: {message}",
             )
-            covered[placement.hf_name][placement.hf_slices] += placement.owned
+            covered[shard.hf_name][shard.hf_slices] += shard.owned
     replicas = {name: parallel.data // (parallel.expert if ".experts." in name else 1) for name in covered}
     assert all((count == replicas[name]).all() for name, count in covered.items())

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.quantization.formats import Fp8Block, channel_values
+from megatron_rl.quantization.formats import CODE_FORMATS, channel_values
 from megatron_rl.quantization.fp8 import (
     BLOCK,
     block_amax,
@@ -114,4 +114,4 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = weights((130, 130), 1)
     weight[129, 0] = value
     with pytest.raises(ValueError, match="1 of 4 scales"):
-        Fp8Block().factors(block_amax(weight))
+        CODE_FORMATS["fp8_block"].factors(block_amax(weight))

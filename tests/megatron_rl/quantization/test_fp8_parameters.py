@@ -8,8 +8,8 @@ from megatron_rl.quantization import fp8_parameters
 from megatron_rl.quantization.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_scale
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.hf_load import load
-from megatron_rl.weights.shards import Kind, placements
-from tests.support.trainers.fake_primary import FakePrimary
+from megatron_rl.weights.shards import Kind, shards
+from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.tiny_megatron_models import save_model
 
 SHAPES = [(128, 128), (256, 640), (200, 300)]
@@ -28,7 +28,7 @@ def requantised(weight):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_box_is_that_part_of_the_whole_and_padding_of_scales_is_never_read(shape):
     weight = weight_of(shape)
-    parameter = FakePrimary(weight)
+    parameter = FakeFp8Parameter(weight)
     whole = fp8_parameters.decoded(parameter)
     assert torch.equal(whole, requantised(weight)) and whole.dtype == torch.bfloat16
     for box in [
@@ -43,7 +43,9 @@ def test_a_box_is_that_part_of_the_whole_and_padding_of_scales_is_never_read(sha
 def test_a_plain_parameter_is_read_as_it_is():
     parameter = torch.nn.Parameter(torch.randn(8, 8))
     assert torch.equal(fp8_parameters.values(parameter, (slice(2, 4), slice(1, 8))), parameter.detach()[2:4, 1:8])
-    assert not fp8_parameters.is_primary(parameter) and fp8_parameters.is_primary(FakePrimary(weight_of((128, 128))))
+    assert not fp8_parameters.is_fp8_parameter(parameter) and fp8_parameters.is_fp8_parameter(
+        FakeFp8Parameter(weight_of((128, 128)))
+    )
     (held,) = fp8_parameters.buffers(parameter)
     assert held.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
@@ -59,7 +61,7 @@ def test_quantising_what_was_decoded_changes_no_number(largest):
 
 
 def test_what_is_no_number_is_refused():
-    parameter = FakePrimary(weight_of((256, 256)))
+    parameter = FakeFp8Parameter(weight_of((256, 256)))
     blocks = fp8_parameters.Blocks.of(parameter)
     everything = (slice(0, 256), slice(0, 256))
     blocks.check(everything)
@@ -70,7 +72,7 @@ def test_what_is_no_number_is_refused():
 
 
 def test_scales_of_another_layout_are_refused():
-    parameter = FakePrimary(weight_of((256, 256)))
+    parameter = FakeFp8Parameter(weight_of((256, 256)))
     parameter._rowwise_scale_inv = torch.ones(2, 1)
     with pytest.raises(RuntimeError, match=r"\(2, 1\) do not belong to codes \(256, 256\)"):
         fp8_parameters.Blocks.of(parameter)
@@ -80,7 +82,7 @@ def test_scales_of_another_layout_are_refused():
 
 
 def test_the_first_weights_are_quantised_and_kept_for_the_masters():
-    parameter, weight = FakePrimary(torch.zeros(256, 256, dtype=torch.bfloat16)), weight_of((256, 256))
+    parameter, weight = FakeFp8Parameter(torch.zeros(256, 256, dtype=torch.bfloat16)), weight_of((256, 256))
     fp8_parameters.fill(parameter, weight)
     assert parameter.get_high_precision_init_val() is weight
     assert torch.equal(fp8_parameters.decoded(parameter), requantised(weight))
@@ -89,14 +91,14 @@ def test_the_first_weights_are_quantised_and_kept_for_the_masters():
 
 
 def test_scales_that_are_no_powers_of_two_are_refused_by_the_variable_that_makes_them():
-    parameter = FakePrimary(weight_of((128, 128)))
+    parameter = FakeFp8Parameter(weight_of((128, 128)))
     parameter._quantizer.force_pow_2_scales = False
     with pytest.raises(ValueError, match="NVTE_FP8_BLOCK_SCALING_FP32_SCALES = 1"):
         fp8_parameters.fill(parameter, weight_of((128, 128)))
 
 
 def test_all_that_belongs_to_a_parameter_is_moved():
-    parameter = FakePrimary(weight_of((256, 128)))
+    parameter = FakeFp8Parameter(weight_of((256, 128)))
     assert sum(part.nbytes for part in fp8_parameters.buffers(parameter)) == 2 * 256 * 128 + 4 * (2 * 4 + 1 * 4)
     parameter._columnwise_data = parameter._columnwise_scale_inv = None
     assert len(list(fp8_parameters.buffers(parameter))) == 2
@@ -108,7 +110,7 @@ class FakeModel:
     def __init__(self, held):
         matrices = {one.megatron_name for one in held if one.kind is Kind.LINEAR}
         self.parameters = {
-            name: FakePrimary(torch.ones(shape, dtype=torch.bfloat16))
+            name: FakeFp8Parameter(torch.ones(shape, dtype=torch.bfloat16))
             if name in matrices
             else torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
             for name, shape in parameter_shapes(held).items()
@@ -121,7 +123,9 @@ class FakeModel:
 def test_loading_fills_fp8_parameters_whole_and_others_as_ever(tmp_path):
     spec = read_model_spec(save_model("wide", tmp_path, dtype=torch.float32))
     for rank in range(2):
-        held = placements(spec, tensor=2, tensor_rank=rank, layers=range(2), first=True, last=True, te_names=True)
+        held = shards(
+            spec, tensor=2, tensor_rank=rank, layers=range(2), first=True, last=True, uses_te_layer_names=True
+        )
         model = FakeModel(held)
         load(model, held, spec, tmp_path)
         from safetensors.torch import load_file
@@ -129,7 +133,7 @@ def test_loading_fills_fp8_parameters_whole_and_others_as_ever(tmp_path):
         files = load_file(tmp_path / "model.safetensors")
         for one in held:
             box, parameter = files[one.hf_name][one.hf_slices].to(torch.bfloat16), model.parameters[one.megatron_name]
-            if fp8_parameters.is_primary(parameter):
+            if fp8_parameters.is_fp8_parameter(parameter):
                 assert torch.equal(parameter.get_high_precision_init_val()[one.megatron_slices], box), one
                 expected = requantised(parameter.get_high_precision_init_val())[one.megatron_slices]
                 assert torch.equal(fp8_parameters.values(parameter, one.megatron_slices), expected), one

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.batching.sft_batch import ImitationBatch
+from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.config import AlgorithmConfig, ParallelConfig
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.quantization.fp8 import block_amax, fp8_block_codes, fp8_scale
 from megatron_rl.weights.fp8_passthrough import blocks_agree
-from rollout.data.sft_rows import ImitationRows
+from rollout.data.sft_rows import SftRows
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS
 from tests.megatron_rl.trainer.test_trainer import assembled, trainer_spec
@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 GENERATOR = np.random.default_rng(0)
-ROWS = ImitationRows(
+ROWS = SftRows(
     prompts=tuple(GENERATOR.integers(1, VOCAB, n).astype(np.int32) for n in (9, 17, 30, 4)),
     responses=tuple(GENERATOR.integers(1, VOCAB, n).astype(np.int32) for n in (40, 33, 50, 61)),
 )
-BATCH = ImitationBatch(micro_batches=(((0, 1), (2, 3)),), num_tokens=184)
+BATCH = SftBatch(micro_batches=(((0, 1), (2, 3)),), num_tokens=184)
 PROBE = list(range(1, 13))
 
 
@@ -43,12 +43,12 @@ def trainer_of(position, directory, fp8, *, format="fp8_block"):
 
 
 def losses(trainer, *, steps=2):
-    return [trainer.imitate(BATCH, ROWS).metrics["sft/loss"] for _ in range(steps)]
+    return [trainer.sft_step(BATCH, ROWS).metrics["sft/loss"] for _ in range(steps)]
 
 
 def primaries(trainer):
     """FP8 parameters by name."""
-    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_primary(one)}
+    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_fp8_parameter(one)}
 
 
 def masters(trainer):
@@ -175,9 +175,9 @@ def test_what_was_in_host_memory_comes_back_and_goes_on(single_rank, tmp_path, f
     (first,) = losses(trainer, steps=1)
     before = contents(trainer)
     parts = [part for one in trainer._model.parameters() for part in fp8_parameters.buffers(one)]
-    freed = trainer.move_out(("weights", "gradients", "optimizer"))
+    freed = trainer.offload(("weights", "gradients", "optimizer"))
     assert all(part.untyped_storage().nbytes() == 0 for part in parts)
     assert freed >= sum(2 * one.numel() for one in trainer._model.parameters())
-    trainer.move_in()
+    trainer.onload()
     assert same(contents(trainer), before)
     assert losses(trainer, steps=1)[0] < first

@@ -13,7 +13,7 @@ from megatron_rl.weights.fp8_passthrough import blocks_agree
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS
 from tests.megatron_rl.trainer.test_trainer import DP2, TP2, assembled, batch_for, trainer_spec
-from tests.support.trainers.fake_primary import in_megatron
+from tests.support.trainers.fake_fp8_parameter import in_megatron
 from tests.support.trainers.memory_sender import MemorySender
 from tests.support.trainers.tiny_megatron_models import save_model
 
@@ -29,7 +29,7 @@ def trainer_of(position, parallel, directory, fp8):
 
 
 def primaries(trainer):
-    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_primary(one)}
+    return {name: one for name, one in trainer._model.named_parameters() if fp8_parameters.is_fp8_parameter(one)}
 
 
 def codes_of(weight):
@@ -72,15 +72,15 @@ def through_a_step(position, parallel, directory, work, batch):
         assert same(contents(trainer), after), "the probe put back what was there"
 
         parts = [part for one in trainer._model.parameters() for part in fp8_parameters.buffers(one)]
-        trainer.move_out(("weights", "gradients", "optimizer"))
+        trainer.offload(("weights", "gradients", "optimizer"))
         assert all(part.untyped_storage().nbytes() == 0 for part in parts)
-        trainer.move_in()
+        trainer.onload()
         assert same(contents(trainer), after)
 
         trainer.export(f"{work}/exported")
         exported = trainer_of(position, parallel, f"{work}/exported", "none")
         for name, one in trainer._model.named_parameters():
-            values = fp8_parameters.decoded(one) if fp8_parameters.is_primary(one) else one.detach()
+            values = fp8_parameters.decoded(one) if fp8_parameters.is_fp8_parameter(one) else one.detach()
             assert torch.equal(dict(exported._model.named_parameters())[name].detach(), values), name
 
         trainer.save(f"{work}/saved")

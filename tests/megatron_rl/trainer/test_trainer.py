@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
-from megatron_rl.batching.sft_batch import imitation_batches
+from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -21,7 +22,7 @@ from megatron_rl.config import (
     TrainerConfig,
 )
 from megatron_rl.trainer.spec import TrainerSpec
-from rollout.data.sft_rows import ImitationRows
+from rollout.data.sft_rows import SftRows
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES
@@ -63,9 +64,11 @@ def batch_for(parallel: ParallelConfig, algorithm: AlgorithmConfig, *, groups: i
         scored,
         0,
         algorithm=algorithm,
-        dp_size=parallel.data,
-        max_micro_batch_tokens=max_tokens,
-        costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        rules=PackingRules(
+            num_ranks=parallel.data,
+            max_tokens=max_tokens,
+            costs=CostModel(parity_tokens=1000, pipeline=parallel.pipeline),
+        ),
         seed=3,
     )
 
@@ -362,11 +365,13 @@ def finish_with(trainer, batch):
     return results, sender.contents, None, trainer.plan
 
 
-def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(ranks, tmp_path):
+def test_supervised_steps_learn_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(
+    ranks, tmp_path
+):
     algorithm = ALGORITHMS["one update"]
     directory = save_model("qwen3", tmp_path)
     generator = np.random.default_rng(0)
-    rows = ImitationRows(
+    rows = SftRows(
         prompts=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (3, 5, 4, 6, 2)),
         responses=tuple(generator.integers(1, 60, n).astype(np.int32) for n in (7, 2, 5, 3, 9)),
     )
@@ -374,19 +379,17 @@ def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mea
     losses = {}
     for parallel in [ParallelConfig(), TP2, PP2, DP2]:
         batches = list(
-            imitation_batches(
+            sft_batches(
                 rows.lengths(),
                 [len(r) for r in rows.responses],
                 batch_size=5,
                 num_steps=3,
-                num_ranks=parallel.data,
-                max_micro_batch_tokens=18,
-                costs=COSTS,
+                rules=PackingRules(num_ranks=parallel.data, max_tokens=18, costs=COSTS),
                 seed=0,
             )
         )
         spec = trainer_spec(directory, parallel, algorithm)
-        results = ranks.run(imitate_batches, spec, batches, rows, parallel=parallel)[-1]
+        results = ranks.run(sft_steps, spec, batches, rows, parallel=parallel)[-1]
         losses[parallel] = [result.metrics["sft/loss"] for result in results]
     for found in losses.values():
         assert found[0] == pytest.approx(reference, abs=1e-4)
@@ -394,11 +397,11 @@ def test_imitation_learns_the_same_under_every_partition_and_its_loss_is_the_mea
         assert found[2] < found[0]
 
 
-def imitate_batches(position, parallel, spec, batches, rows):
+def sft_steps(position, parallel, spec, batches, rows):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
-    return [trainer.imitate(batch, rows) for batch in batches]
+    return [trainer.sft_step(batch, rows) for batch in batches]
 
 
 def teacher_forced(directory, rows):
@@ -419,11 +422,11 @@ def train_with_moves(position, parallel, spec, batches, moves):
     for batch in batches:
         trainer.train(batch, lambda refs: refs)
         if moves:
-            freed.append(trainer.move_out(moves))
+            freed.append(trainer.offload(moves))
             emptied = [p.untyped_storage().nbytes() for p in trainer._model.parameters()]
             assert all(size == 0 for size in emptied) == ("weights" in moves)
-            trainer.move_out(moves)  # is out already
-            trainer.move_in()
+            trainer.offload(moves)  # is out already
+            trainer.onload()
     return {name: p.detach().numpy().copy() for name, p in trainer._model.named_parameters()}, freed
 
 

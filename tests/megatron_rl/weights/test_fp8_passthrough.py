@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.weights.fp8_passthrough import blocks_agree, cut_otherwise, rank_matrices
-from megatron_rl.weights.shards import Kind, Placement
+from megatron_rl.weights.shards import Kind, Shard
 from rollout.weights.format import FP8_BLOCK
 from tests.launcher.checks.test_formats import QWEN_7B, QWEN_30B_A3B
 
 
-def placement(hf_start, hf_size, megatron_start, size):
-    return Placement(
+def shard(hf_start, hf_size, megatron_start, size):
+    return Shard(
         hf_name="x",
         hf_full_shape=(hf_size, FP8_BLOCK),
         hf_start=(hf_start, 0),
@@ -43,7 +43,7 @@ def test_blocks_agree_where_both_grids_cut_the_box_alike(hf_start, megatron_star
     hf_size, megatron_size = hf_start + size + hf_more, megatron_start + size + megatron_more
     alike = blocks(hf_start, size, hf_size) == blocks(megatron_start, size, megatron_size)
     whole = all(first >= 0 and last <= size for first, last in blocks(hf_start, size, hf_size))
-    found = blocks_agree(placement(hf_start, hf_size, megatron_start, size), (megatron_size, FP8_BLOCK))
+    found = blocks_agree(shard(hf_start, hf_size, megatron_start, size), (megatron_size, FP8_BLOCK))
     assert found == (alike and whole)
 
 

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import Experts, ModelSpec
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard, wire_tensors
-from megatron_rl.weights.shards import placements, rank_placements
+from megatron_rl.weights.shards import rank_shards, shards
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
-from rollout.weights.manifest import Box, Wanted
+from rollout.weights.manifest import Box, Required
 from rollout.worker.received_parts import Arrivals
 from tests.megatron_rl.weights.test_reshard_plan import SPEC as SMALL
 from tests.support.deadline import DEADLINE_S
@@ -59,14 +60,15 @@ class Meeting:
 
 def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    held = placements(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    held = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     shapes = {one.hf_name: one.hf_full_shape for one in held}
     return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
 
 
 def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every tensor of a publish, by the format's rule on uncut matrices."""
-    rule, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
+    format, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
+    rule = None if format is None else Quantizer(format=format, backend=TorchBackend())
     found = {}
     for spec in plan.tensors:
         if layout is not None and spec.name.endswith(layout.scale_suffix):
@@ -84,14 +86,14 @@ def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[s
 
 
 def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-    """What a rank with these placements would hold of the model."""
+    """What a rank with these shards would hold of the model."""
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(held).items()}
     for one in held:
         parameters[one.megatron_name][one.megatron_slices] = whole[one.hf_name][one.hf_slices]
     return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in parameters.items()}
 
 
-def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Wanted]:
+def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Required]:
     """What the ranks of an engine take: each tensor cut by rows or columns at random places, or held by all.
 
     Of a stack every expert's matrix is cut alike, or whole experts are dealt out.
@@ -173,20 +175,22 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, expert=spread if data % spread == 0 else 1)
     format = WeightFormat(name=name)
     whole = whole_model(spec, seed)
-    wanted = shares(spec, format, engine_ranks, seed)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
-    slots = trainer_slots(parallel, cpu_threads=1)
+    required = shares(spec, format, engine_ranks, seed)
+    plan = plan_reshard(
+        spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, required=required
+    )
+    slots = trainer_ranks(parallel, cpu_threads=1)
     groups = {(slot.pipeline_rank, slot.data_rank): Meeting(tensor) for slot in slots}
     memory = MemorySender()
 
     def send(slot) -> None:
-        held = rank_placements(
+        held = rank_shards(
             spec,
             parallel,
             tensor_rank=slot.tensor_rank,
             pipeline_rank=slot.pipeline_rank,
             data_rank=slot.data_rank,
-            te_names=False,
+            uses_te_layer_names=False,
         )
         packer = WeightPacker(
             plan,
@@ -206,7 +210,7 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
     expected = quantised_whole(plan, whole)
     for rank in range(engine_ranks):
         arrivals = Arrivals(manifest, memory, engine_rank=rank)
-        for tensor_name, boxes in wanted[rank].items():
+        for tensor_name, boxes in required[rank].items():
             for box in boxes:
                 part = assembled(arrivals, tensor_name, box)
                 right = expected[tensor_name][box.slices((0,) * len(box.start))]

@@ -8,17 +8,18 @@ from hypothesis import strategies as st
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights import packer
 from megatron_rl.weights.fp8_passthrough import blocks_agree, parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.quantization_stats import code_metrics
 from megatron_rl.weights.reshard_plan import plan_reshard
-from megatron_rl.weights.shards import Kind, rank_placements
+from megatron_rl.weights.shards import Kind, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS, WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, Box
-from tests.support.trainers.fake_primary import FakePrimary
+from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.memory_sender import MemorySender
 
 SPEC = ModelSpec(
@@ -49,14 +50,15 @@ class Published:
     def __init__(self, format, bucket_bytes=20_000):
         parallel = ParallelConfig()
         self.plan = plan_reshard(
-            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, te_names=True
+            SPEC, parallel, format=WeightFormat(name=format), bucket_bytes=bucket_bytes, uses_te_layer_names=True
         )
-        self.held = rank_placements(SPEC, parallel, tensor_rank=0, pipeline_rank=0, te_names=True)
+        self.held = rank_shards(SPEC, parallel, tensor_rank=0, pipeline_rank=0, uses_te_layer_names=True)
         torch.manual_seed(0)
         weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in parameter_shapes(self.held).items()}
         fp8 = {one.megatron_name for one in self.held if one.kind is Kind.LINEAR and ".layers.0." in one.megatron_name}
         self.parameters = {
-            name: FakePrimary(weight) if name in fp8 else torch.nn.Parameter(weight) for name, weight in weights.items()
+            name: FakeFp8Parameter(weight) if name in fp8 else torch.nn.Parameter(weight)
+            for name, weight in weights.items()
         }
         self.packer = WeightPacker(
             self.plan,
@@ -88,10 +90,10 @@ class Published:
 
 
 def linears(published):
-    """Placement, parameter and whether blocks agree, of every FP8 box."""
+    """Shard, parameter and whether blocks agree, of every FP8 box."""
     for one in published.held:
         parameter = published.parameters[one.megatron_name]
-        if fp8_parameters.is_primary(parameter):
+        if fp8_parameters.is_fp8_parameter(parameter):
             yield one, parameter, blocks_agree(one, tuple(parameter.shape))
 
 
@@ -110,7 +112,7 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
             assert torch.equal(scales[touched], own.scales(one.megatron_slices)), one.hf_name
         else:
             weight = fp8_parameters.values(parameter, one.megatron_slices)
-            format = CODE_FORMATS["fp8_block"]
+            format = Quantizer(format=CODE_FORMATS["fp8_block"], backend=TorchBackend())
             factors = format.factors(format.amax(weight, (0, 0)))
             assert torch.equal(codes.view(torch.uint8), format.codes(weight, factors, (0, 0)).view(torch.uint8))
             assert torch.equal(scales[touched], format.scales(factors))
@@ -121,7 +123,7 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
 @pytest.mark.parametrize("name", ["int8", "fp8_channel"])
 def test_other_formats_quantise_what_the_parameter_stands_for(name):
     published = Published(name)
-    sent, format = published.send(), CODE_FORMATS[name]
+    sent, format = published.send(), Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     for matrix in {one.hf_name for one, _, _ in linears(published)}:
         boxes = [(one, parameter) for one, parameter, _ in linears(published) if one.hf_name == matrix]
         whole = torch.zeros(boxes[0][0].hf_full_shape, dtype=torch.bfloat16)
@@ -145,10 +147,10 @@ def test_bf16_is_what_the_parameter_stands_for():
 def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, strip):
     published = Published(format)
     sent = published.send()
-    sums = published.packer.sent_sums()
+    sums = published.packer.published_fingerprint()
     monkeypatch.setattr(packer, "STRIP", strip)
     assert all((published.send()[name] == sent[name]).all() for name in sent)
-    again = published.packer.sent_sums()
+    again = published.packer.published_fingerprint()
     assert sums.keys() == again.keys()
     assert all(again[name] == pytest.approx(sums[name], rel=1e-4, abs=1e-3) for name in sums)
     for one, parameter, agrees in linears(published):

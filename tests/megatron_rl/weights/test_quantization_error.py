@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
-from megatron_rl.weights.quantization_stats import CodeSums, code_metrics, together
+from megatron_rl.weights.quantization_stats import QuantizationStats, code_metrics, sum_stats
 from rollout.weights.manifest import Box
 
 BOX = Box(start=(64, 0), shape=(64, 8))
@@ -40,9 +41,12 @@ def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() ->
 
 
 def test_layers_add_up_over_ranks() -> None:
-    a, b = CodeSums(signal=90.0, noise=1.0, num_codes=10), CodeSums(signal=10.0, noise=9.0, num_codes=30)
-    layers = together([{1: a}, {0: a, 1: b}])
-    assert list(layers) == [0, 1] and layers[1] == CodeSums(signal=100.0, noise=10.0, num_codes=40)
+    a, b = (
+        QuantizationStats(signal=90.0, noise=1.0, num_codes=10),
+        QuantizationStats(signal=10.0, noise=9.0, num_codes=30),
+    )
+    layers = sum_stats([{1: a}, {0: a, 1: b}])
+    assert list(layers) == [0, 1] and layers[1] == QuantizationStats(signal=100.0, noise=10.0, num_codes=40)
     found = code_metrics(layers)
     assert found["publish/sqnr_db/layer_1"] == found["publish/sqnr_db_min"] == pytest.approx(10)
     assert found["publish/sqnr_db"] == pytest.approx(10 * math.log10(190 / 11))
@@ -54,7 +58,7 @@ def test_layers_add_up_over_ranks() -> None:
 def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float, most: float) -> None:
     """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three bits of mantissa whatever the scale."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    format = CODE_FORMATS[name]
+    format = Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     factors = format.factors(format.amax(weight, (0, 0)))
     codes = format.codes(weight, factors, (0, 0))
     watch = CodeWatch()

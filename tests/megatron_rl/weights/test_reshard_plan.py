@@ -56,7 +56,7 @@ partitions = st.builds(
 )
 def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, name, kept, bucket_bytes):
     format = WeightFormat(name=name, bf16_first_layers=kept)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False)
+    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False)
     plan.manifest("r", WeightVersion(0)).check()
     for bucket, sources in zip(plan.buckets, plan.sources, strict=True):
         assert len(bucket.pieces) == len(sources)
@@ -79,32 +79,36 @@ def test_int8_wire_bytes_are_about_half_of_bf16_for_what_is_quantised(tensor):
 
     scales = sum(t.num_bytes for t in wire_tensors(SPEC, INT8) if t.name.endswith("_scale"))
     assert linear_bytes("int8") - scales == linear_bytes("bf16") / 2
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=tensor), format=INT8, bucket_bytes=1 << 20, te_names=False)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=tensor), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False
+    )
     payload = sum(t.num_bytes for t in plan.tensors)
     padding = plan.manifest("r", WeightVersion(0)).num_bytes - payload - len(plan.buckets) * TRAILER.size
     assert 0 <= padding < 64 * sum(len(bucket.pieces) for bucket in plan.buckets)
 
 
 def test_data_parallel_replicas_share_the_sending():
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=2, data=4), format=INT8, bucket_bytes=1000, te_names=False)
+    plan = plan_reshard(
+        SPEC, ParallelConfig(tensor=2, data=4), format=INT8, bucket_bytes=1000, uses_te_layer_names=False
+    )
     plan.manifest("r", WeightVersion(0)).check()
     assert plan.source_ranks == tuple(range(8))
     sent = [sum(bucket.num_bytes for bucket in plan.buckets_of(rank)) for rank in range(8)]
     for replicas in (sent[0::2], sent[1::2]):
         assert max(replicas) - min(replicas) <= max(bucket.num_bytes for bucket in plan.buckets)
     for bucket, sources in zip(plan.buckets, plan.sources, strict=True):  # of what they hold
-        start = {source.placement.hf_start for source in sources if source.placement.hf_name.endswith("q_proj.weight")}
+        start = {source.shard.hf_start for source in sources if source.shard.hf_name.endswith("q_proj.weight")}
         assert all((first[0] >= 32) == bool(bucket.source_rank % 2) for first in start)
 
 
 def test_a_rank_of_a_row_parallel_matrix_sends_its_columns_and_only_the_first_sends_scales():
-    plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, te_names=False)
+    plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False)
     name = "model.layers.0.mlp.down_proj.weight"
     found = [
         (bucket.source_rank, source.role, piece.start, piece.shape)
         for bucket, sources in zip(plan.buckets, plan.sources, strict=True)
         for piece, source in zip(bucket.pieces, sources, strict=True)
-        if source.placement.hf_name == name
+        if source.shard.hf_name == name
     ]
     assert found == [
         (0, Role.CODES, (0, 0), (32, 24)),
@@ -144,19 +148,23 @@ def shards(spec, format, num_ranks: int) -> list[dict[str, tuple[Box, ...]]]:
 )
 def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, name, num_ranks, bucket_bytes):
     format = WeightFormat(name=name)
-    wanted = shards(spec, format, num_ranks)
-    plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, te_names=False, wanted=wanted)
+    required = shards(spec, format, num_ranks)
+    plan = plan_reshard(
+        spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False, required=required
+    )
     manifest = plan.manifest("r", WeightVersion(0))
     manifest.check()
-    for rank, boxes in enumerate(wanted):
-        manifest.check_wanted(rank, boxes)
-        sent = sum(piece.box.size for bucket in plan.buckets if bucket.wanted_by(rank) for piece in bucket.pieces)
+    for rank, boxes in enumerate(required):
+        manifest.check_required(rank, boxes)
+        sent = sum(piece.box.size for bucket in plan.buckets if bucket.required_by(rank) for piece in bucket.pieces)
         assert sent == sum(box.size for own in boxes.values() for box in own)
 
 
 def test_what_no_engine_takes_is_sent_all_the_same_so_that_a_publish_is_whole():
-    wanted = [{tensor.name: () for tensor in wire_tensors(SPEC, INT8)}]
-    plan = plan_reshard(SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, te_names=False, wanted=wanted)
+    required = [{tensor.name: () for tensor in wire_tensors(SPEC, INT8)}]
+    plan = plan_reshard(
+        SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, required=required
+    )
     plan.manifest("r", WeightVersion(0)).check()
     assert {bucket.engine_ranks for bucket in plan.buckets} == {(0,)}
 
@@ -165,17 +173,17 @@ def test_a_large_model_on_many_ranks_is_sent_whole():
     spec = dataclasses.replace(
         SPEC, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=29568
     )
-    wanted = shards(spec, INT8, 8)
+    required = shards(spec, INT8, 8)
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in wire_tensors(spec, INT8)}
     plan = plan_reshard(
         spec,
         ParallelConfig(tensor=8, pipeline=8, data=8),
         format=INT8,
         bucket_bytes=256 << 20,
-        te_names=True,
-        wanted=wanted,
+        uses_te_layer_names=True,
+        required=required,
     )
     assert 64 < len(plan.source_ranks) <= 512  # replicas have a part where there are buckets enough
-    sent = [sum(bucket.num_bytes for bucket in plan.buckets if bucket.wanted_by(rank)) for rank in range(8)]
-    own = [sum(box.size * width[name] for name, (box,) in boxes.items()) for boxes in wanted]
+    sent = [sum(bucket.num_bytes for bucket in plan.buckets if bucket.required_by(rank)) for rank in range(8)]
+    own = [sum(box.size * width[name] for name, (box,) in boxes.items()) for boxes in required]
     assert all(got <= 1.02 * needed for got, needed in zip(sent, own, strict=True))

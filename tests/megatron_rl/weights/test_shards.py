@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.weights.shards import Kind, hf_shapes, is_first_replica, rank_placements
+from megatron_rl.weights.shards import Kind, hf_shapes, is_first_replica, rank_shards
 from tests.support.trainers.tiny_megatron_models import FAMILIES, config_of, one_by_one
 
 FIXTURES = sorted((Path(__file__).parents[2] / "data").glob("te_names_*.json"))
@@ -24,10 +24,10 @@ def specs(tmp_path_factory):
 
 
 def all_ranks(spec, tensor, pipeline, **kwargs):
-    """Placements of each (pipeline, tensor) rank."""
+    """Shards of each (pipeline, tensor) rank."""
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     return {
-        (p, t): rank_placements(spec, parallel, tensor_rank=t, pipeline_rank=p, **kwargs)
+        (p, t): rank_shards(spec, parallel, tensor_rank=t, pipeline_rank=p, **kwargs)
         for p in range(pipeline)
         for t in range(tensor)
     }
@@ -47,9 +47,9 @@ def test_the_table_names_every_tensor_of_hugging_face_with_its_shape(specs, fami
 @pytest.mark.parametrize("family", FAMILIES)
 def test_owned_placements_tile_every_tensor_exactly_once(specs, family, tensor, pipeline):
     counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(specs[family]).items()}
-    for placements in all_ranks(specs[family], tensor, pipeline).values():
-        for placement in placements:
-            counts[placement.hf_name][placement.hf_slices] += placement.owned
+    for shards in all_ranks(specs[family], tensor, pipeline).values():
+        for shard in shards:
+            counts[shard.hf_name][shard.hf_slices] += shard.owned
     assert all((count == 1).all() for count in counts.values())
 
 
@@ -59,23 +59,23 @@ def test_experts_that_are_spread_tile_their_tensors_once_by_the_first_replicas(s
     counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(spec).items()}
     for t in range(tensor):
         for d in range(data):
-            for placement in rank_placements(spec, parallel, tensor_rank=t, pipeline_rank=0, data_rank=d):
-                first = is_first_replica(placement, parallel, d)
-                counts[placement.hf_name][placement.hf_slices] += placement.owned and first
+            for shard in rank_shards(spec, parallel, tensor_rank=t, pipeline_rank=0, data_rank=d):
+                first = is_first_replica(shard, parallel, d)
+                counts[shard.hf_name][shard.hf_slices] += shard.owned and first
     assert all((count == 1).all() for count in counts.values())
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), PARTITIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_placements_of_a_rank_tile_its_parameters(specs, family, tensor, pipeline):
-    for placements in all_ranks(specs[family], tensor, pipeline).values():
+    for shards in all_ranks(specs[family], tensor, pipeline).values():
         sizes, counts = {}, {}
-        for placement in placements:
-            end = tuple(s.stop for s in placement.megatron_slices)
-            sizes[placement.megatron_name] = np.maximum(sizes.get(placement.megatron_name, 0), end)
-        for placement in placements:
-            count = counts.setdefault(placement.megatron_name, np.zeros(sizes[placement.megatron_name], int))
-            count[placement.megatron_slices] += 1
+        for shard in shards:
+            end = tuple(s.stop for s in shard.megatron_slices)
+            sizes[shard.megatron_name] = np.maximum(sizes.get(shard.megatron_name, 0), end)
+        for shard in shards:
+            count = counts.setdefault(shard.megatron_name, np.zeros(sizes[shard.megatron_name], int))
+            count[shard.megatron_slices] += 1
         assert all((count == 1).all() for count in counts.values())
 
 
@@ -96,21 +96,21 @@ def test_fused_qkv_equals_a_loop_over_query_groups(specs, family, tensor):
         for part in "kv":
             fused.append(hf[part][group * spec.head_dim : (group + 1) * spec.head_dim])
     fused = np.concatenate(fused)
-    for (_, rank), placements in all_ranks(spec, tensor, 1).items():
+    for (_, rank), shards in all_ranks(spec, tensor, 1).items():
         found = np.zeros((len(fused) // tensor, spec.hidden_size))
-        for placement in placements:
-            if placement.megatron_name == "decoder.layers.1.self_attention.linear_qkv.weight":
-                found[placement.megatron_slices] = hf[placement.hf_name.split(".")[4][0]][placement.hf_slices]
+        for shard in shards:
+            if shard.megatron_name == "decoder.layers.1.self_attention.linear_qkv.weight":
+                found[shard.megatron_slices] = hf[shard.hf_name.split(".")[4][0]][shard.hf_slices]
         np.testing.assert_array_equal(found, np.split(fused, tensor)[rank])
 
 
 def test_gate_lies_over_up_in_each_rank(specs):
     spec = specs["llama"]
     half = spec.ffn_size // 2
-    for (_, rank), placements in all_ranks(spec, 2, 1).items():
+    for (_, rank), shards in all_ranks(spec, 2, 1).items():
         boxes = {
             p.hf_name.split(".")[4]: (p.hf_start[0], p.megatron_start[0], p.shape[0])
-            for p in placements
+            for p in shards
             if p.megatron_name == "decoder.layers.0.mlp.linear_fc1.weight"
         }
         assert boxes == {"gate_proj": (rank * half, 0, half), "up_proj": (rank * half, half, half)}
@@ -127,9 +127,9 @@ def test_layer_numbers_are_global_outside_and_local_inside(specs):
 
 
 def test_only_matrices_of_layers_are_linear(specs):
-    for placement in all_ranks(specs["qwen2_tied"], 1, 1)[0, 0]:
-        is_layer_matrix = placement.hf_name.startswith("model.layers.") and len(placement.shape) == 2
-        assert (placement.kind is Kind.LINEAR) == is_layer_matrix
+    for shard in all_ranks(specs["qwen2_tied"], 1, 1)[0, 0]:
+        is_layer_matrix = shard.hf_name.startswith("model.layers.") and len(shard.shape) == 2
+        assert (shard.kind is Kind.LINEAR) == is_layer_matrix
 
 
 def test_the_last_stage_holds_a_copy_of_a_tied_embedding_that_it_does_not_own(specs):
@@ -141,19 +141,23 @@ def test_the_last_stage_holds_a_copy_of_a_tied_embedding_that_it_does_not_own(sp
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
 def test_transformer_engine_names_and_sizes_equal_the_fixture(tmp_path, fixture):
-    """`padded` names parameters whose last rows are vocabulary padding, which no placement fills."""
+    """`padded` names parameters whose last rows are vocabulary padding, which no shard fills."""
     data = json.loads(fixture.read_text())
     (tmp_path / "config.json").write_text(json.dumps(data["config"]))
     spec = read_model_spec(tmp_path)
     parallel = ParallelConfig(tensor=data["tensor"], pipeline=data["pipeline"])
     for rank in data["ranks"]:
-        placements = rank_placements(
-            spec, parallel, tensor_rank=rank["tensor_rank"], pipeline_rank=rank["pipeline_rank"], te_names=True
+        shards = rank_shards(
+            spec,
+            parallel,
+            tensor_rank=rank["tensor_rank"],
+            pipeline_rank=rank["pipeline_rank"],
+            uses_te_layer_names=True,
         )
         sizes = {}
-        for placement in placements:
-            name = placement.megatron_name
-            sizes[name] = sizes.get(name, 0) + math.prod(placement.shape)
+        for shard in shards:
+            name = shard.megatron_name
+            sizes[name] = sizes.get(name, 0) + math.prod(shard.shape)
         padding = {name: rows * spec.hidden_size for name, rows in rank["padding_rows"].items()}
         expected = {name: math.prod(shape) - padding.get(name, 0) for name, shape in rank["parameters"].items()}
         assert sizes == expected

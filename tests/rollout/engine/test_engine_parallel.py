@@ -145,9 +145,9 @@ def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(para
         layer + "input_layernorm.weight": ((0,), (128,)),
         layer + "self_attn.q_norm.weight": ((0,), (32,)),
     }
-    (_, wanted) = parallel.engine.weights.wanted
+    (_, required) = parallel.engine.weights.required
     for name, (start, shape) in expected.items():
-        assert wanted[name] == (Box(start=start, shape=shape),), name
+        assert required[name] == (Box(start=start, shape=shape),), name
 
 
 def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
@@ -161,9 +161,9 @@ def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
 def sums_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
     """Of the engine when it has applied these tensors and serves nothing yet."""
     version = live.engine.state().weight_version + 1
-    publish = pack(tensors, version, "int8", num_ranks=2, wanted=live.engine.weights.wanted)
+    publish = pack(tensors, version, "int8", num_ranks=2, required=live.engine.weights.required)
     loop.run(live.engine.weights.update(publish.manifest, live.stage(publish)))
-    return loop.run(live.engine.weights.loaded_sums())
+    return loop.run(live.engine.weights.loaded_fingerprint())
 
 
 def test_ranks_that_wait_leave_the_cores_to_others(parallel, loop):
@@ -201,7 +201,7 @@ def test_a_layer_of_the_last_version_has_other_sums(parallel, loop):
     assert gap > 2 * MAX_WEIGHT_GAP and LAYER in where
     loop.run(parallel.push("A"))
     with pytest.raises(RuntimeError, match="engine 6 is serving"):
-        loop.run(parallel.engine.weights.loaded_sums())
+        loop.run(parallel.engine.weights.loaded_fingerprint())
 
 
 def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loaded):

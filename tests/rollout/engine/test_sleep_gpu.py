@@ -52,7 +52,7 @@ def test_twenty_cycles_of_sleep_give_back_what_they_took_and_change_nothing(slee
         await sleeping.engine.weights.wake("weights")
         publish = sleeping.publish("A", version=version)
         await sleeping.engine.weights.update(publish.manifest, sleeping.stage(publish))
-        sums = await sleeping.engine.weights.loaded_sums()
+        sums = await sleeping.engine.weights.loaded_fingerprint()
         with pytest.raises(RuntimeError, match="sleeps: kv_cache have to be woken first"):
             await sleeping.engine.weights.resume()
         await sleeping.engine.weights.wake("kv_cache")

@@ -39,13 +39,9 @@ def test_an_engine_starts_with_dummy_weights_and_the_quantised_layout(checkpoint
     assert found.logprobs_mode == "processed_logprobs" and found.skip_tokenizer_init
 
 
-@pytest.mark.parametrize(("is_cpu", "executor"), [(True, "rollout.cpu.executor.CpuExecutor"), (False, "mp")])
-def test_ranks_run_in_processes_that_wait_patiently_where_they_share_cores(
-    checkpoints, monkeypatch, is_cpu, executor
-) -> None:
-    monkeypatch.setattr(type(vllm_args.current_platform), "is_cpu", lambda _: is_cpu)
+def test_each_rank_of_a_tensor_parallel_engine_is_a_process(checkpoints) -> None:
     assert arguments(checkpoints).distributed_executor_backend is None
-    assert arguments(checkpoints, tensor_parallel=2).distributed_executor_backend == executor
+    assert arguments(checkpoints, tensor_parallel=2).distributed_executor_backend == "mp"
 
 
 @pytest.mark.parametrize(("capability", "refused"), [(80, True), (86, True), (89, False), (90, False)])

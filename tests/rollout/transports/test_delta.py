@@ -46,7 +46,7 @@ def test_a_bucket_that_changed_all_over_travels_whole() -> None:
     before, after = payloads(1000, 0.9)
     message = encode(before, after)
     assert message.kind is Kind.WHOLE and torch.equal(message.body, after)
-    assert HEADER.unpack(message.header(-1, keep=True)) == (0, 1, -1, 1000, 1000, -1)
+    assert HEADER.unpack(message.header(-1, keep=True)) == (0, 1, -1, 1000, 1000)
 
 
 def test_gaps_longer_than_a_byte_can_say() -> None:

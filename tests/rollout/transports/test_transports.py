@@ -2,12 +2,9 @@
 
 import dataclasses
 import errno
-import gc
 import mmap
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +19,8 @@ import torch
 
 from rollout.transports import shm_files as files
 from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
-from rollout.transports.colocated import HandOverInbox, HandOverSender, ShmSegment, map_shm
+from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
 from rollout.transports.delta import HEADER
-from rollout.transports.delta_baselines import NodeMemory
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.rendezvous import join, open_store
 from rollout.transports.shm import ShmInbox, ShmSender
@@ -450,31 +446,12 @@ def test_engines_of_a_node_follow_each_other_in_a_chain():
     assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
 
 
-def test_of_engines_on_a_node_the_first_keeps_buckets_and_the_others_see_them():
+def test_every_engine_of_a_chain_keeps_buckets_and_makes_new_ones_of_what_has_changed():
     chain = Chain(3, 2, delta=True, full_every=3)
     for version in range(5):
         publish = changing(version)
         assert all(found == publish.payloads for found in chain.publish(publish))
-    first, *behind = chain.engines
-    assert all(len(inbox._baselines) == len(publish.payloads) for inbox in first)
-    assert not any(inbox._baselines for engine in behind for inbox in engine)
-
-
-def test_an_engine_that_does_not_see_the_one_before_keeps_buckets_for_those_behind_it(monkeypatch):
-    """Engines 0 and 1 on one node, 2 and 3 on another: whoever shows memory, only neighbours find it."""
-    find, asked = NodeMemory.find, []
-
-    def on_two_nodes(address: str) -> NodeMemory | None:
-        asked.append(address)
-        return None if len(asked) == 2 else find(address)  # channels are joined from the first to the last
-
-    monkeypatch.setattr(NodeMemory, "find", on_two_nodes)
-    chain = Chain(4, 1, delta=True)
-    for version in range(3):
-        publish = changing(version)
-        assert all(found == publish.payloads for found in chain.publish(publish))
-    assert [bool(inbox._baselines) for (inbox,) in chain.engines] == [True, False, True, False]
-    assert asked[0] == asked[1] != asked[2]
+    assert all(len(inbox._baselines) == len(publish.payloads) for engine in chain.engines for inbox in engine)
 
 
 def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
@@ -499,53 +476,16 @@ def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
 def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
     chain = Chain(2, 1, delta=True)
     chain.publish(changing(0))
-    keeper, behind = (inbox for (inbox,) in chain.engines)
-    keep = keeper._keep
-
-    def spoiled(index: int, payload: torch.Tensor, place: int) -> int:
-        start = keep(index, payload, place)
-        keeper._baselines[index][1][0] ^= 1
-        return start
-
-    keeper._keep = spoiled
+    first, last = (inbox for (inbox,) in chain.engines)
+    last._baselines[0][1][1] ^= 1  # the publish below changes byte 0
     publish = changing(1)
     _, _, found, message = in_threads(
         *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
-        lambda: raw(keeper, publish),
-        lambda: refusal(lambda: raw(behind, publish)),
+        lambda: raw(first, publish),
+        lambda: refusal(lambda: raw(last, publish)),
     )
     assert found == publish.payloads
     assert "bucket 0: checksum" in message
-
-
-def test_another_process_reads_what_its_maker_has_written():
-    memory = NodeMemory.make()
-    start = memory.grow(3)
-    memory.view(start, 3).copy_(torch.tensor([5, 6, 7]))
-    code = (
-        "import sys; from rollout.transports.delta_baselines import NodeMemory\n"
-        f"print(NodeMemory.find(sys.argv[1]).view({start}, 3).tolist())"
-    )
-    ran = subprocess.run([sys.executable, "-c", code, memory.address], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[5, 6, 7]"
-
-
-def test_shared_memory_of_a_node_is_found_by_its_token_only_and_goes_with_its_maker():
-    memory = NodeMemory.make()
-    starts = [memory.grow(size) for size in (10, 5000, 1)]
-    for start, number in zip(starts, (1, 2, 3), strict=True):
-        memory.view(start, 1)[0] = number
-    found = NodeMemory.find(memory.address)
-    assert [int(found.view(start, 1)[0]) for start in starts] == [1, 2, 3]
-    found.view(starts[1], 5000).fill_(9)  # its own copy
-    assert memory.view(starts[1], 5000).sum() == 2
-    path, token = memory.address.split()
-    assert NodeMemory.find(f"{path} {token[::-1]}") is None
-    with pytest.raises(RuntimeError, match="5000 bytes of publish baselines from 1048576 on"):
-        found.view(1 << 20, 5000)
-    del memory, found
-    gc.collect()
-    assert NodeMemory.find(f"{path} {token}") is None
 
 
 def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
@@ -610,8 +550,8 @@ class Exchange:
         )
         groups = in_threads(*(lambda r=rank: join(channel, r) for rank in range(world)))
         self.senders = [
-            HandOverSender(
-                ShmSegment(run_id="transporttest", rank=rank),
+            ColocatedSender(
+                ShmRegion(run_id="transporttest", rank=rank),
                 group,
                 rank=rank,
                 hosted=hosted,
@@ -625,9 +565,9 @@ class Exchange:
     def send(self, publish: Publish) -> list[str]:
         return in_threads(*(lambda s=s, r=r: publish.send(s, r) for r, s in enumerate(self.senders)))
 
-    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> HandOverInbox:
+    def inbox(self, publish: Publish, addresses: list[str], *, host: int, engine_rank: int) -> ColocatedInbox:
         shared = {"engine_rank": engine_rank, "shared_with": self.hosted[host]}
-        return HandOverInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
+        return ColocatedInbox(publish.manifest, map_shm(publish.manifest, addresses[host], **shared), **shared)
 
     def abandon(self) -> None:
         for sender in self.senders:
@@ -648,14 +588,14 @@ HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
 )
 @pytest.mark.parametrize("bucket_bytes", [64, 1000])
 def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bucket_bytes):
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
     exchange = Exchange(publish, hosted)
     for version in (0, 1):
-        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, wanted=HALVES)
+        publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
         addresses = exchange.send(publish)
         for host, engine_ranks in enumerate(hosted):
             assert bool(addresses[host]) == bool(engine_ranks)
-            shared = [b for b in publish.manifest.buckets if any(b.wanted_by(r) for r in engine_ranks)]
+            shared = [b for b in publish.manifest.buckets if any(b.required_by(r) for r in engine_ranks)]
             if engine_ranks:
                 assert Path(addresses[host]).stat().st_size == files.bucket_offsets(shared)[1]
             for rank in engine_ranks:
@@ -671,7 +611,7 @@ def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bu
 
 
 def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applied():
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0, 1], []])
     addresses = exchange.send(publish)
     only_of_1 = next(b for b in publish.manifest.buckets if b.engine_ranks == (1,))
@@ -684,14 +624,14 @@ def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applie
     exchange.inbox(publish, addresses, host=0, engine_rank=0)
     with pytest.raises(RuntimeError, match=f"bucket {only_of_1.index}: checksum"):
         exchange.inbox(publish, addresses, host=0, engine_rank=1)
-    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    later = pack(tensors(), 1, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     with pytest.raises(RuntimeError, match="carries weight version 0, the manifest says 1"):
         exchange.inbox(later, addresses, host=0, engine_rank=0)
     exchange.abandon()
 
 
 def test_a_trainer_rank_that_hands_nothing_over_is_named():
-    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, wanted=HALVES)
+    publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0], [1]], timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
         publish.send(exchange.senders[0], 0)

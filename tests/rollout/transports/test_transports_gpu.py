@@ -8,7 +8,7 @@ import torch
 
 from rollout.transports.base import GroupChannel
 from rollout.transports.checksum import multilinear
-from rollout.transports.colocated import HandOverInbox, HandOverSender
+from rollout.transports.colocated import ColocatedInbox, ColocatedSender
 from rollout.transports.rendezvous import open_store
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.weights.manifest import Box
@@ -37,7 +37,7 @@ def publish(version: int) -> Publish:
     return pack(tensors(), version, "int8", bucket_bytes=100_000)
 
 
-def arrived(found: Publish, inbox: HandOverInbox | GroupInbox) -> bool:
+def arrived(found: Publish, inbox: ColocatedInbox | GroupInbox) -> bool:
     """Whether every tensor lies whole on a device."""
     arrivals = Arrivals(found.manifest, inbox, engine_rank=0)
     for name, expected in tensors().items():
@@ -59,21 +59,21 @@ def _map(pipe: Connection) -> None:
 
     for version in (0, 1):
         memory = map_cuda(pipe.recv())
-        inbox = HandOverInbox(publish(version).manifest, memory, engine_rank=0, shared_with=[0])
+        inbox = ColocatedInbox(publish(version).manifest, memory, engine_rank=0, shared_with=[0])
         pipe.send(arrived(publish(version), inbox))
         del memory, inbox
 
 
 def test_what_is_laid_down_on_a_device_is_mapped_by_another_process_and_freed():
-    from rollout.transports.cuda_ipc import CudaSegment
+    from rollout.transports.cuda_ipc import CudaRegion
 
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     reader = context.Process(target=_map, args=(end,))
     reader.start()
     buckets = publish(0).manifest.buckets
-    sender = HandOverSender(
-        CudaSegment(), None, rank=0, hosted=[[0]], buckets=buckets, backend="nccl", timeout_s=TIMEOUT_S
+    sender = ColocatedSender(
+        CudaRegion(), None, rank=0, hosted=[[0]], buckets=buckets, backend="nccl", timeout_s=TIMEOUT_S
     )
     for version in (0, 1):
         pipe.send(publish(version).send(sender))

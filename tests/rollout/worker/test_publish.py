@@ -95,5 +95,5 @@ def test_two_ranks_that_were_sent_fp8_say_what_two_ranks_say_that_loaded_it(para
     assert found["sent"]["tokens"] == found["loaded"]["tokens"]
     assert gap(found["sent"]["logprobs"], found["loaded"]["logprobs"]) < 1e-6
     assert gap([found["sent"]["probe"]], [found["loaded"]["probe"]]) < 1e-6
-    first, second = found["wanted"]
+    first, second = found["required"]
     assert first == second  # halves, and what both hold

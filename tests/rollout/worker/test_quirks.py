@@ -36,49 +36,20 @@ def test_onednn_int8_is_right_after_every_reload(oracle):
         assert "onednn" in dict(answer["kernels"])["model.layers.0.mlp.down_proj"]
 
 
-def without_amx(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", layer_utils.check_cpu_sgl_kernel)
+def test_vllm_still_offers_its_int8_kernel_matrices_that_packing_refuses(monkeypatch):
     current_platform.import_kernels()
-
-
-def test_int8_still_goes_to_the_slow_kernel_on_cpus_without_amx_which_the_fast_one_does_not_need(monkeypatch):
-    without_amx(monkeypatch)
-    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
-    for _ in range(2):  # a process may start more than one engine
-        quirks.int8_is_loaded_slowly_on_cpus_without_amx()
-    has_instructions = torch.cpu._is_vnni_supported() and torch.cpu._is_avx512_bf16_supported()
-    assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8) == has_instructions
-    assert not scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.bfloat16)  # needs what it asks for
-
-
-def test_the_fast_int8_kernel_still_takes_only_whole_blocks_of_rows_while_vllm_asks_for_half_of_one(monkeypatch):
-    without_amx(monkeypatch)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", layer_utils.check_cpu_sgl_kernel)
     assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
-    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
+    for _ in range(2):  # a process may start more than one engine
+        quirks.int8_kernel_refuses_rows_that_vllm_offers_it()
     assert not scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
-    if scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8):
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
+    assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.bfloat16)
+    pack = getattr(torch.ops._C, "convert_weight_packed", None)
+    if pack is not None:  # builds for CPUs without AVX-512 lack it
         with pytest.raises(RuntimeError, match="BLOCK_N"):
-            torch.ops._C.convert_weight_packed(torch.ones(48, 64, dtype=torch.int8))
-
-
-@pytest.mark.parametrize(("num_rows", "num_columns"), [(32, 32), (96, 64), (160, 1024), (1024, 96)])
-@pytest.mark.parametrize("num_tokens", [1, 5, 300])
-def test_the_fast_int8_kernel_multiplies_codes_exactly(monkeypatch, num_rows, num_columns, num_tokens):
-    without_amx(monkeypatch)
-    quirks.int8_is_loaded_slowly_on_cpus_without_amx()
-    if not scaled_mm_cpu.check_cpu_sgl_kernel(num_rows, num_columns, torch.int8):
-        return  # another kernel's work
-    random = torch.Generator().manual_seed(num_rows)
-    weight = torch.randint(-127, 128, (num_rows, num_columns), generator=random, dtype=torch.int8)
-    scales = torch.rand(num_rows, 1, generator=random) + 0.5
-    inputs = torch.randint(-127, 128, (num_tokens, num_columns), generator=random).float()
-    inputs[:, 0] = 127  # what a token is divided by is then 1, and its codes are its numbers
-    packed = torch.ops._C.convert_weight_packed(weight)
-    found = torch.ops._C.int8_scaled_mm_with_quant(inputs.bfloat16(), packed, scales, None, torch.bfloat16, True)
-    expected = (inputs.double() @ weight.double().T * scales.double().T).bfloat16()
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
+            pack(torch.ones(48, 64, dtype=torch.int8))
 
 
 def test_a_tied_head_is_still_stale_after_a_reload_without_the_workaround(oracle):
@@ -155,26 +126,6 @@ def test_an_output_layer_is_still_packed_through_a_reload_and_let_go_of_where_it
     model.model.embed_tokens.weight = model.lm_head.weight  # tied: nothing is loaded into it
     quirks.output_layer_is_packed_beside_its_old_copy(model)
     assert hasattr(model.lm_head, "cpu_linear")
-
-
-def test_who_waits_for_a_rank_sleeps_after_a_tenth_of_a_second(tmp_path):
-    """In a process of its own: the workaround is for all of it."""
-    script = """
-import time, zmq
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from rollout.cpu import quirks
-def waits(since_last_read):
-    reader = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="ipc:///tmp/ADDRESS")
-    reader.last_read -= since_last_read
-    began = time.monotonic()
-    reader.wait(timeout_ms=300)
-    return time.monotonic() - began
-assert waits(0.5) < 0.2, "upstream has mended it, drop the workaround"
-for _ in range(2):
-    quirks.who_waits_for_a_rank_keeps_a_core_busy()
-assert waits(0.5) >= 0.2 and waits(0.0) < 0.2
-""".replace("/tmp/ADDRESS", str(tmp_path / "notify"))
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=DEADLINE_S)
 
 
 def test_a_call_that_waits_when_the_engine_dies_raises():

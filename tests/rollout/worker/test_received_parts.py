@@ -69,11 +69,11 @@ def test_a_part_is_put_together_from_pieces_that_overlap_it() -> None:
 def test_a_part_of_which_something_is_missing_is_refused_before_anything_is_loaded() -> None:
     manifest, _ = publish([(LEFT, (0,)), (RIGHT, (1,))])
     whole = Box(start=(0, 0), shape=(4, 6))
-    manifest.check_wanted(0, {"matrix": (LEFT,), "bias": (Box(start=(1,), shape=(2,)),)})
+    manifest.check_required(0, {"matrix": (LEFT,), "bias": (Box(start=(1,), shape=(2,)),)})
     with pytest.raises(RuntimeError, match="matrix: engine rank 0 would get 12 of the 24 elements"):
-        manifest.check_wanted(0, {"matrix": (whole,)})
+        manifest.check_required(0, {"matrix": (whole,)})
     with pytest.raises(RuntimeError, match="scale: engine rank 0 would get 0 of the 1"):
-        manifest.check_wanted(0, {"scale": (Box(start=(0,), shape=(1,)),)})
+        manifest.check_required(0, {"scale": (Box(start=(0,), shape=(1,)),)})
 
 
 def test_buckets_are_let_go_of_when_all_of_them_was_loaded_and_vectors_may_be_loaded_again() -> None:

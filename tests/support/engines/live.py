@@ -40,7 +40,7 @@ class Live:
     def publish(self, weights: str, version: int | None = None, **changes: object) -> Publish:
         if version is None:
             version = self.engine.state().weight_version + 1
-        keys = {"num_ranks": 2, "wanted": self.engine.weights.wanted} | changes
+        keys = {"num_ranks": 2, "required": self.engine.weights.required} | changes
         return pack(self.tensors(weights), version, self.format, **keys)
 
     def stage(self, publish: Publish) -> dict[int, str]:

@@ -62,11 +62,11 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     from tests.support.engines.packing import RUN_ID, pack, stacked
 
     tensors = stacked(tensors)
-    wanted = recorded(llm, tensors)
-    publish = pack(tensors, version, format, num_ranks=2, wanted=wanted)
+    required = recorded(llm, tensors)
+    publish = pack(tensors, version, format, num_ranks=2, required=required)
     publish.manifest.check()
-    for rank, boxes in enumerate(wanted):
-        publish.manifest.check_wanted(rank, boxes)
+    for rank, boxes in enumerate(required):
+        publish.manifest.check_required(rank, boxes)
     senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
     segments = {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
     order = UpdateOrder(manifest=publish.manifest, segments=segments, timeout_s=DEADLINE_S)
@@ -75,7 +75,7 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
     llm.finish_weight_update()
     llm.reset_prefix_cache()
-    assert recorded(llm, tensors) == wanted  # and what is answered next is answered by the model that was left behind
+    assert recorded(llm, tensors) == required  # and what is answered next is answered by the model that was left behind
     for sender in senders:
         sender.abandon()
 
@@ -96,7 +96,7 @@ def sum_gaps(llm, directories: list[str], directory: str, format: str, version: 
     for number, fault in enumerate([*OF_EXPERTS][::-1]):  # the right ones last
         push_tensors(llm, OF_EXPERTS[fault](tensors, old), version + number, format)
         counted = {(name, box) for name, one in stacked(tensors).items() for box in whole_matrices(one)}
-        (sums,) = llm.collective_rpc("loaded_sums", args=(pickle.dumps([counted]),))
+        (sums,) = llm.collective_rpc("loaded_fingerprint", args=(pickle.dumps([counted]),))
         found[fault] = list(difference(pickle.loads(sums), add_up([meant(tensors)])))
     return found
 
@@ -126,7 +126,7 @@ def recorded(llm, tensors) -> list[dict]:
         TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
         for name, one in tensors.items()
     )
-    found = [pickle.loads(rank) for rank in llm.collective_rpc("wanted", args=(pickle.dumps(specs),))]
+    found = [pickle.loads(rank) for rank in llm.collective_rpc("required", args=(pickle.dumps(specs),))]
     assert found == [{name: tuple(whole_matrices(one)) for name, one in tensors.items()}]
     return found
 

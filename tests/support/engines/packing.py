@@ -9,7 +9,7 @@ import torch
 
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.manifest import PIECE_ALIGNMENT, TRAILER, Box, Bucket, Piece, TensorSpec, Wanted, WeightManifest
+from rollout.weights.manifest import PIECE_ALIGNMENT, TRAILER, Box, Bucket, Piece, Required, TensorSpec, WeightManifest
 
 RUN_ID = "testrun"
 
@@ -49,7 +49,7 @@ def pack(
     num_ranks: int = 1,
     bucket_bytes: int = 64 << 10,
     run_id: str = RUN_ID,
-    wanted: Sequence[Wanted] = (),
+    required: Sequence[Required] = (),
 ) -> Publish:
     """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, else rows) and fill buckets in order.
 
@@ -75,7 +75,7 @@ def pack(
     for number, (name, tensor) in enumerate(tensors.items()):
         dim = 1 if ("o_proj" in name or "down_proj" in name) and tensor.ndim == 2 and tensor.shape[1] > 1 else 0
         count = num_ranks if tensor.shape[dim] % num_ranks == 0 and "norm" not in name else 1
-        cuts = _parts(tensor, [one[name] for one in wanted])
+        cuts = _parts(tensor, [one[name] for one in required])
         if not cuts:
             start = [0] * tensor.ndim
             for part in tensor.chunk(count, dim):
@@ -103,10 +103,10 @@ def pack(
     return Publish(manifest, payloads)
 
 
-def _parts(tensor: torch.Tensor, wanted: Sequence[tuple[Box, ...]]) -> list[tuple[Box, tuple[int, ...]]]:
+def _parts(tensor: torch.Tensor, required: Sequence[tuple[Box, ...]]) -> list[tuple[Box, tuple[int, ...]]]:
     """The boxes that ranks take and their takers; nothing if it is one for all, or if they do not tile the tensor."""
     takers: dict[Box, tuple[int, ...]] = {}
-    for rank, boxes in enumerate(wanted):
+    for rank, boxes in enumerate(required):
         for box in boxes:
             takers[box] = (*takers.get(box, ()), rank)
     whole = sum(box.size for box in takers) == tensor.numel()

@@ -28,8 +28,10 @@ def main() -> None:
             loaded = start(runner, checkpoints, family, format, load=True)
             found[format] = {"loaded": answers_and_end(runner, loaded)}
             sent = start(runner, checkpoints, family, format, load=False)
-            wanted = [sum(box.size for boxes in one.values() for box in boxes) for one in sent.engine.weights.wanted]
-            found[format] |= {"wanted": wanted, "sent": answers_and_end(runner, sent)}
+            required = [
+                sum(box.size for boxes in one.values() for box in boxes) for one in sent.engine.weights.required
+            ]
+            found[format] |= {"required": required, "sent": answers_and_end(runner, sent)}
     target.write_text(json.dumps(found))
 
 

@@ -13,7 +13,7 @@ from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, Stre
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.ranks import trainer_slots
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import plan_reshard
@@ -84,7 +84,7 @@ class Ring:
             total_updates=100,
             seed=0,
         )
-        trainer = running.start_trainer(spec, trainer_slots(PARALLEL, cpu_threads=1))
+        trainer = running.start_trainer(spec, trainer_ranks(PARALLEL, cpu_threads=1))
         engines.wait(starting, timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
         return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))
@@ -92,10 +92,10 @@ class Ring:
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
         """A publisher over `transport`; the delivery that is asked for becomes the one that engines listen to."""
         spec = read_model_spec(Path(self.directory))
-        wanted = self.engines.wanted(timeout_s=TIMEOUT_S)
-        self.trainer.plan_publishes(wanted)
+        required = self.engines.required(timeout_s=TIMEOUT_S)
+        self.trainer.plan_publishes(required)
         plan = plan_reshard(
-            spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, te_names=False, wanted=wanted
+            spec, PARALLEL, format=BF16, bucket_bytes=PUBLISH.bucket_bytes, uses_te_layer_names=False, required=required
         )
         if transport == "shm":
             delivery: WeightDelivery = ShmDelivery(self.trainer, self.engines, timeout_s=TIMEOUT_S)

@@ -41,7 +41,6 @@ def _serve(connection: Connection, rank: int) -> None:
                 position = ranks.initialize(
                     parallel,
                     rank=rank,
-                    world_size=parallel.world_size,
                     store=torch.distributed.FileStore(str(store), parallel.world_size),
                     timeout_s=DEADLINE_S,
                     seed=0,

@@ -6,30 +6,27 @@ import torch
 def build_loaded(
     position, parallel, directory, *, sequence_parallel=None, dtype="fp32", recompute="none", chunk_tokens=7
 ):
-    from megatron_rl.model.build import build, layer_names
+    from megatron_rl.model.build import ModelOptions, build, layer_names
     from megatron_rl.model.spec import read_model_spec
     from megatron_rl.weights.hf_load import load
-    from megatron_rl.weights.shards import rank_placements
+    from megatron_rl.weights.shards import rank_shards
 
     spec = read_model_spec(directory)
     (model,) = build(
         spec,
         parallel,
         position,
-        dtype=dtype,
-        recompute=recompute,
-        chunk_tokens=chunk_tokens,
-        sequence_parallel=sequence_parallel,
+        ModelOptions(dtype=dtype, recompute=recompute, chunk_tokens=chunk_tokens, sequence_parallel=sequence_parallel),
     )
-    placements = rank_placements(
+    shards = rank_shards(
         spec,
         parallel,
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
         data_rank=position.data,
-        te_names=layer_names() == "te",
+        uses_te_layer_names=layer_names() == "te",
     )
-    load(model, placements, spec, directory)
+    load(model, shards, spec, directory)
     return model
 
 
@@ -70,7 +67,7 @@ def full_logits(position, parallel, directory, batches, sequence_parallel):
 
 
 def gradients(position, parallel, directory, batches, coefficients, sequence_parallel, recompute):
-    """Scores of every batch, and gradients [(placement, array)] of this rank after one pass of DDP and schedule.
+    """Scores of every batch, and gradients [(shard, array)] of this rank after one pass of DDP and schedule.
 
     The loss is the sum of `coefficients` [2, R] times (logprobs, entropy); each data-parallel rank has its share
     of the batches.
@@ -78,7 +75,7 @@ def gradients(position, parallel, directory, batches, coefficients, sequence_par
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from megatron_rl.model.build import layer_names
-    from megatron_rl.weights.shards import rank_placements
+    from megatron_rl.weights.shards import rank_shards
 
     module = build_loaded(
         position, parallel, directory, sequence_parallel=sequence_parallel, recompute=recompute
@@ -101,12 +98,12 @@ def gradients(position, parallel, directory, batches, coefficients, sequence_par
     found = run_schedule(model, share, step, forward_only=False)
     finalize_model_grads([model])
     parameters = dict(module.named_parameters())
-    placements = rank_placements(
+    shards = rank_shards(
         module.spec,
         parallel,
         tensor_rank=position.tensor,
         pipeline_rank=position.pipeline,
         data_rank=position.data,
-        te_names=layer_names() == "te",
+        uses_te_layer_names=layer_names() == "te",
     )
-    return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in placements]
+    return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in shards]

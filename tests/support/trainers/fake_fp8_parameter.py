@@ -1,6 +1,6 @@
 """Parameters that are FP8 themselves, without Transformer Engine.
 
-`FakePrimary` has their fields and nothing that a tensor has beside them: whoever takes it for a tensor fails.
+`FakeFp8Parameter` has their fields and nothing that a tensor has beside them: whoever takes it for a tensor fails.
 `BlockTensor` is one of torch's too, so that Megatron's buffers, optimizer and checkpoints take it; `in_megatron` is
 what Transformer Engine would do for Megatron there. Both follow transformer_engine 2.12; kernels are the project's.
 """
@@ -48,7 +48,7 @@ class Fields:
         self._high_precision_init_val = None
 
 
-class FakePrimary(Fields):
+class FakeFp8Parameter(Fields):
     """Can be neither sliced nor detached nor written to."""
 
     def __init__(self, weight):

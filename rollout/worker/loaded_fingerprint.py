@@ -22,7 +22,7 @@ _LAST_OF_EXPERT = "w2_weight"
 
 
 @torch.no_grad()
-def loaded_sums(
+def loaded_fingerprint(
     model: torch.nn.Module,
     landings: Sequence[Landing],
     specs: Sequence[TensorSpec],
