@@ -3,7 +3,7 @@
 Configuration is data: frozen, typed, complete. Unknown keys are refused by every class; the
 launcher turns that refusal into an error that names the nearest known key.
 
-`load_dotted` loads a function by its dotted path, so that rewards, losses and advantages are replaceable from the
+`load_function` loads a function by its dotted path, so that rewards, losses and advantages are replaceable from the
 configuration.
 
 It lives in the leftmost package because both `rollout` (rewards) and `megatron_rl` (losses, advantages) need it.
@@ -34,7 +34,7 @@ class HistoryConfig(Config):
     """Engines draft from what their prompts produced before, and verify exactly. A deterministic run never drafts."""
     max_draft_tokens: int = Field(default=16, gt=0, le=128)
     """Longest draft of one request in one forward; how much of it is used is decided by price, forward by forward."""
-    stock_engines: tuple[int, ...] = ()
+    baseline_engines: tuple[int, ...] = ()
     """Numbers of engines that run without any speculation, for comparison."""
     num_shards: int = Field(default=1, gt=0)
     """Actors that own the history, each a share of the prompts."""
@@ -47,7 +47,7 @@ class HistoryConfig(Config):
     Refused if it was made with another tokenizer."""
 
 
-def load_dotted(path: str, *, field: str) -> Callable[..., object]:
+def load_function(path: str, *, field: str) -> Callable[..., object]:
     """The callable at `path` (`package.module.name`); `field` is the configuration key named in errors.
 
     Raises ValueError when the path has no dot, its module cannot be imported, or the name is missing or not callable.

@@ -97,7 +97,7 @@ def relation_bin(num_same: int, num_other: int) -> int:
 
 
 @kernel
-def score(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
+def update_rate(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
     """One more token of a cell was accepted or was not."""
     if counts[where, 1] >= _FULL:
         counts[where, 0] *= 0.5
@@ -114,7 +114,7 @@ def survival_bin(survival: float) -> int:
 
 
 @kernel
-def score_correction(
+def update_correction(
     sums: Counts, corrections: Rates, candidate: int, depth: int, predicted: float, survived: bool
 ) -> None:
     """One more drafted token, whose product of rates was `predicted`, survived or did not."""
@@ -135,7 +135,7 @@ def corrected(corrections: Rates, candidate: int, depth: int, predicted: float) 
 
 
 @kernel
-def level(survivals: Rates, length: int) -> None:
+def make_non_increasing(survivals: Rates, length: int) -> None:
     """Make survivals[:length] never rise, as survival cannot: what does becomes the mean of its run.
 
     Least squares (pool adjacent violators). To cut it off instead would lower every estimate that errs upwards and none
@@ -228,7 +228,7 @@ def scaled(rate: float, scale: float) -> float:
 
 
 @kernel
-def score_origin(sums: Sums, scales: Scales, origin: int, rejection: float, rejected: bool) -> None:
+def update_origin(sums: Sums, scales: Scales, origin: int, rejection: float, rejected: bool) -> None:
     """One more chain from `origin`, up to what was rejected of it.
 
     Args:

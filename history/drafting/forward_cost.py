@@ -88,7 +88,7 @@ DEFAULT = _default()
 """Seconds; a cautious machine, whose forward doubles at 32 tokens. Only ratios matter: the scale is fitted first."""
 
 
-class PriceSurface:
+class ForwardCostModel:
     """T of one engine. `observe` mutates; not for several threads."""
 
     def __init__(self, *, prior: Floats | None = None, verify_sizes: Sequence[int] = (), known_tokens: int = 0) -> None:
@@ -208,7 +208,7 @@ class PriceSurface:
     @classmethod
     def load(
         cls, path: Path, *, only: Mapping[str, str] | None = None, verify_sizes: Sequence[int] = ()
-    ) -> "PriceSurface":
+    ) -> "ForwardCostModel":
         """A surface whose prior is fitted to the rows of a record of `benchmarks.rollout.step_time`, or of `save`.
 
         Args:
@@ -230,7 +230,7 @@ class PriceSurface:
         return cls.fitted(seen, verify_sizes=verify_sizes)
 
     @classmethod
-    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "PriceSurface":
+    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "ForwardCostModel":
         """A surface whose prior is fitted to forwards, all of them counting alike."""
         table = list(seen)
         teacher = cls(verify_sizes=verify_sizes)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from history.drafting.candidates import propose
-from history.drafting.state import DraftState, Floats, Longs, room_to_work
+from history.drafting.state import DraftState, Floats, Longs, scratch_arrays
 from history.types import TokenIds
 
 LEAST_ROWS = 32
@@ -27,13 +27,13 @@ class DraftThreads:
         """Threads start when a batch is large enough for them."""
         if num_threads < 1:
             raise ValueError(f"{num_threads} threads cannot draft; at least 1 is needed")
-        self._rooms = [room_to_work(max_draft_tokens) for _ in range(num_threads - 1)]
+        self._rooms = [scratch_arrays(max_draft_tokens) for _ in range(num_threads - 1)]
         self._pool: ThreadPoolExecutor | None = None
 
     def propose(
         self,
         state: DraftState,
-        slots: Longs,
+        draft_rows: Longs,
         token_ids: TokenIds,
         num_tokens: TokenIds,
         rooms: TokenIds,
@@ -42,14 +42,14 @@ class DraftThreads:
         available: TokenIds,
     ) -> None:
         """`history.drafting.candidates.propose`, on as many threads as the rows are worth."""
-        num_parts = min(len(self._rooms) + 1, max(len(slots) // LEAST_ROWS, 1))
+        num_parts = min(len(self._rooms) + 1, max(len(draft_rows) // LEAST_ROWS, 1))
         if num_parts == 1:
-            propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+            propose(state, draft_rows, token_ids, num_tokens, rooms, drafts, survivals, available)
             return
-        edges = np.linspace(0, len(slots), num_parts + 1).astype(int).tolist()
+        edges = np.linspace(0, len(draft_rows), num_parts + 1).astype(int).tolist()
         parts = [
             (
-                slots[begin:end],
+                draft_rows[begin:end],
                 token_ids[begin:end],
                 num_tokens[begin:end],
                 rooms[begin:end],

@@ -26,7 +26,7 @@ from history.drafting.state import (
     Doubles,
     Longs,
 )
-from history.index.segment import Segment, attach_segment
+from history.index.segment import HistorySegment, attach_segment
 from history.index.suffix_array import SEPARATOR
 from history.lengths.estimate import LengthEstimate
 
@@ -38,12 +38,12 @@ Numbers = npt.NDArray[np.int32]
 
 
 class DraftGroup:
-    """Requests of one prompt. `add_region`, `attach` and `spread` mutate; afterwards the row must be written."""
+    """Requests of one prompt. `add_region`, `attach` and `rehash` mutate; afterwards the row must be written."""
 
     def __init__(self, *, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         self.prompt_key = prompt_key
         self._step = step
-        self.segment: Segment | None = None
+        self.segment: HistorySegment | None = None
         self.num_open = 0
         """Requests that are running."""
         self._region_size = region_size
@@ -87,7 +87,7 @@ class DraftGroup:
         self._responses = np.concatenate([segment.starts, found])
         return True
 
-    def spread(self) -> None:
+    def rehash(self) -> None:
         """Index the living text in more buckets."""
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
         reindex(self._text, self._buckets, self._num_used, BY_ONE_TOO if self.segment is None else BY_THREE)

@@ -12,7 +12,7 @@ from history.types import TokenIds
 REACH = 8
 """Tokens to either side in which a lost cursor looks."""
 
-_ENOUGH = 8
+_MAX_COMPARED = 8
 """Tokens of context that decide where it fits best."""
 
 
@@ -23,7 +23,7 @@ def realign(tokens: TokenIds, cursor: int, text: TokenIds, last: int, limit: int
     Never looks beyond the response that the cursor is in; of equal fits the nearest.
     """
     shift, best = 0, 0
-    limit = min(limit, _ENOUGH)
+    limit = min(limit, _MAX_COMPARED)
     left, right = tokens[cursor - 1] >= 0, True
     for distance in range(1, REACH + 1):
         position = cursor + distance - 1

@@ -7,7 +7,7 @@ region is kept whole when it ends, since nothing is followed from one region int
 overwritten is not removed: whoever finds it compares, as always.
 
 Invariant: the ring begins and ends with a separator, so that no comparison leaves it.
-Mutating: `share`, `keep`.
+Mutating: `append_running`, `append_finished`.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ NUM_PLACES = 32
 REGION = 64
 _CONTEXT = FIVE - 1
 """Tokens that a further region repeats, so that contexts reach over its beginning."""
-MOST_KEPT = 2048
+MAX_FINISHED_TOKENS = 2048
 """Newest tokens of a response that are kept: it ends between two forwards, and more would take long."""
 
 Longs = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ Numbers = npt.NDArray[np.int32]
 
 
 @kernel
-def share(
+def append_running(
     ring: TokenIds,
     buckets: Numbers,
     end: Longs,
@@ -44,7 +44,7 @@ def share(
     region_end: int,
     region_stop: int,
 ) -> tuple[int, int]:
-    """Take in text[start:stop] of a response that still runs and began at `first`; `end` as for `keep`.
+    """Take in text[start:stop] of a response that still runs and began at `first`; `end` as for `append_finished`.
 
     `region_end`, `region_stop`: where its region grows and ends (the same: it is full, or there is none). Returns both.
     """
@@ -71,9 +71,9 @@ def _reserve(ring: TokenIds, end: Longs) -> int:
 
 
 @kernel
-def keep(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds, start: int, stop: int) -> None:
+def append_finished(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds, start: int, stop: int) -> None:
     """Take in text[start:stop]; `end` [1] is where the newest response of the ring ends."""
-    start = max(start, stop - MOST_KEPT)
+    start = max(start, stop - MAX_FINISHED_TOKENS)
     if stop - start < 2:
         return
     at = end[0] + 1

@@ -1,6 +1,6 @@
 """What drafting keeps between forwards, as flat arrays that kernels read and write.
 
-A *slot* is one request, a *group* all requests of one prompt in this process. The columns of the two
+A *draft row* is one request, a *group* all requests of one prompt in this process. The columns of the two
 tables are named here; addresses are those of arrays that the group's owner keeps alive. A *candidate* is a
 way to find what comes next: places of the longest match in the history, the newest places of the living
 text, the newest places of what other prompts said, the cursor, and the cursor moved by an insertion or deletion.
@@ -30,19 +30,19 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
-HISTORY, LIVE, SHARED, STICKY, MOVED = range(NUM_CANDIDATES)
+HISTORY, LIVE, RING, STICKY, MOVED = range(NUM_CANDIDATES)
 
-PROMPT_LENGTH, GROUP, SEEN, TALLIED, LIVE_END, LIVE_STOP = range(6)
-CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
-"""Columns of a slot. SEEN: tokens taken in. TALLIED: tokens counted, which goes on while the drafter rests. LIVE_END,
-LIVE_STOP: where its region of the living text grows and ends. CURSOR: the position expected next, in CURSOR_TEXT.
-STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: the candidate drafted last (-1: none),
-DRAFTED: how many of its tokens."""
-SHARED_END, SHARED_STOP = 12, 13
+PROMPT_LENGTH, GROUP, SEEN, COUNTED_UP_TO, LIVE_END, LIVE_STOP = range(6)
+CURSOR_TEXT, CURSOR, CURSOR_MATCH, LOST, CHOSEN, DRAFTED = range(6, 12)
+"""Columns of a draft row. SEEN: tokens read. COUNTED_UP_TO: tokens counted, also while the drafter rests.
+LIVE_END, LIVE_STOP: the request's region of the living text grows and ends there. CURSOR: the position expected next,
+in CURSOR_TEXT. CURSOR_MATCH: tokens that the text followed the cursor. LOST: tokens since the cursor was right.
+CHOSEN: the candidate drafted last (-1: none). DRAFTED: how many of its tokens."""
+RING_END, RING_STOP = 12, 13
 """Where its newest region of the ring grows and ends; both 0: it has none."""
 OTHERWISE = 14
 """The candidate that would have been drafted if there were no ring (-1: none)."""
-NUM_SLOT_COLUMNS = 16
+NUM_ROW_COLUMNS = 16
 """Two cache lines; the last column is not used."""
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
@@ -72,10 +72,10 @@ the ring that what was drafted otherwise had not had, less those that only that 
 
 
 class DraftState(NamedTuple):
-    """S slots, G groups, C candidates, K tokens a draft."""
+    """S draft rows, G groups, C candidates, K tokens a draft."""
 
-    slots: Longs
-    """[S, NUM_SLOT_COLUMNS]"""
+    rows: Longs
+    """[S, NUM_ROW_COLUMNS]"""
     chains: TokenIds
     """[S, C, K]: what each candidate said last."""
     cells: TokenIds
@@ -84,7 +84,7 @@ class DraftState(NamedTuple):
     """[S, C]"""
     anchors: Longs
     """[S, C]: position of each chain's first token in its text."""
-    strengths: TokenIds
+    match_lengths: TokenIds
     """[S, C]: tokens of context that matched."""
     origins: TokenIds
     """[S, C]: where each chain comes from (`history.drafting.acceptance`)."""
@@ -115,7 +115,7 @@ class DraftState(NamedTuple):
     """[RING_BUCKETS, NUM_PLACES]"""
     ring_end: Longs
     """[1]"""
-    shares: Longs
+    uses_ring: Longs
     """[1]: whether the ring is looked into, this forward."""
     sums: Doubles
     """[NUM_SUMS]"""
@@ -137,12 +137,12 @@ class DraftState(NamedTuple):
 def borrowed_state(state: DraftState) -> DraftState:
     """The state for the length of one kernel: the same arrays, whose owner is its caller."""
     return DraftState(
-        slots=borrowed(state.slots),
+        rows=borrowed(state.rows),
         chains=borrowed(state.chains),
         cells=borrowed(state.cells),
         lengths=borrowed(state.lengths),
         anchors=borrowed(state.anchors),
-        strengths=borrowed(state.strengths),
+        match_lengths=borrowed(state.match_lengths),
         origins=borrowed(state.origins),
         products=borrowed(state.products),
         survivals=borrowed(state.survivals),
@@ -157,7 +157,7 @@ def borrowed_state(state: DraftState) -> DraftState:
         ring=borrowed(state.ring),
         ring_buckets=borrowed(state.ring_buckets),
         ring_end=borrowed(state.ring_end),
-        shares=borrowed(state.shares),
+        uses_ring=borrowed(state.uses_ring),
         sums=borrowed(state.sums),
         places=borrowed(state.places),
         votes=borrowed(state.votes),
@@ -169,15 +169,15 @@ def borrowed_state(state: DraftState) -> DraftState:
 
 
 def fresh_state(max_draft_tokens: int) -> DraftState:
-    """State without slots or groups."""
+    """State without draft rows or groups."""
     counts = fresh_counts()
     return DraftState(
-        slots=np.zeros((0, NUM_SLOT_COLUMNS), dtype=np.int64),
+        rows=np.zeros((0, NUM_ROW_COLUMNS), dtype=np.int64),
         chains=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
         cells=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
         lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         anchors=np.zeros((0, NUM_CANDIDATES), dtype=np.int64),
-        strengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        match_lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         origins=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         products=np.zeros((0, max_draft_tokens), dtype=np.float32),
         survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
@@ -192,13 +192,13 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         ring=np.full(RING_TOKENS, SEPARATOR, dtype=np.int32),
         ring_buckets=np.full((RING_BUCKETS, NUM_PLACES), -1, dtype=np.int32),
         ring_end=np.zeros(1, dtype=np.int64),
-        shares=np.ones(1, dtype=np.int64),
+        uses_ring=np.ones(1, dtype=np.int64),
         sums=np.zeros(NUM_SUMS),
-        **room_to_work(max_draft_tokens),
+        **scratch_arrays(max_draft_tokens),
     )
 
 
-def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
+def scratch_arrays(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
     """The fields of the state that hold nothing from one row to the next."""
     return {
         "places": np.zeros(NUM_PLACES, dtype=np.int32),
@@ -210,18 +210,18 @@ def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def with_slots(state: DraftState, num_slots: int) -> DraftState:
-    """The state with more slots, all zero."""
+def with_rows(state: DraftState, num_rows: int) -> DraftState:
+    """The state with more draft rows, all zero."""
     return state._replace(
-        slots=_grown(state.slots, num_slots),
-        chains=_grown(state.chains, num_slots),
-        cells=_grown(state.cells, num_slots),
-        lengths=_grown(state.lengths, num_slots),
-        anchors=_grown(state.anchors, num_slots),
-        strengths=_grown(state.strengths, num_slots),
-        origins=_grown(state.origins, num_slots),
-        products=_grown(state.products, num_slots),
-        survivals=_grown(state.survivals, num_slots),
+        rows=_grown(state.rows, num_rows),
+        chains=_grown(state.chains, num_rows),
+        cells=_grown(state.cells, num_rows),
+        lengths=_grown(state.lengths, num_rows),
+        anchors=_grown(state.anchors, num_rows),
+        match_lengths=_grown(state.match_lengths, num_rows),
+        origins=_grown(state.origins, num_rows),
+        products=_grown(state.products, num_rows),
+        survivals=_grown(state.survivals, num_rows),
     )
 
 

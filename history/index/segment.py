@@ -46,7 +46,7 @@ class SegmentError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class HistorySegment:
     """All arrays are read-only. R responses, n = sum of lengths + R + 1."""
 
     prompt_key: int
@@ -110,7 +110,7 @@ class Segment:
         return (*tables, self.tokens, self.order, self.fences)
 
 
-def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> Segment:
+def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> HistorySegment:
     """Index `responses`; empty ones are left out. Compiled and without the interpreter's lock but for the copying.
 
     Raises ValueError when a token id is negative.
@@ -133,7 +133,7 @@ def build_segment(prompt_key: int, version: int, responses: Sequence[PastRespons
         "samples": np.array([response.sample for response in kept], dtype=np.int32),
     }
     rewards = np.array([response.reward for response in kept], dtype=np.float32)
-    segment = Segment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
+    segment = HistorySegment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
     for array in segment._arrays():
         array.flags.writeable = False
     return segment
@@ -144,7 +144,7 @@ def segment_path(directory: Path, prompt_key: int) -> Path:
     return directory / f"{prompt_key:016x}.segment"
 
 
-def write_segment(directory: Path, segment: Segment) -> Path:
+def write_segment(directory: Path, segment: HistorySegment) -> Path:
     """Publish `segment` in `directory`: written aside, then renamed over the version before it."""
     path = segment_path(directory, segment.prompt_key)
     aside = path.with_suffix(f".{os.getpid()}.aside")
@@ -163,7 +163,7 @@ def write_segment(directory: Path, segment: Segment) -> Path:
     return path
 
 
-def attach_segment(directory: Path, prompt_key: int) -> Segment | None:
+def attach_segment(directory: Path, prompt_key: int) -> HistorySegment | None:
     """The prompt's segment, mapped read-only; None when there is no file.
 
     Raises SegmentError naming the file when its header or size is wrong.
@@ -203,13 +203,13 @@ def _joined(responses: Sequence[PastResponse]) -> TokenIds:
     return np.concatenate([*parts, np.array([END], dtype=np.int32)], dtype=np.int32)
 
 
-def _header(segment: Segment, checksum: int) -> bytes:
+def _header(segment: HistorySegment, checksum: int) -> bytes:
     fields = (_MAGIC, segment.prompt_key, segment.version, len(segment.tokens), len(segment.lengths), checksum)
     unsigned = _HEADER.pack(*fields, 0)[:-8]
     return _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(unsigned))
 
 
-def _body(segment: Segment) -> list[memoryview | bytes]:
+def _body(segment: HistorySegment) -> list[memoryview | bytes]:
     parts: list[memoryview | bytes] = []
     for array in segment._arrays():
         parts.append(array.data.cast("B") if len(array) else b"")
@@ -217,7 +217,7 @@ def _body(segment: Segment) -> list[memoryview | bytes]:
     return [bytes(-_HEADER.size % _ALIGNMENT), *parts]
 
 
-def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> Segment:
+def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> HistorySegment:
     magic, key, version, num_tokens, num_responses, _, signature = _HEADER.unpack_from(mapped)
     if magic != _MAGIC or signature != xxhash.xxh3_64_intdigest(mapped[: _HEADER.size - 8]):
         raise SegmentError(f"{path}: its header is damaged")
@@ -230,7 +230,7 @@ def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> Segment:
         raise SegmentError(f"{path}: {len(mapped)} bytes where its header says {offsets[-1]}")
     numbers = [np.frombuffer(mapped, np.int32, size, offset) for size, offset in zip(sizes, offsets, strict=False)]
     starts, lengths, steps, samples, rewards, tokens, order = numbers
-    return Segment(
+    return HistorySegment(
         prompt_key=prompt_key,
         version=version,
         tokens=tokens,

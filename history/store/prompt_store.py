@@ -103,7 +103,7 @@ class _Visit:
     """By sample."""
     rewards: tuple[float, ...] = ()
     """Empty until they are known."""
-    is_settled: bool = False
+    is_finished: bool = False
     """It was complete, and what it supersedes is gone."""
 
     @property
@@ -173,7 +173,7 @@ class PromptStore:
             for sample, response in visit.responses.items():
                 if sample < len(rewards):
                     visit.responses[sample] = replace(response, reward=rewards[sample])
-            self._settle(past, visit)
+            self._finish_visit(past, visit)
             self._changed(prompt_key, past)
 
     def restore(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
@@ -184,7 +184,7 @@ class PromptStore:
                 self._insert(past, response)
             for visit in past.visits:
                 visit.rewards = tuple(response.reward for response in visit.ordered())
-                visit.is_settled = True
+                visit.is_finished = True
             self._forget(prompt_key)
             if past.visits:
                 self._prompts[prompt_key] = past
@@ -251,7 +251,7 @@ class PromptStore:
         token_ids = np.array(response.token_ids, dtype=np.int32)
         token_ids.flags.writeable = False
         visit.responses[response.sample] = replace(response, token_ids=token_ids, reward=reward)
-        self._settle(past, visit)
+        self._finish_visit(past, visit)
 
     def _begin_visit(self, past: _Past, step: int) -> _Visit:
         visit = _Visit(step=step)
@@ -263,11 +263,11 @@ class PromptStore:
         self._last_step = max(self._last_step, step)
         return visit
 
-    def _settle(self, past: _Past, visit: _Visit) -> None:
+    def _finish_visit(self, past: _Past, visit: _Visit) -> None:
         """If `visit` is the newest one and has become complete: note the return, let go what it supersedes."""
-        if visit.is_settled or not visit.is_complete or visit is not past.visits[-1]:
+        if visit.is_finished or not visit.is_complete or visit is not past.visits[-1]:
             return
-        visit.is_settled = True
+        visit.is_finished = True
         if len(past.visits) > 1:
             self._note_return(past, past.visits[-2], visit)
         past.visits = past.visits[-self._kept_steps :]

@@ -37,7 +37,7 @@ _PROMPTS_PER_FETCH = 64
 class ShardReport:
     """What a shard did since its last report."""
 
-    has_begun: bool
+    is_filled: bool
     """False in an actor that was started again since somebody filled it."""
     stats: StoreStats
     returns: tuple[Return, ...]
@@ -47,7 +47,7 @@ class ShardReport:
 class ShardSave:
     """What a shard wrote."""
 
-    has_begun: bool
+    is_filled: bool
     files: tuple[SnapshotFile, ...]
     """Older before newer."""
     last_step: int
@@ -57,7 +57,7 @@ class ShardSave:
 class ReaderReport:
     """What a reader has published."""
 
-    has_begun: bool
+    is_filled: bool
     num_segments: int = 0
     num_bytes: int = 0
     num_failures: int = 0
@@ -70,13 +70,13 @@ class Shard:
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.lengths.reuse import reusable_share
 
-        self._has_begun = False
+        self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
 
-    def begin(self) -> None:
+    def mark_filled(self) -> None:
         """Everything that it should hold has been sent."""
-        self._has_begun = True
+        self._is_filled = True
 
     def append(self, batch: ResponseBatch) -> None:
         """Remember finished responses."""
@@ -101,12 +101,12 @@ class Shard:
     def save(self, folder: str, previous: str) -> ShardSave:
         """Write into `folder`, link from `previous`."""
         files = self._writer.save(self._store, Path(folder), Path(previous) if previous else None)
-        return ShardSave(has_begun=self._has_begun, files=tuple(files), last_step=self._store.last_step)
+        return ShardSave(is_filled=self._is_filled, files=tuple(files), last_step=self._store.last_step)
 
     def report(self) -> ShardReport:
         """Counters, and the returns since the last call."""
         return ShardReport(
-            has_begun=self._has_begun, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+            is_filled=self._is_filled, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
         )
 
 
@@ -118,7 +118,7 @@ class Reader:
         from history.index.segment import build_segment, segment_path, write_segment
 
         self._build, self._path, self._write = build_segment, segment_path, write_segment
-        self._has_begun = False
+        self._is_filled = False
         self._directory = Path(directory)
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
@@ -126,11 +126,11 @@ class Reader:
         sweep_segments()
         self._lock = claim(self._directory)
 
-    def begin(self) -> None:
+    def mark_filled(self) -> None:
         """The last order has been sent."""
-        self._has_begun = True
+        self._is_filled = True
 
-    def want(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+    def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Publish the newest segments of these prompts, in this order, and remove all others.
 
         `shards` come with each order, since Ray cannot start an actor again whose constructor was given handles.
@@ -143,7 +143,7 @@ class Reader:
     def report(self) -> ReaderReport:
         """The counters now."""
         return ReaderReport(
-            has_begun=self._has_begun,
+            is_filled=self._is_filled,
             num_segments=len(self._bytes),
             num_bytes=sum(self._bytes.values()),
             num_failures=self._num_failures,
@@ -200,11 +200,11 @@ class ServiceReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Watched:
+class _Actor:
     """One actor, and the last thing that it said."""
 
     name: str
-    actor: ray.actor.ActorHandle
+    handle: ray.actor.ActorHandle
     last: ShardReport | ReaderReport | None = None
 
 
@@ -218,20 +218,20 @@ class HistoryService:
         *,
         directory: str,
         fingerprint: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """`directory` is where the readers publish, `fingerprint` is of tokenizer and vocabulary; losses are said."""
         self.shards = tuple(shards)
         self.directory = directory
         self._readers = tuple(readers)
         self._fingerprint = fingerprint
-        self._say = say
-        self._watched = [
-            *(_Watched(name=f"history shard {number}", actor=shard) for number, shard in enumerate(shards)),
-            *(_Watched(name=f"history reader {number}", actor=reader) for number, reader in enumerate(readers)),
+        self._log = log
+        self._actors = [
+            *(_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)),
+            *(_Actor(name=f"history reader {number}", handle=reader) for number, reader in enumerate(readers)),
         ]
-        self._pending: list[ray.ObjectRef] = [watched.actor.begin.remote() for watched in self._watched]
-        self._wanted: list[int] = []
+        self._pending: list[ray.ObjectRef] = [actor.handle.mark_filled.remote() for actor in self._actors]
+        self._published_keys: list[int] = []
         self._newest = ""
         self._num_lost_calls = 0
 
@@ -241,10 +241,10 @@ class HistoryService:
             if len(part):
                 self._pending.append(shard.append.remote(part))
 
-    def want(self, prompt_keys: Sequence[int]) -> None:
+    def publish_segments(self, prompt_keys: Sequence[int]) -> None:
         """Have the segments of these prompts published on every node, in this order, and all others removed."""
-        self._wanted = list(dict.fromkeys(prompt_keys))
-        self._pending += [reader.want.remote(self._wanted, self.shards) for reader in self._readers]
+        self._published_keys = list(dict.fromkeys(prompt_keys))
+        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers]
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         """Rewards of a step's groups by prompt key, [G] each."""
@@ -259,19 +259,19 @@ class HistoryService:
         self._newest = str(folder)
         self._pending += [shard.restore.remote(self._newest, False, None) for shard in self.shards]
 
-    def adopt(self, folder: Path, only: Collection[int]) -> None:
+    def warm_start(self, folder: Path, only: Collection[int]) -> None:
         """Begin with another run's snapshot, as far as it is about these prompts. Raises SnapshotError."""
         check_snapshot(folder, self._fingerprint)
         self._pending += [shard.restore.remote(str(folder), True, set(only)) for shard in self.shards]
 
     def report(self) -> ServiceReport:
         """What there is now; mends what was lost since the last report."""
-        self._look_at_orders()
-        asked = {watched.actor.report.remote(): watched for watched in self._watched}
+        self._count_lost_calls()
+        asked = {actor.handle.report.remote(): actor for actor in self._actors}
         ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_TIMEOUT_S)
-        news = [report for ref, watched in asked.items() if (report := self._hear(ref, watched)) is not None]
-        shards = [watched.last for watched in self._watched if isinstance(watched.last, ShardReport)]
-        readers = [watched.last for watched in self._watched if isinstance(watched.last, ReaderReport)]
+        news = [report for ref, actor in asked.items() if (report := self._receive(ref, actor)) is not None]
+        shards = [actor.last for actor in self._actors if isinstance(actor.last, ShardReport)]
+        readers = [actor.last for actor in self._actors if isinstance(actor.last, ReaderReport)]
         return ServiceReport(
             stats=sum((report.stats for report in shards), StoreStats()),
             num_segments=sum(report.num_segments for report in readers),
@@ -290,7 +290,7 @@ class HistoryService:
         except ray.exceptions.RayError as error:
             self._not_saved(folder, _line(error))
             return
-        if not all(part.has_begun for part in parts):
+        if not all(part.is_filled for part in parts):
             self._not_saved(folder, "a shard was started again and is not refilled yet")
             return
         manifest = Manifest(
@@ -314,7 +314,7 @@ class HistoryService:
             ray.kill(actor, no_restart=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _look_at_orders(self) -> None:
+    def _count_lost_calls(self) -> None:
         """Count the orders that came to nothing: the one place where that is noticed."""
         if not self._pending:
             return
@@ -328,25 +328,25 @@ class HistoryService:
         if faults:
             self._lost(f"{len(faults)} order(s) to the history were lost ({faults[0]})", count=len(faults))
 
-    def _hear(self, ref: ray.ObjectRef, watched: _Watched) -> ShardReport | ReaderReport | None:
+    def _receive(self, ref: ray.ObjectRef, actor: _Actor) -> ShardReport | ReaderReport | None:
         """A report if it came in time; an actor that was started again is mended."""
         try:
             report: ShardReport | ReaderReport = ray.get(ref, timeout=0)
         except ray.exceptions.RayError as error:
-            self._lost(f"{watched.name} does not answer ({_line(error)})")
+            self._lost(f"{actor.name} does not answer ({_line(error)})")
             return None
-        watched.last = report
-        if not report.has_begun:
-            self._lost(f"{watched.name} died and was started again")
-            self._mend(watched)
+        actor.last = report
+        if not report.is_filled:
+            self._lost(f"{actor.name} died and was started again")
+            self._refill(actor)
         return report
 
-    def _mend(self, watched: _Watched) -> None:
-        if isinstance(watched.last, ReaderReport):
-            self._pending.append(watched.actor.want.remote(self._wanted, self.shards))
+    def _refill(self, actor: _Actor) -> None:
+        if isinstance(actor.last, ReaderReport):
+            self._pending.append(actor.handle.publish.remote(self._published_keys, self.shards))
         elif self._newest:
-            self._pending.append(watched.actor.restore.remote(self._newest, False, None))
-        self._pending.append(watched.actor.begin.remote())
+            self._pending.append(actor.handle.restore.remote(self._newest, False, None))
+        self._pending.append(actor.handle.mark_filled.remote())
 
     def _not_saved(self, folder: Path, why: str) -> None:
         """What half a snapshot would say is worse than the one before it."""
@@ -355,7 +355,7 @@ class HistoryService:
 
     def _lost(self, what: str, *, count: int = 1) -> None:
         self._num_lost_calls += count
-        self._say(f"{what}; engines draft from what is left")
+        self._log(f"{what}; engines draft from what is left")
 
 
 def start_history(
@@ -364,7 +364,7 @@ def start_history(
     directory: str,
     fingerprint: str,
     environment: Mapping[str, str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> HistoryService:
     """Start `config.num_shards` shards, and a reader on every node of the cluster.
 
@@ -373,7 +373,7 @@ def start_history(
         directory: where readers publish, see `history.index.segment`.
         fingerprint: of the tokenizer and its vocabulary; snapshots of others are refused.
         environment: variables of the actors' processes.
-        say: told in one line about every loss.
+        log: told in one line about every loss.
     """
     # no logical CPU of their own: they compute in bursts, beside engines and trainers that wait for a device
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
@@ -384,7 +384,7 @@ def start_history(
     ]
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
     readers = [HistoryReader.options(**options, scheduling_strategy=place).remote(directory) for place in places]
-    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, say=say)
+    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, log=log)
 
 
 def _line(error: BaseException) -> str:

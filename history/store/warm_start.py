@@ -58,7 +58,7 @@ def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[Respons
         visit = visits.get(trace.prompt_id, [])
         if not visit or trace.step >= visit[-1].step:
             visits[trace.prompt_id] = [*(one for one in visit if one.step == trace.step), trace]
-    _judge(path, agrees, prompts)
+    _check_same_tokenizer(path, agrees, prompts)
     last_step = max(visit[-1].step for visit in visits.values())
     entries = [
         (prompt_key(prompt_id), _past(trace, trace.step - last_step - 1))
@@ -69,7 +69,7 @@ def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[Respons
     return _batches(entries)
 
 
-def _judge(path: Path, agrees: Mapping[str, bool], prompts: Mapping[str, TokenIds]) -> None:
+def _check_same_tokenizer(path: Path, agrees: Mapping[str, bool], prompts: Mapping[str, TokenIds]) -> None:
     """Some prompts may have been edited since; if most differ, it was another tokenizer or chat template."""
     if not agrees:
         raise ValueError(

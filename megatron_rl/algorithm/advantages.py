@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from history.config import load_dotted
+from history.config import load_function
 
 Rewards = npt.NDArray[np.float64]
 
@@ -81,7 +81,7 @@ def overlong_punishment(outcome: GroupOutcome) -> Rewards:
 
 def load_advantage(path: str) -> AdvantageFunction:
     """The advantage function at a dotted path; raises ValueError when there is none."""
-    return cast(AdvantageFunction, load_dotted(path, field="algorithm.advantage"))
+    return cast(AdvantageFunction, load_function(path, field="algorithm.advantage"))
 
 
 def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:

@@ -24,7 +24,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from history.config import load_dotted
+from history.config import load_function
 from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
 
 
@@ -75,7 +75,7 @@ PolicyLoss = Callable[[LossInputs, LossSettings], LossOutput]
 
 def load_loss(path: str) -> PolicyLoss:
     """The policy loss at a dotted path; raises ValueError when there is none."""
-    return cast(PolicyLoss, load_dotted(path, field="algorithm.loss"))
+    return cast(PolicyLoss, load_function(path, field="algorithm.loss"))
 
 
 def coefficients(
