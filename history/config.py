@@ -1,14 +1,11 @@
 """The base of every configuration class, and the configuration of the history.
 
-Configuration is data: frozen, typed, complete. Unknown keys are refused by every class; the
-launcher turns that refusal into an error that names the nearest known key.
+Configuration objects are frozen and typed. Every class refuses unknown keys; the launcher turns that refusal into
+an error that names the nearest known key.
 
-`load_function` loads a function by its dotted path, so that rewards, losses and advantages are replaceable from the
-configuration.
-
-It lives in the leftmost package because both `rollout` (rewards) and `megatron_rl` (losses, advantages) need it.
-A path that does not lead to a callable is the user's error: the message names the field, the path, the part that
-failed and the nearest name that exists.
+`load_function` loads a function by its dotted path. The configuration can thereby replace rewards, losses and
+advantages. The function is in this package because `rollout` (rewards) and `megatron_rl` (losses, advantages) need it.
+If a path leads to no callable, the error names the field, the path, the failing part and the nearest existing name.
 """
 
 import difflib
@@ -20,35 +17,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Config(BaseModel):
-    """Frozen, strict about unknown keys; the docstring under a field is its documentation."""
+    """Frozen base class that refuses unknown keys. The docstring under a field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class HistoryConfig(Config):
-    """What is remembered of finished responses, and how engines draft from it."""
+    """Storage of finished responses, and drafting from them."""
 
     record_traces: bool = True
     """Write every training response's token ids to `traces/` in the run directory (jsonl)."""
     drafts: bool = True
-    """Engines draft from what their prompts produced before, and verify exactly. A deterministic run never drafts."""
+    """Engines draft tokens from past responses of the same prompt and verify them exactly. A deterministic run never
+    drafts."""
     max_draft_tokens: int = Field(default=16, gt=0, le=128)
-    """Longest draft of one request in one forward; how much of it is used is decided by price, forward by forward."""
+    """Longest draft of one request in one forward. A cost model chooses the length drafted in each forward."""
     baseline_engines: tuple[int, ...] = ()
-    """Numbers of engines that run without any speculation, for comparison."""
+    """Numbers of engines that run without speculation. The run report compares the others with them."""
     num_shards: int = Field(default=1, gt=0)
-    """Actors that own the history, each a share of the prompts."""
+    """Number of actors that own the history. Each owns a part of the prompts."""
     budget_bytes: int = Field(default=2 << 30, gt=0)
-    """Most bytes of tokens that all shards together remember; beyond it the least valuable prompts are forgotten."""
+    """Most bytes of tokens that all shards together store. Above the budget the shards evict the least valuable
+    prompts."""
     kept_steps: int = Field(default=1, gt=0)
-    """Visits of a prompt whose responses are kept; the last one is what counts, older ones add nothing."""
+    """Number of visits of a prompt whose responses are kept. One is enough: older visits did not improve drafts."""
     warm_start: str = ""
-    """History of another run to begin with: a `history` folder of a checkpoint, or a jsonl file (or folder) of traces.
-    Refused if it was made with another tokenizer."""
+    """History of another run to start from: a `history` folder of a checkpoint, or a jsonl file (or folder) of traces.
+    A history of another tokenizer is refused."""
 
 
 def load_function(path: str, *, field: str) -> Callable[..., object]:
-    """The callable at `path` (`package.module.name`); `field` is the configuration key named in errors.
+    """Load the callable at `path` (`package.module.name`); errors name the configuration key `field`.
 
     Raises ValueError when the path has no dot, its module cannot be imported, or the name is missing or not callable.
     """

@@ -1,7 +1,7 @@
-"""Says what comes next for every row of a batch, and how likely it is to survive. Compiled, no Python per row.
+"""Finds draft candidates for every row of a batch, chooses the best, and estimates its survival. All compiled.
 
-Rows are worked on in passes, each asking for the memory that the next one reads: with many requests the index is far
-larger than the caches, and waiting for it would be most of the time.
+Rows are processed in several passes. Each pass prefetches the memory that the next pass reads: with many requests the
+index is far larger than the caches, and cache misses would dominate the time.
 """
 
 import numpy as np
@@ -73,7 +73,7 @@ from history.jit import CACHE_LINE, borrowed, int32s_at, int64s_at, kernel, pref
 from history.types import TokenIds
 
 _MIN_SURVIVAL = 0.02
-"""Survival below which a candidate is not followed any further."""
+"""Survival at which a candidate is cut."""
 
 
 @kernel
@@ -87,8 +87,10 @@ def propose(
     survivals: Floats,
     available: TokenIds,
 ) -> None:
-    """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
-    and how many there are, at most rooms[i], into `available` [R].
+    """Choose the best candidate of every row.
+
+    Writes its tokens into `drafts` [R, K], their survival into `survivals` [R, K], and their number, at most rooms[i],
+    into `available` [R].
     """
     state, token_ids = borrowed_state(state), borrowed(token_ids)
     num_rows = len(draft_rows)
@@ -141,9 +143,9 @@ def propose(
 def _search(
     state: DraftState, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds
 ) -> tuple[Longs, Longs]:
-    """Search every row's segment for what its text ends with: the fence of that context, and how many are smaller.
+    """Search every row's segment for its newest context; return the context's fence and the number of smaller fences.
 
-    All rows go down one level before any goes down the next, so that what a row reads next has long been asked for.
+    All rows descend one level before any row descends the next, so that prefetches complete in time.
     """
     num_rows = len(draft_rows)
     keys, firsts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
@@ -176,7 +178,7 @@ def _search(
 def _locate_matches(
     state: DraftState, draft_row: int, text: TokenIds, length: int, key: int, first: int
 ) -> tuple[int, int, int]:
-    """Where to look: a range of the segment's order and a bucket of the living text (-1: none). Asks for both."""
+    """Locate and prefetch the range of the segment's order and the bucket of the living text (-1: none)."""
     group = state.rows[draft_row, GROUP]
     limit = length - state.rows[draft_row, PROMPT_LENGTH]
     begin, end, bucket = 0, 0, -1
@@ -196,7 +198,7 @@ def _locate_matches(
 
 @kernel
 def _locate_in_ring(state: DraftState, draft_row: int, text: TokenIds, length: int) -> int:
-    """The bucket of the ring to look into first (-1: none). Asks for it."""
+    """Locate and prefetch the first bucket of the ring to search (-1: none)."""
     limit = length - state.rows[draft_row, PROMPT_LENGTH]
     if limit <= 0 or state.uses_ring[0] == 0:
         return -1
@@ -213,7 +215,7 @@ def _locate_in_ring(state: DraftState, draft_row: int, text: TokenIds, length: i
 def _narrow(
     state: DraftState, draft_row: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
 ) -> tuple[int, int]:
-    """Cut a long range down, and ask for the texts that will be compared."""
+    """Narrow a long range, and prefetch the texts to compare."""
     group = state.rows[draft_row, GROUP]
     if end > begin:
         address, size = state.groups[group, TOKENS], state.groups[group, NUM_TOKENS]
@@ -242,7 +244,7 @@ def _find_candidates(
     begin: int,
     end: int,
 ) -> None:
-    """Follow all candidates: chains, lengths, anchors and match lengths of the draft row; votes and kinds."""
+    """Follow all candidates: chains, lengths, anchors and match lengths of the row, votes and kinds."""
     places, kinds = state.places, state.kinds
     columns, group = state.rows[draft_row], state.groups[state.rows[draft_row, GROUP]]
     last, limit = length - 1, length - columns[PROMPT_LENGTH]
@@ -285,14 +287,14 @@ def _find_candidates(
 
 @kernel
 def _is_followed(state: DraftState, draft_row: int, text: int, cursor: int) -> bool:
-    """Whether another candidate already continues at the cursor."""
+    """Check whether another candidate already continues at the cursor."""
     candidate = HISTORY if text == IN_HISTORY else LIVE
     return bool(state.lengths[draft_row, candidate] > 0 and state.anchors[draft_row, candidate] == cursor)
 
 
 @kernel
 def _choose_candidate(state: DraftState, draft_row: int, room: int) -> tuple[int, int]:
-    """Products of rates along every candidate; the one with most expected tokens, also without the ring (-1: none)."""
+    """Multiply rates along every candidate; return the best candidate, and the best without the ring (-1: none)."""
     votes, common, others = state.votes, state.common, state.leads
     best, chosen, best_otherwise, otherwise = 0.0, -1, 0.0, -1
     for candidate in range(NUM_CANDIDATES):
@@ -336,7 +338,7 @@ def _choose_candidate(state: DraftState, draft_row: int, room: int) -> tuple[int
 
 @kernel
 def _origin(state: DraftState, draft_row: int, candidate: int) -> int:
-    """Where a candidate's chain comes from."""
+    """Return the origin of a candidate's chain."""
     text = state.rows[draft_row, CURSOR_TEXT]
     if candidate == RING:
         return ELSEWHERE
@@ -349,7 +351,7 @@ def _origin(state: DraftState, draft_row: int, candidate: int) -> int:
 
 @kernel
 def _num_common(state: DraftState, draft_row: int, candidate: int, other: int) -> int:
-    """How many tokens two candidates say alike from the first on; -1 if there is nothing to compare."""
+    """Length of the common prefix of two candidates; -1 if either is empty."""
     most = min(state.lengths[draft_row, candidate], state.lengths[draft_row, other])
     if most == 0:
         return -1

@@ -1,9 +1,9 @@
 """Compiles the history's kernels into numba's cache: once per installation, half a minute of one core.
 
-`python -m history.drafting.compile`; `make setup` ends with it, so that neither a run's first engine nor its first
-segment waits. Without it whoever drafts first compiles, several processes at once if they begin together.
+`make setup` ends with `python -m history.drafting.compile`, so that a run's first engine and first segment need not
+wait. Without it the first drafting process compiles; several processes that start together compile at once.
 
-It drafts a small response from a segment that says the same, the way an engine does.
+The module drafts a small response from a segment with the same tokens, as an engine does.
 """
 
 import tempfile
@@ -20,14 +20,14 @@ from history.types import PastResponse
 _KEY = 1
 _PROMPT = [1, 2]
 _RESPONSE = [3, 4, 5, 6, 7, 8, 9, 10] * 80
-"""Long enough to outgrow the index that a living text begins with."""
+"""Long enough to outgrow the first index of a living text."""
 _ROOM = 4
 
 
 def compile_kernels() -> float:
-    """Compile, or load, what an engine and a reader call; returns the tokens that a forward of the small text emitted.
+    """Compile or load the kernels of an engine and a reader; return the tokens emitted per forward.
 
-    Takes about a second where everything is compiled.
+    Loading compiled kernels takes about a second.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,8 +1,8 @@
-"""Drafts for a batch of requests: what their prompts' history says comes next, as far as it is worth verifying.
+"""Drafts tokens for a batch of requests from their prompts' history, as far as verification pays.
 
-Nothing here is remote, and nothing is Python per token. A segment that is missing or damaged costs its
-prompt drafts from history and nothing else; it is looked for again later. Where drafts cannot pay, or the
-texts of this batch give nothing to draft, the drafter rests: it costs next to nothing then, and tries again.
+Nothing here is remote, and no Python runs per token. If a segment is missing or damaged, its prompt is drafted without
+history, and the drafter looks for the segment again later. If drafts cannot pay, or the batch has no candidates, the
+drafter rests at almost no cost and tries again later.
 """
 
 import logging
@@ -59,33 +59,33 @@ from history.types import TokenIds
 _log = logging.getLogger(__name__)
 
 _RETRY_SEGMENTS_EVERY = 64
-"""Forwards after which a segment that was missing or damaged is looked for again."""
+"""Forwards between two attempts to attach missing or damaged segments."""
 _ROWS_ADDED = 64
-"""Slots and groups that are added at a time."""
+"""Draft rows, and groups, added at a time."""
 _MIN_WEIGHT, _MAX_WEIGHT = 0.5, 4.0
 """Bounds of a row's makespan weight."""
 _MAX_USELESS = 8
-"""Forwards in a row without anything worth drafting after which the drafter rests."""
+"""Consecutive forwards without drafts after which the drafter rests."""
 _MAX_REST = 16
 _RING_TRIALS, _RING_TRIAL_EVERY = 32, 16
-"""Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
+"""Forwards with ring search before its gain is evaluated; interval of forwards that search while it does not pay."""
 _FEW_RING_TRIALS, _ENOUGH_ACCEPTED = 8, 4000
-"""Forwards and accepted tokens after which it is judged in a large batch. Fewer may misjudge: see decision 19."""
+"""Forwards and accepted tokens before the evaluation in a large batch. Fewer may misjudge: see decision 19."""
 _MIN_RING_GAIN = 0.05
-"""Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
-twentieth of a forward of 20 ms."""
+"""Least share of accepted tokens that the ring must add. A search takes about a millisecond for 256 rows, a twentieth
+of a forward of 20 ms."""
 _SURVIVAL_WINDOW = 64.0
-"""Tokens that were expected to survive, of which it is remembered how many did."""
+"""Expected survivors over which observed survival is averaged."""
 _MIN_DECAY = 0.75
-"""Share of what is remembered that one forward leaves, however many tokens it drafts."""
+"""Least decay factor of one forward, for any number of drafted tokens."""
 _SURVIVAL_PRIOR, _SURVIVAL_BAND = 4.0, 2.0
-"""Tokens added to both, and what the ratio is multiplied by: down to a half it is taken for chance."""
+"""Prior tokens of the ratio, and its tolerance: a ratio down to one half counts as chance."""
 _NOTICEABLE = 0.005
-"""Share of a forward from which the drafter's own time is worth saving."""
+"""Share of a forward above which the drafter's own time is worth saving."""
 
 
 class Drafter:
-    """Drafts of one engine process. `open`, `close`, `propose` and `drain` mutate; not for several threads."""
+    """Drafts tokens in one engine process. `open`, `close`, `propose` and `drain` mutate; not thread-safe."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Drafter:
 
         Args:
             max_draft_tokens: most tokens of one draft.
-            segments_dir: folder in which the prompts' segments lie; empty: there is no history.
-            cost_model: decide how much of a draft is worth its forward; None: all that survives with `threshold`.
-            threshold: least probability of survival of a draft token, without cost_model.
+            segments_dir: folder of the prompts' segments; empty: no history.
+            cost_model: prices of forwards, which set draft lengths; None: draft while survival reaches `threshold`.
+            threshold: least survival probability of a draft token, without a cost model.
             max_model_len: most tokens of a text.
-            num_threads: that large batches are drafted on (`history.drafting.parallel`).
+            num_threads: threads that draft large batches (`history.drafting.parallel`).
         """
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
@@ -122,20 +122,20 @@ class Drafter:
         self._uses_ring, self._num_ring_trials = True, 0
         self._num_ring_gained, self._num_accepted = 0.0, 0.0
         self._last_seconds: tuple[float, float] | None = None
-        """Of the forward under way: seconds of a plain one, and of this one."""
+        """Estimated seconds of the forward under way: without drafts, and with them."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
         self._recent_survival = np.zeros(4)
-        """Tokens expected to survive and those that did: at the last forward by `DraftState.sums`, and remembered."""
+        """Expected and observed survivors: of `DraftState.sums` at the last forward, then their decayed sums."""
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
-        """The draft row of a request that appeared.
+        """Add a request and return its draft row.
 
         Args:
-            prompt_key: what it shares its history with.
-            prompt_length: tokens of its prompt.
-            max_length: tokens of its prompt and of its longest response.
-            step: that it is sampled for; tells how old a past response is.
+            prompt_key: key of the prompt; requests of one prompt share history and living text.
+            prompt_length: tokens of the prompt.
+            max_length: tokens of the prompt and of the longest response.
+            step: current step, from which the age of a past response is computed.
         """
         if prompt_key not in self._groups:
             most = min(max_length, self._max_model_len) - prompt_length
@@ -159,7 +159,7 @@ class Drafter:
         return draft_row
 
     def close(self, draft_row: int) -> None:
-        """The request is gone. With the last one of a prompt its living text goes, and its segment is let go."""
+        """Remove a request. The last request of a prompt also frees the living text and the segment."""
         index, group = self._open_rows.pop(draft_row)
         self._free_rows.append(draft_row)
         row = self._state.rows[draft_row]
@@ -177,12 +177,12 @@ class Drafter:
 
         Args:
             draft_rows: [R], -1 for a row without drafts.
-            token_ids: [B, L], B at least R: texts, prompt and output.
-            num_tokens: [R], how many tokens each text has, the newest included.
+            token_ids: [B, L], B at least R: texts of prompt and output.
+            num_tokens: [R], tokens of each text, the newest included.
             rooms: [R], most tokens to draft for each row.
         """
         began = time.perf_counter()
-        # another dtype would be compiled anew, in the middle of a run
+        # another dtype would compile new kernels in the middle of a run
         draft_rows, num_tokens = np.asarray(draft_rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
         rooms, token_ids = np.asarray(rooms, dtype=np.int32), np.ascontiguousarray(token_ids, dtype=np.int32)
         self._num_forwards += 1
@@ -204,7 +204,7 @@ class Drafter:
         return found
 
     def drain(self) -> DraftStats:
-        """What happened since the last call."""
+        """Return the counters since the last call, and reset them."""
         sums = self._state.sums
         stats = DraftStats(
             num_forwards=self._num_forwards,
@@ -258,14 +258,14 @@ class Drafter:
         return [tokens[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
     def _decide_ring_use(self, num_gained: float, num_accepted: float) -> None:
-        """Look into the ring in every forward as long as it adds something, else in few, to see whether it does."""
+        """Search the ring in every forward while it adds accepted tokens; otherwise search it rarely, as a trial."""
         if self._state.uses_ring[0]:
             self._num_ring_trials += 1
             self._num_ring_gained += num_gained
             self._num_accepted += num_accepted
         if self._num_ring_trials >= (_FEW_RING_TRIALS if self._num_accepted >= _ENOUGH_ACCEPTED else _RING_TRIALS):
             self._uses_ring = self._num_ring_gained > _MIN_RING_GAIN * self._num_accepted
-            # what was seen before counts half: a judgement is not overthrown by one bad stretch
+            # earlier trials keep half their weight, so that one bad stretch does not change the decision
             self._num_ring_trials, self._num_ring_gained, self._num_accepted = (
                 0,
                 self._num_ring_gained / 2,
@@ -274,7 +274,7 @@ class Drafter:
         self._state.uses_ring[0] = self._uses_ring or self._num_forwards % _RING_TRIAL_EVERY == 0
 
     def _count(self, draft_rows: Longs, num_tokens: TokenIds) -> None:
-        """Count what the last forward emitted, and what it saved: plain forwards emit one token a row each."""
+        """Count the tokens that the last forward emitted, and the time saved over plain forwards of one token a row."""
         sums = self._state.sums
         rows, emitted = sums[ROWS], sums[EMITTED]
         count_emitted(self._state.rows, sums, draft_rows, num_tokens)
@@ -284,13 +284,13 @@ class Drafter:
         self._last_seconds = None
 
     def _rest(self, draft_rows: Longs, seconds: Doubles, began: float) -> list[list[int]]:
-        """Draft nothing and learn nothing; what is emitted meanwhile is taken in later, all at once."""
+        """Neither draft nor learn; `update_state` reads the tokens emitted meanwhile later, all at once."""
         self._num_resting = max(self._num_resting - 1, 0)
         self._propose_s += time.perf_counter() - began
         return [[] for _ in range(len(draft_rows))]
 
     def _back_off(self, useful: bool, share: float) -> None:
-        """Rest after many useless forwards, ever longer, if drafting took a noticeable share of a forward."""
+        """Rest after many useless forwards, for growing intervals, if drafting took a noticeable share of a forward."""
         self._num_useless = 0 if useful else self._num_useless + 1
         if self._num_useless >= _MAX_USELESS and share > _NOTICEABLE:
             self._num_resting = min(1 << (self._num_useless - _MAX_USELESS), _MAX_REST)
@@ -314,7 +314,7 @@ class Drafter:
             return group.attach(self._directory)
         except SegmentError as error:
             self._num_damaged += 1
-            _log.warning("drafting without the history of a prompt: %s", error)
+            _log.warning("drafting a prompt without its history: %s", error)
             return False
 
     def _retry_segments(self) -> None:
@@ -324,7 +324,7 @@ class Drafter:
                 self._state.remaining[index] = group.remaining()
 
     def _rehash(self) -> None:
-        """Give living texts that have outgrown their buckets more of them."""
+        """Rehash living texts that have outgrown their buckets."""
         self._state.sums[CROWDED] = 0
         for index, group in self._groups.values():
             row = self._state.groups[index]
@@ -344,16 +344,17 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
 
 @kernel
 def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
-    """Lower all survivals where far fewer tokens survive of late than was expected.
+    """Lower all survivals if far fewer tokens survived recently than expected.
 
-    Rates are learned cell by cell, for hundreds of tokens each. When a history stops being of use, as with prompts
-    whose answers have nothing to do with it, all of them are too high at once.
+    Each cell's rate averages hundreds of tokens. When a history becomes useless, as for prompts with unrelated answers,
+    all rates are too high at once.
 
     Args:
-        recent: [4], tokens expected to survive and those that did, by `sums` at the last call, and remembered; changed.
+        recent: [4], changed. Tokens expected to survive and tokens that survived: of `sums` at the last call, then
+            the decayed sums.
         sums: of `DraftState`.
         survivals: [R, K], changed.
-        available: [R], how many of each row there are.
+        available: [R], candidate tokens of each row.
     """
     now = np.zeros(2)
     for i in range(NUM_BINS):
@@ -372,7 +373,7 @@ def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats
 
 @kernel
 def _remaining(columns: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
-    """Expected remaining tokens of each row; none is expected of a row without a draft row."""
+    """Return the expected remaining tokens of each row; 0 for a row without a draft row."""
     found = np.zeros(len(draft_rows))
     for row in range(len(draft_rows)):
         if draft_rows[row] >= 0:
@@ -386,7 +387,7 @@ def _remaining(columns: Longs, remaining: Doubles, draft_rows: Longs, num_tokens
 
 @kernel
 def _record_drafts(columns: Longs, draft_rows: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
-    """Remember how much is drafted of each row; all drafts one after another, row i's up to ends[i]."""
+    """Record each row's draft length, and join the drafts; row i's draft ends at ends[i]."""
     flat = np.empty(lengths.sum(), dtype=np.int32)
     end = 0
     for row in range(len(draft_rows)):

@@ -1,4 +1,4 @@
-"""Takes in what an engine emitted since the last forward: scores, cursors, living texts. Compiled."""
+"""Updates rates, cursors and living texts with the tokens emitted since the last forward. Compiled."""
 
 from history.drafting.acceptance import (
     NUM_CANDIDATES,
@@ -62,23 +62,23 @@ from history.jit import CACHE_LINE, borrowed, int32s_at, kernel, prefetch
 from history.types import TokenIds
 
 _PLACES = (STICKY, MOVED, HISTORY, LIVE)
-"""Candidates that a cursor can follow; one that was right as long as others stays where it is."""
+"""Candidates that a cursor can follow; of equally long matches the first wins."""
 
 _MAX_MISSED = 24
-"""Tokens without a match after which a cursor is dropped."""
+"""Mismatched tokens after which a cursor is dropped."""
 
 _CELLS_AHEAD, _AHEAD, _GROUP_AHEAD, _ROW_AHEAD = 1, 2, 5, 8
-"""How many rows before its turn memory of a row is asked for. What tells where the rest lies comes first."""
+"""Rows by which the memory of a row is prefetched ahead. The arrays that hold addresses come first."""
 
 _MIN_MATCH = 3
-"""Tokens of context from which a match that predicted nothing right is still a place to stay at."""
+"""Least matching tokens at which a match without correct tokens still sets the cursor."""
 
 
 @kernel
 def count_emitted(table: Longs, sums: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> None:
-    """Count rows and what they have emitted since the forward before; a row's first forward computed its prompt.
+    """Count rows and their tokens emitted since the last forward. A row's first forward, of its prompt, is not counted.
 
-    Takes two arrays of the state instead of all thirty, which would take longer to hand over than to read.
+    The kernel takes two arrays of the state: passing all thirty would take longer than reading them.
     """
     for row in range(len(draft_rows)):
         if draft_rows[row] < 0:
@@ -92,7 +92,7 @@ def count_emitted(table: Longs, sums: Doubles, draft_rows: Longs, num_tokens: To
 
 @kernel
 def update_state(state: DraftState, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
-    """Learn from every row's tokens that are new since it was last seen; each proposal is scored once."""
+    """Update the state with every row's new tokens; each candidate token is counted once."""
     state, token_ids = borrowed_state(state), borrowed(token_ids)
     for row in range(len(draft_rows)):
         draft_row = draft_rows[row]
@@ -127,7 +127,7 @@ def update_state(state: DraftState, draft_rows: Longs, token_ids: TokenIds, num_
 
 @kernel
 def _prefetch_row(state: DraftState, draft_row: int, text: TokenIds, length: int) -> None:
-    """Ask for the end of a row's text and for what says where its other memory lies."""
+    """Prefetch the end of a row's text, and the arrays that locate its other memory."""
     address = state.rows.ctypes.data + 8 * state.rows.shape[1] * draft_row
     prefetch(address)
     prefetch(address + CACHE_LINE)
@@ -141,7 +141,7 @@ def _prefetch_row(state: DraftState, draft_row: int, text: TokenIds, length: int
 
 @kernel
 def _prefetch_group(state: DraftState, draft_row: int) -> None:
-    """Ask for the row of its group."""
+    """Prefetch the request's group."""
     address = state.groups.ctypes.data + 8 * state.groups.shape[1] * state.rows[draft_row, GROUP]
     prefetch(address)
     prefetch(address + CACHE_LINE)
@@ -149,11 +149,11 @@ def _prefetch_group(state: DraftState, draft_row: int) -> None:
 
 @kernel
 def _prefetch_cells(state: DraftState, draft_row: int) -> None:
-    """Ask for what is known of the cells that a row is about to score."""
+    """Prefetch the counts and rates of the row's cells."""
     for candidate in range(NUM_CANDIDATES):
         if state.lengths[draft_row, candidate] > 0:
             where = state.cells[draft_row, candidate, 0]
-            # the cells of a chain's first four tokens lie within so many lines, if nothing but the depth differs
+            # the cells of a chain's first four tokens lie in these lines if they differ in depth only
             prefetch(state.counts.ctypes.data + 8 * where)
             prefetch(state.counts.ctypes.data + 8 * where + CACHE_LINE)
             prefetch(state.counts.ctypes.data + 8 * where + 2 * CACHE_LINE)
@@ -163,7 +163,7 @@ def _prefetch_cells(state: DraftState, draft_row: int) -> None:
 
 @kernel
 def _prefetch_chains(state: DraftState, draft_row: int, text: TokenIds, length: int) -> None:
-    """Ask for the memory that `update_state` is about to work on for a row."""
+    """Prefetch the memory that `update_state` reads and writes for a row."""
     columns, num_tokens = state.rows[draft_row], state.chains.shape[2]
     for candidate in range(NUM_CANDIDATES):
         at = 4 * num_tokens * (NUM_CANDIDATES * draft_row + candidate)
@@ -193,7 +193,7 @@ def _prefetch_ring_bucket(state: DraftState, bucket: int) -> None:
 
 @kernel
 def _lead(state: DraftState, draft_row: int, candidate: int, text: TokenIds, start: int, stop: int) -> int:
-    """How many of a candidate's tokens, from the first on, were emitted as text[start:stop]."""
+    """Count the leading tokens of a candidate that were emitted as text[start:stop]."""
     lead, most = 0, min(state.lengths[draft_row, candidate], stop - start)
     while lead < most and state.chains[draft_row, candidate, lead] == text[start + lead]:
         lead += 1
@@ -217,8 +217,7 @@ def _update_rates(state: DraftState, draft_row: int, num_emitted: int) -> None:
     if chosen < 0:
         return
     lead = state.leads[chosen]
-    # The token behind the drafted ones is known as well; further ones only if an earlier one was wrong, which
-    # would be a biased sample.
+    # The token after the drafted ones is known as well. Later tokens are known only after a wrong one: a biased sample.
     known = min(state.lengths[draft_row, chosen], drafted + 1)
     for k in range(known if lead < num_emitted else min(known, lead)):
         product, survival, survived = state.products[draft_row, k], state.survivals[draft_row, k], k < lead
@@ -239,7 +238,7 @@ def _update_rates(state: DraftState, draft_row: int, num_emitted: int) -> None:
 
 @kernel
 def _move_cursor(state: DraftState, draft_row: int, text: TokenIds, start: int, stop: int) -> None:
-    """Put the cursor where the candidate that was right longest is, then on over what it did not know."""
+    """Move the cursor to the candidate with most correct tokens, then over the tokens beyond it."""
     columns = state.rows[draft_row]
     best, lead = -1, 0
     for candidate in _PLACES:
@@ -281,7 +280,7 @@ def _move_cursor(state: DraftState, draft_row: int, text: TokenIds, start: int, 
 
 @kernel
 def cursor_tokens(state: DraftState, draft_row: int) -> TokenIds:
-    """The text that the draft row's cursor is in."""
+    """Return the text that contains the row's cursor."""
     group = state.rows[draft_row, GROUP]
     if state.rows[draft_row, CURSOR_TEXT] == IN_HISTORY:
         return int32s_at(state.groups[group, TOKENS], state.groups[group, NUM_TOKENS])
@@ -309,7 +308,7 @@ def _extend_live(state: DraftState, draft_row: int, text: TokenIds, start: int, 
 def _extend_ring(state: DraftState, draft_row: int, text: TokenIds, start: int, stop: int) -> None:
     columns = state.rows[draft_row]
     if not state.uses_ring[0]:
-        columns[RING_STOP] = columns[RING_END]  # what comes later would not stand behind what is there
+        columns[RING_STOP] = columns[RING_END]  # later tokens would not follow the written ones
         return
     columns[RING_END], columns[RING_STOP] = append_running(
         state.ring,

@@ -115,7 +115,7 @@ def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapsh
     until(lambda: service.report() and any("died" in line for line in said))
     until(lambda: service.report().stats.num_prompts == len(KEYS))
     assert [line for line in said if "died" in line] == [
-        "history shard 0 died and was started again; engines draft from what is left"
+        "history shard 0 died and was restarted; engines draft from the remaining history"
     ]
     assert service.report().num_lost_calls >= 1
     service.publish_segments(KEYS)
