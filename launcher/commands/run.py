@@ -194,7 +194,7 @@ def _train(
         scorer=scorer,
         engines=engines,
         history=history,
-        stock_engines=config.history.stock_engines if history is not None else (),
+        baseline_engines=config.history.baseline_engines if history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
         keep_last=config.checkpoint.keep_last,
