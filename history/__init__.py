@@ -1,5 +1,5 @@
-"""What the prompts produced before: tokens, lengths, acceptance.
+"""History of each prompt: past response tokens, lengths and draft acceptance.
 
-The leftmost package. It knows nothing of models or engines and never imports torch, so that every
-other room, the planner and the engine's decode loop included, may lean on it.
+Every other package may import this one, including the planner and the engine's decode loop. It therefore imports
+neither torch nor code about models or engines.
 """

@@ -1,14 +1,11 @@
 """The base of every configuration class, and the configuration of the history.
 
-Configuration is data: frozen, typed, complete. Unknown keys are refused by every class; the
-launcher turns that refusal into an error that names the nearest known key.
+Configuration objects are frozen and typed. Every class refuses unknown keys; the launcher turns that refusal into
+an error that names the nearest known key.
 
-`load_dotted` loads a function by its dotted path, so that rewards, losses and advantages are replaceable from the
-configuration.
-
-It lives in the leftmost package because both `rollout` (rewards) and `megatron_rl` (losses, advantages) need it.
-A path that does not lead to a callable is the user's error: the message names the field, the path, the part that
-failed and the nearest name that exists.
+`load_function` loads a function by its dotted path. The configuration can thereby replace rewards, losses and
+advantages. The function is in this package because `rollout` (rewards) and `megatron_rl` (losses, advantages) need it.
+If a path leads to no callable, the error names the field, the path, the failing part and the nearest existing name.
 """
 
 import difflib
@@ -20,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Config(BaseModel):
-    """Frozen, strict about unknown keys; the docstring under a field is its documentation."""
+    """Frozen base class that refuses unknown keys. The docstring under a field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -35,7 +32,7 @@ class HistoryConfig(Config):
     drafts."""
     max_draft_tokens: int = Field(default=16, gt=0, le=128)
     """Longest draft of one request in one forward. The cost model decides in every forward how much is verified."""
-    stock_engines: tuple[int, ...] = ()
+    baseline_engines: tuple[int, ...] = ()
     """Numbers of engines that run without drafts, as a baseline."""
     num_shards: int = Field(default=1, gt=0)
     """Actors that hold the history; each holds a share of the prompts."""
@@ -48,8 +45,8 @@ class HistoryConfig(Config):
     traces. It is refused if another tokenizer wrote it."""
 
 
-def load_dotted(path: str, *, field: str) -> Callable[..., object]:
-    """The callable at `path` (`package.module.name`); `field` is the configuration key named in errors.
+def load_function(path: str, *, field: str) -> Callable[..., object]:
+    """Load the callable at `path` (`package.module.name`); errors name the configuration key `field`.
 
     Raises ValueError when the path has no dot, its module cannot be imported, or the name is missing or not callable.
     """

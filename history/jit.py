@@ -1,12 +1,11 @@
-"""How functions of the history are compiled: numba, without the interpreter's lock, once per installation.
+"""Compiles functions of the history with numba: without the interpreter's lock, once per installation.
 
-numba caches machine code on disk and notices only changes of the file that a function stands in, not of
-kernels in other files that were compiled into it. Here every kernel is stamped with all files of this
-package that hold kernels, in whatever folder, so a change of any of them compiles again.
+numba caches machine code on disk. Its cache notices changes of the function's own file only, not of kernels from other
+files that were inlined. Every kernel here is therefore stamped with all files of the package that hold kernels, in
+every folder: a change of one file recompiles all kernels.
 
-Imported only by modules that hold kernels: numba must not be imported before vLLM's CPU worker has
-initialised (it breaks the registration of its operators), so whoever drafts inside an engine imports
-them late.
+Only modules that hold kernels import this one. Importing numba before vLLM's CPU worker has initialised breaks the
+registration of vLLM's operators, so code inside an engine imports these modules late.
 """
 
 from collections.abc import Callable
@@ -39,9 +38,9 @@ _STAMP = _stamp()
 
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache; divides by zero as numpy does.
+    """Compile `function` at its first call, or load it from the cache. Division by zero behaves as in numpy.
 
-    Inlined where another kernel calls it: a state of thirty arrays is two hundred words to hand over, which was a fifth
+    The kernel is inlined into kernels that call it. Passing a state of thirty arrays (two hundred words) took a fifth
     of a draft's time.
     """
     compiled = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)
@@ -60,7 +59,7 @@ def _pointer(_context: object, address: types.Integer) -> tuple[object, Callable
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_context: object, address: types.Integer) -> tuple[object, Callable[..., Any]]:
-    """Ask for the cache line at `address`, which somebody is about to read. Only for kernels."""
+    """Prefetch the cache line at `address`. Only for kernels."""
 
     def generate(_: object, builder: Any, __: object, arguments: Any) -> Any:  # noqa: ANN401
         number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
@@ -75,20 +74,20 @@ def prefetch(_context: object, address: types.Integer) -> tuple[object, Callable
 
 @kernel
 def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
-    """The int32[length] that lies at `address`, without a copy. Only for kernels; somebody else keeps it alive."""
+    """View the int32[length] at `address`, without a copy. Only for kernels; the caller keeps the memory alive."""
     found: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
     return found
 
 
 @kernel
 def borrowed(array: A) -> A:
-    """The same array, without the count of its owners, which costs more than reading it; its caller keeps it alive."""
+    """View an array without reference counting, which costs more than reading. The caller keeps the array alive."""
     view: A = numba.carray(_pointer(array.ctypes.data), array.shape, array.dtype)
     return view
 
 
 @kernel
 def int64s_at(address: int, length: int) -> npt.NDArray[np.int64]:
-    """The int64[length] that lies at `address`, as above."""
+    """View the int64[length] at `address`, as `int32s_at` does."""
     found: npt.NDArray[np.int64] = numba.carray(_pointer(address), length, np.int64)
     return found

@@ -1,7 +1,6 @@
-"""What the history knows of: tokens of finished responses, and how to name a prompt.
+"""Finished responses and prompt keys.
 
-Per-token data are numpy arrays: int32 ids, never negative (negative numbers separate responses inside
-an index).
+Per-token data are numpy arrays of int32 ids. Ids are never negative: an index uses negative numbers as separators.
 """
 
 import math
@@ -16,18 +15,18 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastResponse:
-    """One finished response of a prompt, as the history keeps it."""
+    """One finished response of a prompt."""
 
     token_ids: TokenIds
-    """[T], end-of-sequence token included when it was sampled."""
+    """[T], with the end-of-sequence token if it was sampled."""
     step: int
-    """Step that it was sampled for."""
+    """Step that sampled the response."""
     sample: int
-    """Index within its group."""
+    """Index of the response within its group."""
     reward: float = math.nan
-    """NaN until it has been scored."""
+    """NaN until the response is scored."""
 
 
 def prompt_key(prompt_id: str) -> int:
-    """A prompt's key in every index, file name and request: 63 bits, stable over runs and machines."""
+    """Return the prompt's key in every index, file name and request: 63 bits, equal on all runs and machines."""
     return xxhash.xxh3_64_intdigest(prompt_id.encode()) >> 1

@@ -42,7 +42,7 @@ from benchmarks.drafting.quality import (
 from benchmarks.drafting.traces import generate
 from benchmarks.harness.record import Goal, Row, arguments, write
 from benchmarks.harness.record_inputs import arctic_inputs, run_inputs
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from history.store.traces import read_traces
 
 REUSE = (0.93, 0.87, 0.76)
@@ -202,12 +202,12 @@ def modelled(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[
                 method = one.make()
                 remember(method, old)
                 yield modelled_row(case, one.name, method, new, batch, max_draft_tokens=one.max_draft_tokens)
-            for name, prices in ((OURS, PriceSurface()), (OURS_FIXED, None)):
-                product = ours(work, prices=prices, k=PAPER_K)
+            for name, cost_model in ((OURS, ForwardCostModel()), (OURS_FIXED, None)):
+                product = ours(work, cost_model=cost_model, k=PAPER_K)
                 # learns from the epoch before, as in a run
-                modelled_row(case, name, product, old, batch, max_draft_tokens=PAPER_K, prices=prices)
+                modelled_row(case, name, product, old, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
                 remember(product, old)
-                yield modelled_row(case, name, product, new, batch, max_draft_tokens=PAPER_K, prices=prices)
+                yield modelled_row(case, name, product, new, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
 
 
 def _case(length: str, reuse: float) -> str:

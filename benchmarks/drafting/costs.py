@@ -18,7 +18,7 @@ from benchmarks.drafting.baselines.product import Product
 from benchmarks.drafting.baselines.replay import Forward, Method, Replay
 from benchmarks.drafting.quality import Contestant, K, by_prompt, ours, remember, replay_of
 from benchmarks.harness.record import Row
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from history.index.segment import attach_segment, build_segment, write_segment
 from history.store.traces import Trace
 from history.types import PastResponse
@@ -164,11 +164,11 @@ def modelled_row(
     batch: int,
     *,
     max_draft_tokens: int,
-    prices: PriceSurface | None = None,
+    cost_model: ForwardCostModel | None = None,
 ) -> Row:
     """Decode speed on SURFACE while the batch is full: over that of an engine without drafts, and in tokens/s.
 
-    `prices` is told what each forward took.
+    `cost_model` observes what each forward took.
     """
     replay = replay_of(method, new, max_draft_tokens=max_draft_tokens, batch=batch)
     forwards: list[Forward] = []
@@ -180,9 +180,9 @@ def modelled_row(
         forwards.append(forward)
         num_tokens = forward.num_rows + forward.num_drafted
         took = forward_s(batch, num_tokens)
-        if prices is not None:
+        if cost_model is not None:
             context = CONTEXT_TOKENS * batch
-            prices.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
+            cost_model.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
         emitted += forward.num_emitted
         seconds += took
         drafting += forward.propose_s if isinstance(method, Product) else 0.0

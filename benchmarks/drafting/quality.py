@@ -14,7 +14,7 @@ from benchmarks.drafting.baselines.ngram import Ngram, vllm_search
 from benchmarks.drafting.baselines.product import Product
 from benchmarks.drafting.baselines.replay import Method, Outcome, Replay, decode
 from benchmarks.harness.record import Row
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from history.store.traces import Trace
 
 K = 16
@@ -67,12 +67,12 @@ class Contestant:
 
 
 def ours(
-    work: Path, *, threshold: float = 0.1, prices: PriceSurface | None = None, k: int = K, num_threads: int = 1
+    work: Path, *, threshold: float = 0.1, cost_model: ForwardCostModel | None = None, k: int = K, num_threads: int = 1
 ) -> Product:
     """The product's drafter with segments in a new folder of `work`."""
     folder = work / f"segments-{len(list(work.iterdir()))}"
     folder.mkdir()
-    return Product(folder, max_draft_tokens=k, threshold=threshold, prices=prices, num_threads=num_threads)
+    return Product(folder, max_draft_tokens=k, threshold=threshold, cost_model=cost_model, num_threads=num_threads)
 
 
 def contestants(work: Path, arctic: Suffixes | None) -> list[Contestant]:

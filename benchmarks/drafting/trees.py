@@ -62,7 +62,7 @@ def _decode(traces: Sequence[Trace], drafter: Drafter, *, k: int, tree: bool) ->
     texts = [[*trace.prompt_ids.tolist(), *trace.response_ids.tolist()] for trace in traces]
     known = np.array([len(trace.prompt_ids) + 1 for trace in traces], dtype=np.int32)
     token_ids = np.zeros((len(traces), max(map(len, texts))), dtype=np.int32)
-    slots = np.array([
+    draft_rows = np.array([
         drafter.open(
             prompt_key=prompt_key(trace.prompt_id), prompt_length=len(trace.prompt_ids), max_length=len(text)
         )
@@ -71,25 +71,25 @@ def _decode(traces: Sequence[Trace], drafter: Drafter, *, k: int, tree: bool) ->
     for row, text in enumerate(texts):
         token_ids[row, : known[row]] = text[: known[row]]
     forwards, emitted, verified = 0, 0, 0
-    while (slots >= 0).any():
-        drafts = drafter.propose(slots, token_ids, known, np.full(len(slots), k, dtype=np.int32))
-        for row in np.flatnonzero(slots >= 0).tolist():
-            chains = candidates(drafter, int(slots[row])) if tree else [drafts[row]]
+    while (draft_rows >= 0).any():
+        drafts = drafter.propose(draft_rows, token_ids, known, np.full(len(draft_rows), k, dtype=np.int32))
+        for row in np.flatnonzero(draft_rows >= 0).tolist():
+            chains = candidates(drafter, int(draft_rows[row])) if tree else [drafts[row]]
             start, end = int(known[row]), len(texts[row])
             stop = min(start + 1 + max(lead(chain, texts[row][start:]) for chain in chains), end)
             forwards, emitted, verified = forwards + 1, emitted + stop - start, verified + num_nodes(chains)
             token_ids[row, start:stop] = texts[row][start:stop]
             known[row] = stop
             if stop == end:
-                drafter.close(int(slots[row]))
-                slots[row] = -1
+                drafter.close(int(draft_rows[row]))
+                draft_rows[row] = -1
     return emitted / forwards, verified / forwards
 
 
-def candidates(drafter: Drafter, slot: int) -> Chains:
-    """All chains that the drafter followed for a slot."""
+def candidates(drafter: Drafter, draft_row: int) -> Chains:
+    """All chains that the drafter followed for a draft row."""
     state = drafter._state
-    pairs = zip(state.chains[slot].tolist(), state.lengths[slot].tolist(), strict=True)
+    pairs = zip(state.chains[draft_row].tolist(), state.lengths[draft_row].tolist(), strict=True)
     return [chain[:length] for chain, length in pairs]
 
 

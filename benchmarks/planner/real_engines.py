@@ -32,7 +32,7 @@ from benchmarks.planner.simulator.engines import Speed
 from benchmarks.planner.simulator.run import Cluster, Scheme, admission_of, simulate
 from benchmarks.planner.simulator.speeds import of_surface
 from benchmarks.planner.simulator.workload import Workload, replayed, single_responses
-from history.drafting.forward_cost import Observation, PriceSurface
+from history.drafting.forward_cost import ForwardCostModel, Observation
 from history.store.traces import read_traces
 from launcher.cluster.processes import START_TIMEOUT_S, processes
 from launcher.config.schema import ClusterConfig
@@ -274,7 +274,7 @@ def fitted(measured: Measured) -> Speed:
             seconds.append(duration)
             if row["num_running"] == row["num_scheduled_tokens"]:
                 seen.append(Observation(running[-1], running[-1], context[-1], duration))
-    shape = of_surface(PriceSurface.fitted(seen), NUM_SLOTS, context_tokens=int(MEAN_TOKENS))
+    shape = of_surface(ForwardCostModel.fitted(seen), NUM_SLOTS, context_tokens=int(MEAN_TOKENS))
     expected = shape.fixed_s[np.array(running)] + shape.context_s * np.array(context)
     factor = sum(seconds) / float(expected.sum())
     return replace(shape, fixed_s=factor * shape.fixed_s, context_s=factor * shape.context_s)

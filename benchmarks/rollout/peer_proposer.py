@@ -62,7 +62,7 @@ class PeerDrafter:
 class PeerProposer(HistoryProposer):
     """vLLM's `custom_class` proposer around a peer."""
 
-    def make_drafter(self, prices: object) -> PeerDrafter:
+    def make_drafter(self, cost_model: object) -> PeerDrafter:
         """A drafter whose peer comes later."""
         self.drafter = PeerDrafter()
         return self.drafter

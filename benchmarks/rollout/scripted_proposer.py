@@ -42,7 +42,7 @@ class ScriptedDrafter:
 class ScriptedProposer(HistoryProposer):
     """vLLM's `custom_class` proposer of `benchmarks.rollout.step_time`."""
 
-    def make_drafter(self, prices: object) -> ScriptedDrafter:
+    def make_drafter(self, cost_model: object) -> ScriptedDrafter:
         """A drafter that drafts nothing until it is told to."""
         self.script = ScriptedDrafter()
         return self.script

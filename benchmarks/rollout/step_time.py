@@ -7,8 +7,8 @@ row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memor
 the tokens per second of a device filled with requests are measured too. On CPU one small model
 shows the mechanics; its figures say nothing about a GPU.
 
-Every row is one point of the surface: `history.drafting.forward_cost.PriceSurface.load` fits a prior to those of one
-model, format and engine.
+A row is one point of the cost model: `history.drafting.forward_cost.ForwardCostModel.load` fits a prior to the rows
+of one model and format.
 """
 
 import argparse

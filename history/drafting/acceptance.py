@@ -1,22 +1,20 @@
-"""How likely a draft token is to be accepted, learned from what the engine emits.
+"""Estimates the probability that a draft token is accepted, from the emitted tokens.
 
-One table of counts: a *cell* is what is known of a draft token beforehand: which candidate says it, how
-many tokens of context match, how the places agree, how deep in the draft it stands, how many other candidates
-say the same so far and how many do not. Its rate is the share of such tokens that were accepted, given
-that the tokens before them were. Every candidate is scored against what was emitted, also those that were
-not drafted and what was cut off (shadow feedback), each token once.
+A *cell* combines five features of a draft token: its candidate, the length of the matching context, the agreement of
+the places, the depth in the draft, and the other candidates that agree or disagree. The rate of a cell is
+the share of its tokens that were accepted, given that the tokens before them were. All candidates are compared with the
+emitted tokens, including candidates that were not drafted and tokens that were cut off (shadow feedback). Each token
+counts once.
 
-The product of rates along a draft is corrected by a second table, of how often drafts of such a candidate and
-with such a product did survive that deep: it takes back what is lost by choosing the best of several estimates,
-and what rates cannot know of each other. Counts are halved when full, so both tables follow a policy that changes,
-and siblings that know more and more.
+The product of rates along a draft estimates survival. A second table corrects it by the observed survival of drafts
+with the same candidate, depth and product. The correction removes the bias of choosing the best of several estimates
+and the dependence between rates. Counts are halved when full, so both tables follow a changing policy and a growing
+living text.
 
-Origins: how old a past response is and what it was worth, as a feature of acceptance.
-
-Responses that a policy gave long ago, or that it was taught to avoid, are repeated less. How much less is not a
-rule but learned: of each *origin* (age and worth), how often its tokens were rejected over how often their cells said
-they would be. That quotient scales the chance of rejection of a token that is drafted from there. Two features in a
-table of their own, so that cells do not get rarer.
+Origins: age and reward of a past response, as a feature of acceptance. A policy repeats old or badly rewarded responses
+less often. For each *origin* (age and reward), the quotient of observed and expected rejections is learned. The
+quotient scales the rejection probability of tokens drafted from this origin. Origins have a table of their own, so
+that cells keep enough observations.
 """
 
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from history.jit import kernel
 NUM_CANDIDATES = 5
 NUM_DEPTHS = 8
 NUM_BINS = 20
-"""Of predicted survival, in the correction and in the reported calibration."""
+"""Bins of predicted survival, in the correction and in the reported calibration."""
 
 _MATCHES = 12
 _AGREEMENTS = 10
@@ -41,10 +39,10 @@ NUM_CELLS = NUM_CANDIDATES * _MATCHES * _AGREEMENTS * NUM_DEPTHS * _RELATIONS
 _FULL = 1024.0
 _PRIOR_WEIGHT = 1.5
 _FIRST_PRIOR = (0.4, 0.8, 0.9, 0.2, 0.7, 0.85)
-"""Rate of a draft's first token, by relation to the other candidates."""
+"""Prior rate of a draft's first token, by relation to the other candidates."""
 _LATER_PRIOR = (0.8, 0.9, 0.95, 0.8, 0.85, 0.9)
 _MINORITY_PRIOR = (0.9, 0.7, 0.6, 0.5, 0.25, 0.15)
-"""Factor for places that do not agree, by bin of agreement from 4 on."""
+"""Prior factor for places that disagree, by bin of agreement from 4 on."""
 
 _CORRECTION_FULL = 256.0
 _CORRECTION_WEIGHT = 15.0
@@ -55,13 +53,13 @@ Rates = npt.NDArray[np.float32]
 
 @kernel
 def cell(candidate: int, match: int, agreement: int, depth: int, relation: int) -> int:
-    """The cell of a draft token, from bins."""
+    """Return the index of a draft token's cell, from its bins."""
     return (((candidate * _MATCHES + match) * _AGREEMENTS + agreement) * NUM_DEPTHS + depth) * _RELATIONS + relation
 
 
 @kernel
 def match_bin(num_tokens: int) -> int:
-    """0..11 for tokens of context that match: one by one at first, then in ever wider steps."""
+    """Bin 0..11 of the number of matching tokens: one bin each at first, then wider bins."""
     if num_tokens <= 6:
         return max(num_tokens - 1, 0)
     for i, most in enumerate((8, 11, 16, 24, 40)):
@@ -72,7 +70,7 @@ def match_bin(num_tokens: int) -> int:
 
 @kernel
 def agreement_bin(votes: int, voters: int) -> int:
-    """0..9: unanimous of one, two, few, many; then ever smaller majorities."""
+    """Bin 0..9 of agreement: unanimous of one, two, few, many; then smaller and smaller majorities."""
     if votes == voters:
         return 0 if voters == 1 else (1 if voters == 2 else (2 if voters <= 4 else 3))
     share = votes / voters
@@ -84,7 +82,7 @@ def agreement_bin(votes: int, voters: int) -> int:
 
 @kernel
 def depth_bin(k: int) -> int:
-    """0..7 for the k-th token of a draft."""
+    """Bin 0..7 of the k-th token of a draft."""
     if k < 4:
         return k
     return 4 if k < 6 else (5 if k < 8 else (6 if k < 12 else 7))
@@ -92,13 +90,13 @@ def depth_bin(k: int) -> int:
 
 @kernel
 def relation_bin(num_same: int, num_other: int) -> int:
-    """0..5 for how many other candidates say the same up to here, and how many say something else."""
+    """Bin 0..5 of the numbers of other candidates that agree and that disagree up to this token."""
     return min(num_same, 2) + 3 * min(num_other, 1)
 
 
 @kernel
-def score(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
-    """One more token of a cell was accepted or was not."""
+def update_rate(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
+    """Count one accepted or rejected token of a cell."""
     if counts[where, 1] >= _FULL:
         counts[where, 0] *= 0.5
         counts[where, 1] *= 0.5
@@ -109,15 +107,15 @@ def score(counts: Counts, rates: Rates, where: int, accepted: bool) -> None:
 
 @kernel
 def survival_bin(survival: float) -> int:
-    """0..19"""
+    """Bin 0..19 of a survival probability."""
     return min(int(survival * NUM_BINS), NUM_BINS - 1)
 
 
 @kernel
-def score_correction(
+def update_correction(
     sums: Counts, corrections: Rates, candidate: int, depth: int, predicted: float, survived: bool
 ) -> None:
-    """One more drafted token, whose product of rates was `predicted`, survived or did not."""
+    """Count one drafted token whose product of rates was `predicted`, and whether it survived."""
     where = (candidate * NUM_DEPTHS + depth) * NUM_BINS + survival_bin(predicted)
     if sums[where, 1] >= _CORRECTION_FULL:
         sums[where, 0] *= 0.5
@@ -129,17 +127,17 @@ def score_correction(
 
 @kernel
 def corrected(corrections: Rates, candidate: int, depth: int, predicted: float) -> float:
-    """Survival of a token by both tables."""
+    """Return the survival probability of a token by both tables."""
     survival = predicted + corrections[(candidate * NUM_DEPTHS + depth) * NUM_BINS + survival_bin(predicted)]
     return float(min(max(survival, 0.0), 1.0))
 
 
 @kernel
-def level(survivals: Rates, length: int) -> None:
-    """Make survivals[:length] never rise, as survival cannot: what does becomes the mean of its run.
+def make_non_increasing(survivals: Rates, length: int) -> None:
+    """Average rising runs of survivals[:length]: survival cannot rise along a draft.
 
-    Least squares (pool adjacent violators). To cut it off instead would lower every estimate that errs upwards and none
-    that errs downwards.
+    This is isotonic least squares (pool adjacent violators). Capping the values instead would lower estimates that are
+    too high and leave those that are too low.
     """
     for k in range(1, length):
         begin, value = k, survivals[k]
@@ -154,7 +152,7 @@ def level(survivals: Rates, length: int) -> None:
 
 
 def fresh_counts() -> Counts:
-    """[NUM_CELLS, 2] accepted and all: nothing but a weak prior, which decides in an engine's first forwards."""
+    """Return accepted and all tokens of each cell, [NUM_CELLS, 2]: a weak prior for an engine's first forwards."""
     rates = np.empty(_SHAPE)
     rates[:] = np.array(_LATER_PRIOR)
     rates[:, :, :, 0] = np.array(_FIRST_PRIOR)
@@ -164,21 +162,21 @@ def fresh_counts() -> Counts:
 
 
 def fresh_corrections() -> Counts:
-    """[NUM_CORRECTIONS, 2] what survival was above its prediction, summed, and how often: nothing yet, often."""
+    """Return summed prediction errors and their number, [NUM_CORRECTIONS, 2]: a prior of no error."""
     sums = np.zeros((NUM_CORRECTIONS, 2), dtype=np.float32)
     sums[:, 1] = _CORRECTION_WEIGHT
     return sums
 
 
 LIVING, ELSEWHERE = 0, 1
-"""Origins of this step's own text, and of other prompts' texts."""
+"""Origins of the living text and of other prompts' texts."""
 
 _NUM_AGES, _NUM_WORTHS = 8, 4
 NUM_ORIGINS = 2 + _NUM_AGES * _NUM_WORTHS
 
 _ORIGIN_FULL = 256.0
 _WEIGHT = 10.0
-"""Rejections that are as good as none: until an origin has been seen more often, it makes little difference."""
+"""Weight of the prior, in rejections. An origin with fewer rejections has little effect."""
 _LEAST, _MOST = 0.25, 4.0
 
 Sums = npt.NDArray[np.float32]
@@ -187,12 +185,12 @@ Numbers = npt.NDArray[np.int32]
 
 
 def origins(steps: Sequence[int], rewards: Sequence[float], now: int) -> Numbers:
-    """Origin of each response of a prompt, [R].
+    """Return the origin of each response of a prompt, [R].
 
     Args:
-        steps: [R], that they were sampled for.
-        rewards: [R], NaN where it is not known; a response's worth is whether it had more than the mean.
-        now: the step that is drafted for.
+        steps: [R], steps that sampled the responses.
+        rewards: [R], NaN if unknown. Origins distinguish rewards above and below the mean.
+        now: the current step.
     """
     if len(steps) == 0:
         return np.zeros(0, dtype=np.int32)
@@ -210,33 +208,33 @@ def origins(steps: Sequence[int], rewards: Sequence[float], now: int) -> Numbers
 
 @kernel
 def origin_at(responses: Numbers, position: int) -> int:
-    """The origin of the response that `position` of a segment's tokens is in.
+    """Return the origin of the response that contains `position` of a segment's tokens.
 
-    `responses` [2 R] holds the starts of a segment's responses, which ascend, then their origins.
+    `responses` [2 R] holds the ascending starts of a segment's responses, then their origins.
     """
     size = len(responses) >> 1
     number = -1
-    for i in range(size):  # no branches: a vector instruction or two
+    for i in range(size):  # without branches, so that the loop is vectorised
         number += responses[i] <= position
     return int(responses[size + number])
 
 
 @kernel
 def scaled(rate: float, scale: float) -> float:
-    """A cell's rate for an origin with that scale."""
+    """Return a cell's rate for an origin with this scale."""
     return float(max(1.0 - (1.0 - rate) * scale, 0.0))
 
 
 @kernel
-def score_origin(sums: Sums, scales: Scales, origin: int, rejection: float, rejected: bool) -> None:
-    """One more chain from `origin`, up to what was rejected of it.
+def update_origin(sums: Sums, scales: Scales, origin: int, rejection: float, rejected: bool) -> None:
+    """Count one chain from `origin`, up to its first rejected token.
 
     Args:
-        sums: [NUM_ORIGINS, 2], rejections and how many were expected.
+        sums: [NUM_ORIGINS, 2], observed and expected rejections.
         scales: [NUM_ORIGINS]
         origin: of the chain.
-        rejection: sum of the probabilities of rejection that the cells of these tokens said.
-        rejected: whether the last of them was; the others were not.
+        rejection: sum of the rejection probabilities of these tokens by their cells.
+        rejected: whether the last token was rejected; all others were accepted.
     """
     if sums[origin, 1] >= _ORIGIN_FULL:
         sums[origin, 0] *= 0.5

@@ -1,7 +1,7 @@
-"""Says what comes next for every row of a batch, and how likely it is to survive. Compiled, no Python per row.
+"""Finds draft candidates for every row of a batch, chooses the best, and estimates its survival. All compiled.
 
-Rows are worked on in passes, each asking for the memory that the next one reads: with many requests the index is far
-larger than the caches, and waiting for it would be most of the time.
+Rows are processed in several passes. Each pass prefetches the memory that the next pass reads: with many requests the
+index is far larger than the caches, and cache misses would dominate the time.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from history.drafting.acceptance import (
     cell,
     corrected,
     depth_bin,
-    level,
+    make_non_increasing,
     match_bin,
     origin_at,
     relation_bin,
@@ -36,6 +36,7 @@ from history.drafting.state import (
     BUCKETS,
     CHOSEN,
     CURSOR,
+    CURSOR_MATCH,
     CURSOR_TEXT,
     DRAFTED,
     FENCES,
@@ -57,9 +58,8 @@ from history.drafting.state import (
     OTHERWISE,
     PROMPT_LENGTH,
     RESPONSES,
-    SHARED,
+    RING,
     STICKY,
-    STRENGTH,
     TOKENS,
     DraftState,
     Floats,
@@ -72,14 +72,14 @@ from history.index.suffix_array import descend, node_at, top_shift
 from history.jit import CACHE_LINE, borrowed, int32s_at, int64s_at, kernel, prefetch
 from history.types import TokenIds
 
-_HOPELESS = 0.02
-"""Survival below which a candidate is not followed any further."""
+_MIN_SURVIVAL = 0.02
+"""Survival at which a candidate is cut."""
 
 
 @kernel
 def propose(
     state: DraftState,
-    slots: Longs,
+    draft_rows: Longs,
     token_ids: TokenIds,
     num_tokens: TokenIds,
     rooms: TokenIds,
@@ -87,71 +87,73 @@ def propose(
     survivals: Floats,
     available: TokenIds,
 ) -> None:
-    """The best candidate of every row: its tokens into `drafts` [R, K], their survival into `survivals` [R, K]
-    and how many there are, at most rooms[i], into `available` [R].
+    """Choose the best candidate of every row.
+
+    Writes its tokens into `drafts` [R, K], their survival into `survivals` [R, K], and their number, at most rooms[i],
+    into `available` [R].
     """
     state, token_ids = borrowed_state(state), borrowed(token_ids)
-    num_rows = len(slots)
+    num_rows = len(draft_rows)
     begins = np.empty(num_rows, dtype=np.int64)
     ends = np.empty(num_rows, dtype=np.int64)
     buckets = np.empty(num_rows, dtype=np.int64)
     shared = np.full(num_rows, -1, dtype=np.int64)
-    keys, firsts = _search(state, slots, token_ids, num_tokens, rooms)
+    keys, firsts = _search(state, draft_rows, token_ids, num_tokens, rooms)
     for row in range(num_rows):
         available[row] = 0
         begins[row] = ends[row] = 0
-        if slots[row] >= 0:
-            state.slots[slots[row], CHOSEN] = -1
-            state.slots[slots[row], DRAFTED] = 0
-        if slots[row] >= 0 and rooms[row] > 0:
-            begins[row], ends[row], buckets[row] = _locate(
-                state, slots[row], token_ids[row], num_tokens[row], keys[row], firsts[row]
+        if draft_rows[row] >= 0:
+            state.rows[draft_rows[row], CHOSEN] = -1
+            state.rows[draft_rows[row], DRAFTED] = 0
+        if draft_rows[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row], buckets[row] = _locate_matches(
+                state, draft_rows[row], token_ids[row], num_tokens[row], keys[row], firsts[row]
             )
-            shared[row] = _locate_shared(state, slots[row], token_ids[row], num_tokens[row])
+            shared[row] = _locate_in_ring(state, draft_rows[row], token_ids[row], num_tokens[row])
     for row in range(num_rows):
-        if slots[row] >= 0 and rooms[row] > 0:
-            begins[row], ends[row] = _approach(
-                state, slots[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
+        if draft_rows[row] >= 0 and rooms[row] > 0:
+            begins[row], ends[row] = _narrow(
+                state, draft_rows[row], token_ids[row], num_tokens[row], begins[row], ends[row], buckets[row]
             )
             if shared[row] >= 0:
                 for i in range(NUM_PLACES):
                     position = max(state.ring_buckets[shared[row], i], 0)
                     prefetch(state.ring.ctypes.data + 4 * position)
     for row in range(num_rows):
-        slot = slots[row]
-        if slot < 0 or rooms[row] <= 0:
+        draft_row = draft_rows[row]
+        if draft_row < 0 or rooms[row] <= 0:
             continue
-        _find_candidates(state, slot, token_ids[row], num_tokens[row], begins[row], ends[row])
-        chosen, otherwise = _judge(state, slot, rooms[row])
+        _find_candidates(state, draft_row, token_ids[row], num_tokens[row], begins[row], ends[row])
+        chosen, otherwise = _choose_candidate(state, draft_row, rooms[row])
         if chosen < 0:
             continue
-        state.slots[slot, CHOSEN], state.slots[slot, OTHERWISE] = chosen, otherwise
-        available[row] = min(state.lengths[slot, chosen], rooms[row])
-        for k in range(state.lengths[slot, chosen]):
+        state.rows[draft_row, CHOSEN], state.rows[draft_row, OTHERWISE] = chosen, otherwise
+        available[row] = min(state.lengths[draft_row, chosen], rooms[row])
+        for k in range(state.lengths[draft_row, chosen]):
             product = state.candidate_products[chosen, k]
-            state.products[slot, k] = product
+            state.products[draft_row, k] = product
             survivals[row, k] = corrected(state.corrections, chosen, depth_bin(k), product)
-            drafts[row, k] = state.chains[slot, chosen, k]
-        level(survivals[row], state.lengths[slot, chosen])
-        for k in range(state.lengths[slot, chosen]):
-            state.survivals[slot, k] = survivals[row, k]
+            drafts[row, k] = state.chains[draft_row, chosen, k]
+        make_non_increasing(survivals[row], state.lengths[draft_row, chosen])
+        for k in range(state.lengths[draft_row, chosen]):
+            state.survivals[draft_row, k] = survivals[row, k]
 
 
 @kernel
 def _search(
-    state: DraftState, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds
+    state: DraftState, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds
 ) -> tuple[Longs, Longs]:
-    """Search every row's segment for what its text ends with: the fence of that context, and how many are smaller.
+    """Search every row's segment for its newest context; return the context's fence and the number of smaller fences.
 
-    All rows go down one level before any goes down the next, so that what a row reads next has long been asked for.
+    All rows descend one level before any row descends the next, so that prefetches complete in time.
     """
-    num_rows = len(slots)
+    num_rows = len(draft_rows)
     keys, firsts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
     levels, shifts = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
     num_searching = 0
     for row in range(num_rows):
-        if slots[row] >= 0 and rooms[row] > 0:
-            columns, length = state.slots[slots[row]], num_tokens[row]
+        if draft_rows[row] >= 0 and rooms[row] > 0:
+            columns, length = state.rows[draft_rows[row]], num_tokens[row]
             size = state.groups[columns[GROUP], NUM_TOKENS]
             if size > 0:
                 keys[row] = context_fence(token_ids[row], length - 1, length - columns[PROMPT_LENGTH])
@@ -162,7 +164,7 @@ def _search(
         num_searching = 0
         for row in range(num_rows):
             if shifts[row] > 0:
-                group = state.groups[state.slots[slots[row], GROUP]]
+                group = state.groups[state.rows[draft_rows[row], GROUP]]
                 fences = int64s_at(group[FENCES], group[NUM_FENCES])
                 levels[row], firsts[row], shifts[row] = descend(
                     fences, group[NUM_TOKENS], keys[row], levels[row], firsts[row], shifts[row]
@@ -173,10 +175,12 @@ def _search(
 
 
 @kernel
-def _locate(state: DraftState, slot: int, text: TokenIds, length: int, key: int, first: int) -> tuple[int, int, int]:
-    """Where to look: a range of the segment's order and a bucket of the living text (-1: none). Asks for both."""
-    group = state.slots[slot, GROUP]
-    limit = length - state.slots[slot, PROMPT_LENGTH]
+def _locate_matches(
+    state: DraftState, draft_row: int, text: TokenIds, length: int, key: int, first: int
+) -> tuple[int, int, int]:
+    """Locate and prefetch the range of the segment's order and the bucket of the living text (-1: none)."""
+    group = state.rows[draft_row, GROUP]
+    limit = length - state.rows[draft_row, PROMPT_LENGTH]
     begin, end, bucket = 0, 0, -1
     size = state.groups[group, NUM_TOKENS]
     if size > 0:
@@ -193,10 +197,10 @@ def _locate(state: DraftState, slot: int, text: TokenIds, length: int, key: int,
 
 
 @kernel
-def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) -> int:
-    """The bucket of the ring to look into first (-1: none). Asks for it."""
-    limit = length - state.slots[slot, PROMPT_LENGTH]
-    if limit <= 0 or state.shares[0] == 0:
+def _locate_in_ring(state: DraftState, draft_row: int, text: TokenIds, length: int) -> int:
+    """Locate and prefetch the first bucket of the ring to search (-1: none)."""
+    limit = length - state.rows[draft_row, PROMPT_LENGTH]
+    if limit <= 0 or state.uses_ring[0] == 0:
         return -1
     if limit >= FIVE:
         bucket = bucket_of_five(len(state.ring_buckets), text, length - 1)
@@ -208,16 +212,16 @@ def _locate_shared(state: DraftState, slot: int, text: TokenIds, length: int) ->
 
 
 @kernel
-def _approach(
-    state: DraftState, slot: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
+def _narrow(
+    state: DraftState, draft_row: int, text: TokenIds, length: int, begin: int, end: int, bucket: int
 ) -> tuple[int, int]:
-    """Cut a long range down, and ask for the texts that will be compared."""
-    group = state.slots[slot, GROUP]
+    """Narrow a long range, and prefetch the texts to compare."""
+    group = state.rows[draft_row, GROUP]
     if end > begin:
         address, size = state.groups[group, TOKENS], state.groups[group, NUM_TOKENS]
         order = int32s_at(state.groups[group, ORDER], size)
         if end - begin > WINDOW:
-            limit = length - state.slots[slot, PROMPT_LENGTH]
+            limit = length - state.rows[draft_row, PROMPT_LENGTH]
             begin, end = narrowed(int32s_at(address, size), order, begin, end, text, length - 1, limit)
         for i in range(begin, end):
             prefetch(address + 4 * order[i])
@@ -225,79 +229,79 @@ def _approach(
         positions = int32s_at(state.groups[group, BUCKETS] + 4 * BUCKET * bucket, BUCKET)
         for i in range(BUCKET):
             prefetch(state.groups[group, LIVE_TEXT] + 4 * max(positions[i], 0))
-    if state.slots[slot, CURSOR_TEXT] != NOWHERE:
-        column = TOKENS if state.slots[slot, CURSOR_TEXT] == IN_HISTORY else LIVE_TEXT
-        prefetch(state.groups[group, column] + 4 * state.slots[slot, CURSOR])
+    if state.rows[draft_row, CURSOR_TEXT] != NOWHERE:
+        column = TOKENS if state.rows[draft_row, CURSOR_TEXT] == IN_HISTORY else LIVE_TEXT
+        prefetch(state.groups[group, column] + 4 * state.rows[draft_row, CURSOR])
     return begin, end
 
 
 @kernel
 def _find_candidates(
     state: DraftState,
-    slot: int,
+    draft_row: int,
     text: TokenIds,
     length: int,
     begin: int,
     end: int,
 ) -> None:
-    """Follow all candidates: chains, lengths, anchors and strengths of the slot; votes and kinds."""
+    """Follow all candidates: chains, lengths, anchors and match lengths of the row, votes and kinds."""
     places, kinds = state.places, state.kinds
-    columns, group = state.slots[slot], state.groups[state.slots[slot, GROUP]]
+    columns, group = state.rows[draft_row], state.groups[state.rows[draft_row, GROUP]]
     last, limit = length - 1, length - columns[PROMPT_LENGTH]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
     cursor, cursor_text, lost = columns[CURSOR], columns[CURSOR_TEXT], columns[LOST]
     for candidate in range(NUM_CANDIDATES):
-        tokens, count, strength = live, 0, 0
+        tokens, count, match_length = live, 0, 0
         if candidate == HISTORY:
             if end > begin:
                 tokens = int32s_at(group[TOKENS], group[NUM_TOKENS])
                 order = int32s_at(group[ORDER], group[NUM_TOKENS])
                 few = places[:MAX_PLACES]
-                count, strength = best_places(tokens, order, begin, end, text, last, limit, few)
+                count, match_length = best_places(tokens, order, begin, end, text, last, limit, few)
         elif candidate == LIVE:
             if limit > 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
                 contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
-                count, strength = newest_places(live, buckets, text, last, limit, contexts, places)
-        elif candidate == SHARED:
-            if limit > 0 and state.shares[0]:
+                count, match_length = newest_places(live, buckets, text, last, limit, contexts, places)
+        elif candidate == RING:
+            if limit > 0 and state.uses_ring[0]:
                 tokens, buckets = state.ring, state.ring_buckets
-                count, strength = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
+                count, match_length = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
         elif cursor_text != NOWHERE:
-            tokens = cursor_tokens(state, slot)
-            strength, places[0] = columns[STRENGTH], cursor
+            tokens = cursor_tokens(state, draft_row)
+            match_length, places[0] = columns[CURSOR_MATCH], cursor
             if candidate == STICKY:
-                count = 0 if lost == 0 and _is_followed(state, slot, cursor_text, cursor) else 1
+                count = 0 if lost == 0 and _is_followed(state, draft_row, cursor_text, cursor) else 1
                 kinds[STICKY] = lost if lost <= 2 else (3 if lost <= 4 else 4)
             elif lost > 0:
                 shift, equal = realign(tokens, cursor, text, last, limit)
                 count, places[0] = (1 if equal > 0 else 0), cursor + shift
                 kinds[MOVED] = min(equal, 4) - 1 + (4 if shift < 0 else 0)
-        state.strengths[slot, candidate] = strength
-        state.lengths[slot, candidate] = 0
+        state.match_lengths[draft_row, candidate] = match_length
+        state.lengths[draft_row, candidate] = 0
         if count > 0:
-            state.lengths[slot, candidate], state.anchors[slot, candidate] = follow(
-                tokens, places, count, state.chains[slot, candidate], state.votes[candidate]
+            state.lengths[draft_row, candidate], state.anchors[draft_row, candidate] = follow(
+                tokens, places, count, state.chains[draft_row, candidate], state.votes[candidate]
             )
 
 
 @kernel
-def _is_followed(state: DraftState, slot: int, text: int, cursor: int) -> bool:
-    """Whether another candidate already continues at the cursor."""
+def _is_followed(state: DraftState, draft_row: int, text: int, cursor: int) -> bool:
+    """Check whether another candidate already continues at the cursor."""
     candidate = HISTORY if text == IN_HISTORY else LIVE
-    return bool(state.lengths[slot, candidate] > 0 and state.anchors[slot, candidate] == cursor)
+    return bool(state.lengths[draft_row, candidate] > 0 and state.anchors[draft_row, candidate] == cursor)
 
 
 @kernel
-def _judge(state: DraftState, slot: int, room: int) -> tuple[int, int]:
-    """Products of rates along every candidate; the one with most expected tokens, also without the ring (-1: none)."""
+def _choose_candidate(state: DraftState, draft_row: int, room: int) -> tuple[int, int]:
+    """Multiply rates along every candidate; return the best candidate, and the best without the ring (-1: none)."""
     votes, common, others = state.votes, state.common, state.leads
     best, chosen, best_otherwise, otherwise = 0.0, -1, 0.0, -1
     for candidate in range(NUM_CANDIDATES):
         for other in range(candidate):
-            common[candidate, other] = common[other, candidate] = _common(state, slot, candidate, other)
+            common[candidate, other] = common[other, candidate] = _num_common(state, draft_row, candidate, other)
     for candidate in range(NUM_CANDIDATES):
-        length = state.lengths[slot, candidate]
+        length = state.lengths[draft_row, candidate]
         if length == 0:
             continue
         num_others = 0
@@ -305,9 +309,9 @@ def _judge(state: DraftState, slot: int, room: int) -> tuple[int, int]:
             if common[candidate, other] >= 0:
                 others[num_others] = common[candidate, other]
                 num_others += 1
-        match = match_bin(state.strengths[slot, candidate])
-        origin = _origin(state, slot, candidate)
-        state.origins[slot, candidate] = origin
+        match = match_bin(state.match_lengths[draft_row, candidate])
+        origin = _origin(state, draft_row, candidate)
+        state.origins[draft_row, candidate] = origin
         expected, product, scale = 0.0, 1.0, state.origin_scales[origin]
         for k in range(length):
             num_same = 0
@@ -317,41 +321,41 @@ def _judge(state: DraftState, slot: int, room: int) -> tuple[int, int]:
             if candidate < STICKY:
                 agreement = agreement_bin(votes[candidate, k, 0], votes[candidate, k, 1])
             where = cell(candidate, match, agreement, depth_bin(k), relation_bin(num_same, num_others - num_same))
-            state.cells[slot, candidate, k] = where
+            state.cells[draft_row, candidate, k] = where
             product *= scaled(state.rates[where], scale)
             state.candidate_products[candidate, k] = product
             if k < room:
                 expected += product
-            if product < _HOPELESS:
-                state.lengths[slot, candidate] = k + 1
+            if product < _MIN_SURVIVAL:
+                state.lengths[draft_row, candidate] = k + 1
                 break
         if expected > best:
             best, chosen = expected, candidate
-        if expected > best_otherwise and candidate != SHARED:
+        if expected > best_otherwise and candidate != RING:
             best_otherwise, otherwise = expected, candidate
     return chosen, otherwise
 
 
 @kernel
-def _origin(state: DraftState, slot: int, candidate: int) -> int:
-    """Where a candidate's chain comes from."""
-    text = state.slots[slot, CURSOR_TEXT]
-    if candidate == SHARED:
+def _origin(state: DraftState, draft_row: int, candidate: int) -> int:
+    """Return the origin of a candidate's chain."""
+    text = state.rows[draft_row, CURSOR_TEXT]
+    if candidate == RING:
         return ELSEWHERE
     if candidate == LIVE or (candidate >= STICKY and text != IN_HISTORY):
         return LIVING
-    group = state.slots[slot, GROUP]
+    group = state.rows[draft_row, GROUP]
     responses = int32s_at(state.groups[group, RESPONSES], 2 * state.groups[group, NUM_RESPONSES])
-    return origin_at(responses, state.anchors[slot, candidate])
+    return origin_at(responses, state.anchors[draft_row, candidate])
 
 
 @kernel
-def _common(state: DraftState, slot: int, candidate: int, other: int) -> int:
-    """How many tokens two candidates say alike from the first on; -1 if there is nothing to compare."""
-    most = min(state.lengths[slot, candidate], state.lengths[slot, other])
+def _num_common(state: DraftState, draft_row: int, candidate: int, other: int) -> int:
+    """Length of the common prefix of two candidates; -1 if either is empty."""
+    most = min(state.lengths[draft_row, candidate], state.lengths[draft_row, other])
     if most == 0:
         return -1
     k = 0
-    while k < most and state.chains[slot, candidate, k] == state.chains[slot, other, k]:
+    while k < most and state.chains[draft_row, candidate, k] == state.chains[draft_row, other, k]:
         k += 1
     return k

@@ -1,13 +1,13 @@
-"""How many tokens of each row to draft: as many as raise the expected tokens per second of the whole batch.
+"""Chooses the draft length of each row, so as to maximise the expected tokens per second of the batch.
 
 A batch of R rows emits sum_i w_i (1 + sum_{k <= l_i} s_ik) weighted tokens in T(R, N) seconds, where s_ik
 is the probability that token k of row i's draft survives, l_i the length drafted, N = R + sum l_i, and
-w_i the row's makespan weight. Survival falls along a draft, so for a given N the best choice is the N - R
-largest w_i s_ik, whatever the surface looks like; all N are tried. It is "a token iff s_ik >= G (dT/dN) / w_i",
-G being tokens per second, without assuming that T is smooth.
+w_i the row's makespan weight. Survival never rises along a draft. For a given N the best choice is therefore the
+N - R largest w_i s_ik, for every cost model; all N are tried. The rule equals "draft a token iff
+s_ik >= G (dT/dN) / w_i", with G tokens per second, but needs no smooth T.
 
-Invariants: the choice is never worse, under the model, than drafting nothing; if drafts cannot pay it is all zeros;
-tokens whose values differ by less than a 128th are taken for equal, and nothing else is approximated.
+Invariants: under the model the choice is never worse than drafting nothing, and all lengths are zero if drafts cannot
+pay. The only approximation: tokens with values within 1/128 count as equal.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from history.jit import kernel
 
 _WORTH = 1.01
-"""Tokens per second with drafts over those without, below which nothing is drafted: a model errs that much."""
+"""Least gain in tokens per second for which tokens are drafted; smaller gains are within the model's error."""
 _OCTAVES, _BINS_PER_OCTAVE = 16, 128
 _LEAST = 2.0**-10
-"""Values are binned from here over `_OCTAVES` powers of two; a token of less is never worth its forward."""
+"""Bins cover `_OCTAVES` powers of two from this value. A token of smaller value is never worth its forward."""
 _NUM_BINS = _OCTAVES * _BINS_PER_OCTAVE
 
 
@@ -30,13 +30,13 @@ def choose_draft_lengths(
     weights: npt.NDArray[np.float64],
     seconds: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.int32]:
-    """Return how many tokens to draft for each of R rows, int32 [R].
+    """Return the draft length of each of R rows, int32 [R].
 
     Args:
-        survivals: [R, K], probability that a token and all before it are accepted; what rises along K is cut.
-        available: [R], tokens that there are to draft, at most K.
+        survivals: [R, K], probability that a token and all before it are accepted; values that rise along K are capped.
+        available: [R], length of each candidate, at most K.
         weights: [R], positive; see `makespan_weights`.
-        seconds: [E + 1], duration of a forward with so many drafted tokens in all; at most E are drafted.
+        seconds: [E + 1], duration of a forward with 0..E drafted tokens in all; at most E are drafted.
     """
     num_rows = len(available)
     values = np.zeros(survivals.shape, dtype=np.float32)
@@ -74,14 +74,14 @@ def choose_draft_lengths(
 
 _FIRST_BITS = int(np.float32(_LEAST).view(np.int32))
 _BIN_SHIFT = 23 - 7
-"""Positive floats are ordered like their bits; seven bits of the mantissa are kept: 128 bins an octave."""
+"""Positive floats sort like their bits. Seven mantissa bits are kept: 128 bins an octave."""
 
 
 @kernel
 def _best_prefix(
     counts: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], undrafted: float, seconds: npt.NDArray[np.float64]
 ) -> tuple[int, int, int]:
-    """Tokens of the best choice, the lowest bin that it takes from, and how many from that bin."""
+    """Return the number of tokens of the best choice, its lowest bin, and the tokens taken from that bin."""
     best_rate = _WORTH * undrafted / seconds[0]
     best, best_bin, best_of_bin = 0, 0, 0
     gain, num = undrafted, 0
@@ -100,7 +100,7 @@ def _best_prefix(
 
 @kernel
 def break_even(seconds: npt.NDArray[np.float64], num_rows: int) -> float:
-    """Least mean survival of drafted tokens at which any number of them pays; from 1 on, no draft ever can.
+    """Least mean survival of drafted tokens at which drafts pay; from 1 on, no draft can pay.
 
     `seconds` as in `choose_draft_lengths`.
     """
@@ -112,9 +112,9 @@ def break_even(seconds: npt.NDArray[np.float64], num_rows: int) -> float:
 
 @kernel
 def makespan_weights(remaining: npt.NDArray[np.float64], floor: float, cap: float) -> npt.NDArray[np.float64]:
-    """Return what a token of each of R rows counts, [R]: its expected remaining tokens over their mean, clipped.
+    """Return the weight of a token of each of R rows, [R]: expected remaining tokens over their mean, clipped.
 
-    A step ends with its longest response: a second saved on a row that has long to go is worth more.
+    A step ends with its longest response, so a second saved on a long row is worth more.
     """
     weights = np.ones(len(remaining))
     mean = remaining.mean()

@@ -1,8 +1,8 @@
-"""Drafts for a batch of requests: what their prompts' history says comes next, as far as it is worth verifying.
+"""Drafts tokens for a batch of requests from their prompts' history, as far as verification pays.
 
-Nothing here is remote, and nothing is Python per token. A segment that is missing or damaged costs its
-prompt drafts from history and nothing else; it is looked for again later. Where drafts cannot pay, or the
-texts of this batch give nothing to draft, the drafter rests: it costs next to nothing then, and tries again.
+Nothing here is remote, and no Python runs per token. If a segment is missing or damaged, its prompt is drafted without
+history, and the drafter looks for the segment again later. If drafts cannot pay, or the batch has no candidates, the
+drafter rests at almost no cost and tries again later.
 """
 
 import logging
@@ -14,10 +14,10 @@ import numpy as np
 
 from history.drafting.acceptance import NUM_BINS
 from history.drafting.draft_length import break_even, choose_draft_lengths, makespan_weights
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from history.drafting.parallel import DraftThreads
 from history.drafting.prompt_group import DraftGroup
-from history.drafting.recent_ring import REGION, keep
+from history.drafting.recent_ring import REGION, append_finished
 from history.drafting.state import (
     ACCEPTED,
     ACCEPTED_BY,
@@ -38,9 +38,9 @@ from history.drafting.state import (
     PROPOSED,
     PROPOSED_BY,
     REST_POINTS,
+    RING_END,
+    RING_STOP,
     ROWS,
-    SHARED_END,
-    SHARED_STOP,
     SURVIVED,
     Doubles,
     DraftState,
@@ -48,51 +48,51 @@ from history.drafting.state import (
     Longs,
     fresh_state,
     with_groups,
-    with_slots,
+    with_rows,
 )
 from history.drafting.stats import DraftStats
-from history.drafting.update import absorb, tally
+from history.drafting.update import count_emitted, update_state
 from history.index.segment import SegmentError
 from history.jit import kernel
 from history.types import TokenIds
 
 _log = logging.getLogger(__name__)
 
-_LOOK_AGAIN = 64
-"""Forwards after which a segment that was missing or damaged is looked for again."""
-_MORE = 64
-"""Slots and groups that are added at a time."""
-_LEAST_WEIGHT, _MOST_WEIGHT = 0.5, 4.0
+_RETRY_SEGMENTS_EVERY = 64
+"""Forwards between two attempts to attach missing or damaged segments."""
+_ROWS_ADDED = 64
+"""Draft rows, and groups, added at a time."""
+_MIN_WEIGHT, _MAX_WEIGHT = 0.5, 4.0
 """Bounds of a row's makespan weight."""
-_PATIENCE = 8
-"""Forwards in a row without anything worth drafting after which the drafter rests."""
-_LONGEST_REST = 16
-_LOOKS, _SELDOM = 32, 16
-"""Forwards after which it is judged whether looking into other prompts' texts pays, and of how many one does if not."""
-_FEW_LOOKS, _ENOUGH = 8, 4000
-"""Forwards and accepted tokens after which it is judged in a large batch. Fewer may misjudge: see decision 19."""
-_LEAST_GAINED = 0.05
-"""Share of the accepted tokens that must have come from there alone: looking takes about a millisecond for 256 rows, a
-twentieth of a forward of 20 ms."""
-_TRUST_MEMORY = 64.0
-"""Tokens that were expected to survive, of which it is remembered how many did."""
-_LEAST_KEPT = 0.75
-"""Share of what is remembered that one forward leaves, however many tokens it drafts."""
-_TRUST_PRIOR, _TRUST_BAND = 4.0, 2.0
-"""Tokens added to both, and what the ratio is multiplied by: down to a half it is taken for chance."""
+_MAX_USELESS = 8
+"""Consecutive forwards without drafts after which the drafter rests."""
+_MAX_REST = 16
+_RING_TRIALS, _RING_TRIAL_EVERY = 32, 16
+"""Forwards with ring search before its gain is evaluated; interval of forwards that search while it does not pay."""
+_FEW_RING_TRIALS, _ENOUGH_ACCEPTED = 8, 4000
+"""Forwards and accepted tokens before the evaluation in a large batch. Fewer may misjudge: see decision 19."""
+_MIN_RING_GAIN = 0.05
+"""Least share of accepted tokens that the ring must add. A search takes about a millisecond for 256 rows, a twentieth
+of a forward of 20 ms."""
+_SURVIVAL_WINDOW = 64.0
+"""Expected survivors over which observed survival is averaged."""
+_MIN_DECAY = 0.75
+"""Least decay factor of one forward, for any number of drafted tokens."""
+_SURVIVAL_PRIOR, _SURVIVAL_BAND = 4.0, 2.0
+"""Prior tokens of the ratio, and its tolerance: a ratio down to one half counts as chance."""
 _NOTICEABLE = 0.005
-"""Share of a forward from which the drafter's own time is worth saving."""
+"""Share of a forward above which the drafter's own time is worth saving."""
 
 
 class Drafter:
-    """Drafts of one engine process. `open`, `close`, `propose` and `drain` mutate; not for several threads."""
+    """Drafts tokens in one engine process. `open`, `close`, `propose` and `drain` mutate; not thread-safe."""
 
     def __init__(
         self,
         *,
         max_draft_tokens: int,
         segments_dir: str = "",
-        prices: PriceSurface | None = None,
+        cost_model: ForwardCostModel | None = None,
         threshold: float = 0.1,
         max_model_len: int = 1 << 30,
         num_threads: int = 1,
@@ -101,110 +101,110 @@ class Drafter:
 
         Args:
             max_draft_tokens: most tokens of one draft.
-            segments_dir: folder in which the prompts' segments lie; empty: there is no history.
-            prices: decide how much of a draft is worth its forward; None: all that survives with `threshold`.
-            threshold: least probability of survival of a draft token, without prices.
+            segments_dir: folder of the prompts' segments; empty: no history.
+            cost_model: prices of forwards, which set draft lengths; None: draft while survival reaches `threshold`.
+            threshold: least survival probability of a draft token, without a cost model.
             max_model_len: most tokens of a text.
-            num_threads: that large batches are drafted on (`history.drafting.parallel`).
+            num_threads: threads that draft large batches (`history.drafting.parallel`).
         """
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
-        self._prices = prices
+        self._cost_model = cost_model
         self._threshold = threshold
         self._max_model_len = max_model_len
         self._state: DraftState = fresh_state(max_draft_tokens)
         self._threads = DraftThreads(num_threads, max_draft_tokens=max_draft_tokens)
         self._groups: dict[int, tuple[int, DraftGroup]] = {}
-        self._slots: dict[int, tuple[int, DraftGroup]] = {}
+        self._open_rows: dict[int, tuple[int, DraftGroup]] = {}
         self._free_groups: list[int] = []
-        self._free_slots: list[int] = []
+        self._free_rows: list[int] = []
         self._num_useless, self._num_resting = 0, 0
-        self._is_sharing, self._num_looks = True, 0
-        self._num_gained, self._num_accepted = 0.0, 0.0
-        self._last_prices: tuple[float, float] | None = None
-        """Of the forward under way: seconds of a plain one, and of this one."""
+        self._uses_ring, self._num_ring_trials = True, 0
+        self._num_ring_gained, self._num_accepted = 0.0, 0.0
+        self._last_seconds: tuple[float, float] | None = None
+        """Estimated seconds of the forward under way: without drafts, and with them."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
-        self._trust = np.zeros(4)
-        """Tokens expected to survive and those that did: at the last forward by `DraftState.sums`, and remembered."""
+        self._recent_survival = np.zeros(4)
+        """Expected and observed survivors: of `DraftState.sums` at the last forward, then their decayed sums."""
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
-        """The slot of a request that appeared.
+        """Add a request and return its draft row.
 
         Args:
-            prompt_key: what it shares its history with.
-            prompt_length: tokens of its prompt.
-            max_length: tokens of its prompt and of its longest response.
-            step: that it is sampled for; tells how old a past response is.
+            prompt_key: key of the prompt; requests of one prompt share history and living text.
+            prompt_length: tokens of the prompt.
+            max_length: tokens of the prompt and of the longest response.
+            step: current step, from which the age of a past response is computed.
         """
         if prompt_key not in self._groups:
             most = min(max_length, self._max_model_len) - prompt_length
             self._add_group(prompt_key, prompt_length, max(most, 0) + 2, step)
         index, group = self._groups[prompt_key]
-        if not self._free_slots:
-            size = len(self._state.slots)
-            self._state = with_slots(self._state, size + _MORE)
-            self._free_slots = list(reversed(range(size, size + _MORE)))
-        slot = self._free_slots.pop()
-        self._slots[slot] = index, group
+        if not self._free_rows:
+            size = len(self._state.rows)
+            self._state = with_rows(self._state, size + _ROWS_ADDED)
+            self._free_rows = list(reversed(range(size, size + _ROWS_ADDED)))
+        draft_row = self._free_rows.pop()
+        self._open_rows[draft_row] = index, group
         group.num_open += 1
-        row = self._state.slots[slot]
+        row = self._state.rows[draft_row]
         row[:] = 0
         row[PROMPT_LENGTH], row[GROUP], row[CHOSEN] = prompt_length, index, -1
         row[LIVE_END], row[LIVE_STOP] = group.add_region()
         group.write(self._state.groups[index])
-        self._state.lengths[slot] = 0
+        self._state.lengths[draft_row] = 0
         self._num_requests += 1
         self._num_hits += group.segment is not None
-        return slot
+        return draft_row
 
-    def close(self, slot: int) -> None:
-        """The request is gone. With the last one of a prompt its living text goes, and its segment is let go."""
-        index, group = self._slots.pop(slot)
-        self._free_slots.append(slot)
-        row = self._state.slots[slot]
+    def close(self, draft_row: int) -> None:
+        """Remove a request. The last request of a prompt also frees the living text and the segment."""
+        index, group = self._open_rows.pop(draft_row)
+        self._free_rows.append(draft_row)
+        row = self._state.rows[draft_row]
         start, end = int(row[LIVE_STOP]) - group.room, int(row[LIVE_END])
-        if row[SHARED_END] == row[SHARED_STOP] or end - start > REGION:
-            keep(self._state.ring, self._state.ring_buckets, self._state.ring_end, group.text, start, end)
+        if row[RING_END] == row[RING_STOP] or end - start > REGION:
+            append_finished(self._state.ring, self._state.ring_buckets, self._state.ring_end, group.text, start, end)
         group.num_open -= 1
         if group.num_open == 0:
             del self._groups[group.prompt_key]
             self._state.groups[index] = 0
             self._free_groups.append(index)
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Draft tokens for each row of a batch.
 
         Args:
-            slots: [R], -1 for a row without drafts.
-            token_ids: [B, L], B at least R: texts, prompt and output.
-            num_tokens: [R], how many tokens each text has, the newest included.
+            draft_rows: [R], -1 for a row without drafts.
+            token_ids: [B, L], B at least R: texts of prompt and output.
+            num_tokens: [R], tokens of each text, the newest included.
             rooms: [R], most tokens to draft for each row.
         """
         began = time.perf_counter()
-        # another dtype would be compiled anew, in the middle of a run
-        slots, num_tokens = np.asarray(slots, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
+        # another dtype would compile new kernels in the middle of a run
+        draft_rows, num_tokens = np.asarray(draft_rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
         rooms, token_ids = np.asarray(rooms, dtype=np.int32), np.ascontiguousarray(token_ids, dtype=np.int32)
         self._num_forwards += 1
-        if self._num_forwards % _LOOK_AGAIN == 0:
-            self._look_again()
-        self._count(slots, num_tokens)
+        if self._num_forwards % _RETRY_SEGMENTS_EVERY == 0:
+            self._retry_segments()
+        self._count(draft_rows, num_tokens)
         seconds = None
-        if self._prices is not None:
-            num_rows, most = len(slots), int(np.minimum(rooms, self._max_draft_tokens).sum())
+        if self._cost_model is not None:
+            num_rows, most = len(draft_rows), int(np.minimum(rooms, self._max_draft_tokens).sum())
             context = int(num_tokens.sum())
-            seconds = self._prices.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
+            seconds = self._cost_model.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
             if self._num_resting or break_even(seconds, num_rows) >= 1:
-                return self._rest(slots, seconds, began)
-        found = self._draft(slots, token_ids, num_tokens, rooms, seconds)
+                return self._rest(draft_rows, seconds, began)
+        found = self._draft(draft_rows, token_ids, num_tokens, rooms, seconds)
         spent = time.perf_counter() - began
         self._propose_s += spent
         if seconds is not None:
-            self._tire(any(found), spent / seconds[0])
+            self._back_off(any(found), spent / seconds[0])
         return found
 
     def drain(self) -> DraftStats:
-        """What happened since the last call."""
+        """Return the counters since the last call, and reset them."""
         sums = self._state.sums
         stats = DraftStats(
             num_forwards=self._num_forwards,
@@ -224,78 +224,82 @@ class Drafter:
             saved_s=float(self._saved_s),
         )
         sums[:] = 0
-        self._trust[:2] = 0
+        self._recent_survival[:2] = 0
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s, self._saved_s = 0.0, 0.0
         return stats
 
     def _draft(
-        self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
+        self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
     ) -> list[list[int]]:
-        state, num_rows = self._state, len(slots)
+        state, num_rows = self._state, len(draft_rows)
         sums = state.sums
         num_gained, num_accepted = sums[GAINED], sums[ACCEPTED]
-        absorb(state, slots, token_ids, num_tokens)
-        self._weigh_sharing(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
+        update_state(state, draft_rows, token_ids, num_tokens)
+        self._decide_ring_use(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
         if state.sums[CROWDED]:
-            self._spread()
+            self._rehash()
         drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
         survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
         available = np.empty(num_rows, dtype=np.int32)
-        self._threads.propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
-        lower_where_few_survive(self._trust, sums, survivals, available)
+        self._threads.propose(state, draft_rows, token_ids, num_tokens, rooms, drafts, survivals, available)
+        scale_to_observed_survival(self._recent_survival, sums, survivals, available)
         if seconds is None:
             lengths = _above(survivals, available, self._threshold)
         else:
             weights = makespan_weights(
-                _remaining(state.slots, state.remaining, slots, num_tokens), _LEAST_WEIGHT, _MOST_WEIGHT
+                _remaining(state.rows, state.remaining, draft_rows, num_tokens), _MIN_WEIGHT, _MAX_WEIGHT
             )
             lengths = choose_draft_lengths(survivals, available, weights, seconds)
         ends = np.empty(num_rows, dtype=np.int64)
-        tokens = _settle(state.slots, slots, drafts, lengths, ends).tolist()
+        tokens = _record_drafts(state.rows, draft_rows, drafts, lengths, ends).tolist()
         if seconds is not None:
-            self._last_prices = float(seconds[0]), float(seconds[len(tokens)])
+            self._last_seconds = float(seconds[0]), float(seconds[len(tokens)])
         return [tokens[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
-    def _weigh_sharing(self, num_gained: float, num_accepted: float) -> None:
-        """Look into the ring in every forward as long as it adds something, else in few, to see whether it does."""
-        if self._state.shares[0]:
-            self._num_looks += 1
-            self._num_gained += num_gained
+    def _decide_ring_use(self, num_gained: float, num_accepted: float) -> None:
+        """Search the ring in every forward while it adds accepted tokens; otherwise search it rarely, as a trial."""
+        if self._state.uses_ring[0]:
+            self._num_ring_trials += 1
+            self._num_ring_gained += num_gained
             self._num_accepted += num_accepted
-        if self._num_looks >= (_FEW_LOOKS if self._num_accepted >= _ENOUGH else _LOOKS):
-            self._is_sharing = self._num_gained > _LEAST_GAINED * self._num_accepted
-            # what was seen before counts half: a judgement is not overthrown by one bad stretch
-            self._num_looks, self._num_gained, self._num_accepted = 0, self._num_gained / 2, self._num_accepted / 2
-        self._state.shares[0] = self._is_sharing or self._num_forwards % _SELDOM == 0
+        if self._num_ring_trials >= (_FEW_RING_TRIALS if self._num_accepted >= _ENOUGH_ACCEPTED else _RING_TRIALS):
+            self._uses_ring = self._num_ring_gained > _MIN_RING_GAIN * self._num_accepted
+            # earlier trials keep half their weight, so that one bad stretch does not change the decision
+            self._num_ring_trials, self._num_ring_gained, self._num_accepted = (
+                0,
+                self._num_ring_gained / 2,
+                self._num_accepted / 2,
+            )
+        self._state.uses_ring[0] = self._uses_ring or self._num_forwards % _RING_TRIAL_EVERY == 0
 
-    def _count(self, slots: Longs, num_tokens: TokenIds) -> None:
-        """Count what the last forward emitted, and what it saved: plain forwards emit one token a row each."""
+    def _count(self, draft_rows: Longs, num_tokens: TokenIds) -> None:
+        """Count the tokens that the last forward emitted, and the time saved over plain forwards of one token a row."""
         sums = self._state.sums
         rows, emitted = sums[ROWS], sums[EMITTED]
-        tally(self._state.slots, sums, slots, num_tokens)
-        if self._last_prices is not None and sums[ROWS] > rows:
-            plain, spent = self._last_prices
+        count_emitted(self._state.rows, sums, draft_rows, num_tokens)
+        if self._last_seconds is not None and sums[ROWS] > rows:
+            plain, spent = self._last_seconds
             self._saved_s += plain * (sums[EMITTED] - emitted) / (sums[ROWS] - rows) - spent
-        self._last_prices = None
+        self._last_seconds = None
 
-    def _rest(self, slots: Longs, seconds: Doubles, began: float) -> list[list[int]]:
-        """Draft nothing and learn nothing; what is emitted meanwhile is taken in later, all at once."""
+    def _rest(self, draft_rows: Longs, seconds: Doubles, began: float) -> list[list[int]]:
+        """Neither draft nor learn; `update_state` reads the tokens emitted meanwhile later, all at once."""
         self._num_resting = max(self._num_resting - 1, 0)
         self._propose_s += time.perf_counter() - began
-        return [[] for _ in range(len(slots))]
+        return [[] for _ in range(len(draft_rows))]
 
-    def _tire(self, useful: bool, share: float) -> None:
-        """Rest after many useless forwards, ever longer, if drafting took a noticeable share of a forward."""
+    def _back_off(self, useful: bool, share: float) -> None:
+        """Rest after many useless forwards, for growing intervals, if drafting took a noticeable share of a forward."""
         self._num_useless = 0 if useful else self._num_useless + 1
-        if self._num_useless >= _PATIENCE and share > _NOTICEABLE:
-            self._num_resting = min(1 << (self._num_useless - _PATIENCE), _LONGEST_REST)
+        if self._num_useless >= _MAX_USELESS and share > _NOTICEABLE:
+            self._num_resting = min(1 << (self._num_useless - _MAX_USELESS), _MAX_REST)
 
     def _add_group(self, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         if not self._free_groups:
             size = len(self._state.groups)
-            self._state = with_groups(self._state, size + _MORE)
-            self._free_groups = list(reversed(range(size, size + _MORE)))
+            self._state = with_groups(self._state, size + _ROWS_ADDED)
+            self._free_groups = list(reversed(range(size, size + _ROWS_ADDED)))
         index = self._free_groups.pop()
         group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size, step=step)
         self._groups[prompt_key] = index, group
@@ -310,22 +314,22 @@ class Drafter:
             return group.attach(self._directory)
         except SegmentError as error:
             self._num_damaged += 1
-            _log.warning("drafting without the history of a prompt: %s", error)
+            _log.warning("drafting a prompt without its history: %s", error)
             return False
 
-    def _look_again(self) -> None:
+    def _retry_segments(self) -> None:
         for index, group in self._groups.values():
             if group.segment is None and self._attach(group):
                 group.write(self._state.groups[index])
                 self._state.remaining[index] = group.remaining()
 
-    def _spread(self) -> None:
-        """Give living texts that have outgrown their buckets more of them."""
+    def _rehash(self) -> None:
+        """Rehash living texts that have outgrown their buckets."""
         self._state.sums[CROWDED] = 0
         for index, group in self._groups.values():
             row = self._state.groups[index]
             if row[NUM_LIVE] > 2 * row[NUM_BUCKETS]:
-                group.spread()
+                group.rehash()
                 group.write(row)
 
 
@@ -339,27 +343,28 @@ def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds
 
 
 @kernel
-def lower_where_few_survive(trust: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
-    """Lower all survivals where far fewer tokens survive of late than was expected.
+def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
+    """Lower all survivals if far fewer tokens survived recently than expected.
 
-    Rates are learned cell by cell, for hundreds of tokens each. When a history stops being of use, as with prompts
-    whose answers have nothing to do with it, all of them are too high at once.
+    Each cell's rate averages hundreds of tokens. When a history becomes useless, as for prompts with unrelated answers,
+    all rates are too high at once.
 
     Args:
-        trust: [4], tokens expected to survive and those that did, by `sums` at the last call, and remembered; changed.
+        recent: [4], changed. Tokens expected to survive and tokens that survived: of `sums` at the last call, then
+            the decayed sums.
         sums: of `DraftState`.
         survivals: [R, K], changed.
-        available: [R], how many of each row there are.
+        available: [R], candidate tokens of each row.
     """
     now = np.zeros(2)
     for i in range(NUM_BINS):
         now[0] += sums[PREDICTED + i]
         now[1] += sums[SURVIVED + i]
-    kept = max(1.0 - (now[0] - trust[0]) / _TRUST_MEMORY, _LEAST_KEPT)
+    kept = max(1.0 - (now[0] - recent[0]) / _SURVIVAL_WINDOW, _MIN_DECAY)
     for i in range(2):
-        trust[2 + i] = kept * trust[2 + i] + now[i] - trust[i]
-        trust[i] = now[i]
-    factor = _TRUST_BAND * (trust[3] + _TRUST_PRIOR) / (trust[2] + _TRUST_PRIOR)
+        recent[2 + i] = kept * recent[2 + i] + now[i] - recent[i]
+        recent[i] = now[i]
+    factor = _SURVIVAL_BAND * (recent[3] + _SURVIVAL_PRIOR) / (recent[2] + _SURVIVAL_PRIOR)
     if factor < 1.0:
         for row in range(len(available)):
             for k in range(available[row]):
@@ -367,13 +372,13 @@ def lower_where_few_survive(trust: Doubles, sums: Doubles, survivals: Floats, av
 
 
 @kernel
-def _remaining(columns: Longs, remaining: Doubles, slots: Longs, num_tokens: TokenIds) -> Doubles:
-    """Expected remaining tokens of each row; none is expected of a row without a slot."""
-    found = np.zeros(len(slots))
-    for row in range(len(slots)):
-        if slots[row] >= 0:
-            table = remaining[columns[slots[row], GROUP]]
-            place = (num_tokens[row] - columns[slots[row], PROMPT_LENGTH]) / table[REST_POINTS]
+def _remaining(columns: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
+    """Return the expected remaining tokens of each row; 0 for a row without a draft row."""
+    found = np.zeros(len(draft_rows))
+    for row in range(len(draft_rows)):
+        if draft_rows[row] >= 0:
+            table = remaining[columns[draft_rows[row], GROUP]]
+            place = (num_tokens[row] - columns[draft_rows[row], PROMPT_LENGTH]) / table[REST_POINTS]
             below = min(max(int(place), 0), REST_POINTS - 2)
             part = min(max(place - below, 0.0), 1.0)
             found[row] = table[below] * (1 - part) + table[below + 1] * part
@@ -381,15 +386,15 @@ def _remaining(columns: Longs, remaining: Doubles, slots: Longs, num_tokens: Tok
 
 
 @kernel
-def _settle(columns: Longs, slots: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
-    """Remember how much is drafted of each row; all drafts one after another, row i's up to ends[i]."""
+def _record_drafts(columns: Longs, draft_rows: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
+    """Record each row's draft length, and join the drafts; row i's draft ends at ends[i]."""
     flat = np.empty(lengths.sum(), dtype=np.int32)
     end = 0
-    for row in range(len(slots)):
+    for row in range(len(draft_rows)):
         for k in range(lengths[row]):
             flat[end + k] = drafts[row, k]
         end += lengths[row]
         ends[row] = end
-        if slots[row] >= 0:
-            columns[slots[row], DRAFTED] = lengths[row]
+        if draft_rows[row] >= 0:
+            columns[draft_rows[row], DRAFTED] = lengths[row]
     return flat

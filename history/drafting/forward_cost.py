@@ -1,20 +1,19 @@
-"""What a forward costs, learned while the engine runs: seconds by rows, verified tokens and context.
+"""Learns the cost of a forward while the engine runs: seconds by rows, verified tokens and context.
 
-What is drafted at these prices is `history.drafting.draft_length`'s to choose.
+`history.drafting.draft_length` chooses draft lengths by these costs.
 
     T(B, N, C) = t_0 + rows(B) + tokens(N) + jump [N > B] + c C
 
-`rows` and `tokens` are piecewise linear and rising; B requests, N tokens computed (one of each row, and its
-draft), C tokens of keys and values read. One sum for all batches means that the plain forwards of a full batch
-already tell what a small batch with many drafts will cost. Coefficients are those of a prior (a table of
-`benchmarks.rollout.step_time`, or `DEFAULT`) times factors that are fitted to the forwards seen, each relative
-to its own duration; neighbouring factors are tied weakly, so what was never seen follows what was.
+`rows` and `tokens` are piecewise linear and rising. B counts requests, N computed tokens (one of each row, and its
+draft), C tokens of keys and values read. All batches share one sum: plain forwards of a full batch already predict the
+cost of a small batch with many drafts. Coefficients are those of a prior (a table of `benchmarks.rollout.step_time`, or
+`DEFAULT`) times fitted factors. Each forward counts relative to its own duration. Neighbouring factors are weakly tied,
+so that unseen segments follow seen ones.
 
-Invariants: T never falls in N, B or C; one forward, however slow (a first compilation, a process that was swapped
-out), moves the fit by a bounded amount; old forwards are forgotten; where little is known, drafts are
-priced below the estimate until they were tried a few times, but never further up than the next segment of N, so
-exploration is bounded and never ends for good. Sizes that an engine pads to are prices of their own: up to the
-next size more tokens cost nothing.
+Invariants: T never falls in N, B or C. One forward, however slow (a first compilation, a swapped-out process), moves
+the fit by a bounded amount. Old forwards decay. Drafts in a little-tried segment cost less than the estimate until they
+were tried a few times, but never beyond the next segment of N: exploration is bounded and never stops. If an engine
+pads to given sizes, tokens up to the next size cost nothing.
 """
 
 import json
@@ -41,26 +40,26 @@ _CONTEXT = _JUMP + 1
 _NUM_COEFFICIENTS = _CONTEXT + 1
 
 _FORGET = 1 - 1 / 512
-"""What an observation counts one forward later."""
+"""Decay of an observation's weight per forward."""
 _NUM_FIRST = 8
-"""Forwards that only set the scale of the prior, by their median."""
+"""First forwards, whose median only scales the prior."""
 _FIT_EVERY = 16
 _NUM_ROUNDS = 8
 _TIE = 0.001
 """Weight of the tie between neighbouring factors, in observations."""
 _BOUND = 0.3
-"""Relative error from which an observation counts by its sign and no longer by its size."""
+"""Relative error above which only the sign of an error counts (Huber loss)."""
 _LARGEST_SURPRISE = 3.0
 _LEAST_FACTOR = 1e-3
-"""Of the scale: no forward is free, and later ones are measured relative to the estimate."""
+"""Least factor, relative to the scale: estimates must be positive, because errors are relative to them."""
 _TRIED = 3.0
-"""Observations of drafts in a segment after which their price is the estimate."""
+"""Observations of drafts in a segment after which their cost is the estimate."""
 _DISCOUNT = 0.5
 _EVIDENT = 0.5
-"""Observations in a segment from which the next one may be tried."""
+"""Observations in a segment above which the next segment may be tried."""
 _PLAIN = 4.0
-"""Forwards without drafts, of about as many rows, that must be remembered before drafts are priced: what a draft
-costs is a difference."""
+"""Forwards without drafts, of a similar number of rows, that must be observed before drafts get a finite cost. The cost
+of a draft is a difference."""
 
 
 class Observation(NamedTuple):
@@ -68,9 +67,9 @@ class Observation(NamedTuple):
 
     num_rows: int
     num_tokens: int
-    """Computed: one of each row, and the drafts."""
+    """Computed tokens: one of each row, and the drafts."""
     num_context_tokens: int
-    """Tokens of all rows whose keys and values were there before."""
+    """Tokens of all rows whose keys and values were already cached."""
     seconds: float
 
 
@@ -85,23 +84,23 @@ def _default() -> Floats:
 
 
 DEFAULT = _default()
-"""Seconds; a cautious machine, whose forward doubles at 32 tokens. Only ratios matter: the scale is fitted first."""
+"""Seconds of a pessimistic machine whose forward doubles at 32 tokens. Only ratios matter: the scale is fitted."""
 
 
-class PriceSurface:
-    """T of one engine. `observe` mutates; not for several threads."""
+class ForwardCostModel:
+    """Cost model T of one engine. `observe` mutates; not thread-safe."""
 
     def __init__(self, *, prior: Floats | None = None, verify_sizes: Sequence[int] = (), known_tokens: int = 0) -> None:
         """Start from a prior.
 
         Args:
-            prior: coefficients; None is `DEFAULT`.
-            verify_sizes: numbers of tokens that the engine pads a forward to (CUDA graphs); beyond the last, none.
-            known_tokens: up to this N the prior was measured, and is not explored.
+            prior: coefficients; None: `DEFAULT`.
+            verify_sizes: token counts to which the engine pads forwards (CUDA graphs); no padding beyond the last.
+            known_tokens: largest N at which the prior was measured; smaller N are not explored.
         """
         self.num_observed = 0
         self.num_explored = 0
-        """Forwards whose drafts went where fewer than `_TRIED` had been."""
+        """Forwards with drafts in a segment of fewer than `_TRIED` observations."""
         self._prior = DEFAULT if prior is None else prior
         self._sizes = np.array(sorted(verify_sizes), dtype=np.int64)
         self._known_tokens = known_tokens
@@ -115,7 +114,7 @@ class PriceSurface:
         self._theta = self._prior.copy()
 
     def observe(self, *, num_rows: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Learn from a forward in which every row decoded; one with prompt chunks is not to be reported."""
+        """Learn from a forward in which every row decoded. Do not report forwards with prompt chunks."""
         seen = Observation(num_rows, num_tokens, num_context_tokens, seconds)
         if not (0 < num_rows <= num_tokens and num_context_tokens >= 0 and 0 < seconds < np.inf):
             raise ValueError(f"no decoding forward looks like {seen}: 0 < num_rows <= num_tokens, 0 < seconds < inf")
@@ -149,7 +148,7 @@ class PriceSurface:
         return float(_features(*seen[:3], self._sizes) @ self._prior)
 
     def _fit_to(self, forwards: Sequence[Observation]) -> None:
-        """Begin again with these forwards, all counting alike; rounds, because weights depend on the fit."""
+        """Fit to these forwards with equal weights; in rounds, because robust weights depend on the fit."""
         for _ in range(_NUM_ROUNDS):
             self._products[:] = 0
             self._targets[:] = 0
@@ -166,7 +165,7 @@ class PriceSurface:
         _accumulate(self._products, self._targets, features * self._prior / estimate, target, weight, memory)
 
     def _fit(self) -> None:
-        """Least squares with factors >= 0: those that come out negative are zero, and the rest is solved again."""
+        """Solve least squares with factors >= 0: set negative factors to zero and solve for the rest again."""
         left = self._products + _TIE * _TIES
         right = self._targets + _TIE * _ANCHOR * self._scale
         factors = np.linalg.solve(left, right)
@@ -182,15 +181,14 @@ class PriceSurface:
         return float(_features(num_rows, num_tokens, num_context_tokens, self._sizes) @ self._theta)
 
     def seconds_by_tokens(self, num_rows: int, max_tokens: int, num_context_tokens: int = 0) -> Floats:
-        """Return the price of drafting 0, 1, .. tokens in all, [max_tokens - num_rows + 1], seconds; never falls.
+        """Return the cost of drafting 0, 1, .. tokens in all, [max_tokens - num_rows + 1], seconds; never falls.
 
-        Where drafts were hardly tried this is below `seconds`, and infinite further out than the segment after
-        the largest forward seen. All drafts cost infinity where a plain forward is to be seen first, and this call
-        counts as one.
+        The cost is below `seconds` in little-tried segments, and infinite beyond the segment after the largest forward
+        seen. All drafts cost infinity until enough plain forwards were observed; this call counts as one.
         """
         plain = self.seconds(num_rows, num_rows, num_context_tokens)
         if self._plain[_segment_of(num_rows)] < _PLAIN:
-            # whether or not it will be observed: a prompt may come in
+            # counted even if never observed: a new prompt may make the forward unusable
             self._plain[_segment_of(num_rows)] += 1
             return np.array([plain] + [np.inf] * (max_tokens - num_rows))
         doubts = np.clip(1 - self._drafted / _TRIED, 0, 1) * _DISCOUNT
@@ -208,16 +206,16 @@ class PriceSurface:
     @classmethod
     def load(
         cls, path: Path, *, only: Mapping[str, str] | None = None, verify_sizes: Sequence[int] = ()
-    ) -> "PriceSurface":
-        """A surface whose prior is fitted to the rows of a record of `benchmarks.rollout.step_time`, or of `save`.
+    ) -> "ForwardCostModel":
+        """Fit the prior to the rows of a record of `benchmarks.rollout.step_time` or of `save`.
 
         Args:
             path: the file.
-            only: fields that a row must have, such as `{"model": "7B", "format": "int8"}`.
+            only: fields and values of the rows to use, such as `{"model": "7B", "format": "int8"}`.
             verify_sizes: as for the constructor.
 
         Raises:
-            ValueError: the file is no such record, or has no such rows.
+            ValueError: the file is no such record, or holds no such rows.
         """
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -230,8 +228,8 @@ class PriceSurface:
         return cls.fitted(seen, verify_sizes=verify_sizes)
 
     @classmethod
-    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "PriceSurface":
-        """A surface whose prior is fitted to forwards, all of them counting alike."""
+    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "ForwardCostModel":
+        """Fit the prior to forwards with equal weights."""
         table = list(seen)
         teacher = cls(verify_sizes=verify_sizes)
         teacher._scale = float(np.median([forward.seconds / teacher._of_prior(forward) for forward in table]))
@@ -241,7 +239,7 @@ class PriceSurface:
         return cls(prior=teacher._theta, verify_sizes=verify_sizes, known_tokens=known_tokens)
 
     def save(self, path: Path) -> None:
-        """Write the surface as rows of the same schema, as far as forwards were seen."""
+        """Write the estimates as rows of the same schema, up to the largest forward seen."""
         largest = max([1, *(TOKEN_EDGES[k + 1] for k in np.flatnonzero(self._seen > 0) if k + 1 < _NUM_TOKEN_SLOPES)])
         sizes = [size for size in TOKEN_EDGES[1:-1] if size <= max(largest, self._known_tokens)] or [1]
         rows = [
@@ -255,7 +253,7 @@ class PriceSurface:
 
 
 def _tie_matrix() -> Floats:
-    """Quadratic form of the differences between neighbouring factors; each chain begins at the base's factor."""
+    """Return the quadratic form of the differences between neighbouring factors; chains begin at the base factor."""
     rows, tokens = range(_ROWS, _TOKENS), range(_TOKENS, _JUMP)
     pairs = [(_BASE, _ROWS), (_BASE, _TOKENS), (_BASE, _JUMP), (_BASE, _CONTEXT)]
     pairs += [*pairwise(rows), *pairwise(tokens)]
@@ -269,7 +267,7 @@ def _tie_matrix() -> Floats:
 
 
 _ANCHOR = np.full(_NUM_COEFFICIENTS, 0.01)
-"""How strongly every factor is tied to the scale of the first forwards, in ties."""
+"""Weight that ties every factor to the scale of the first forwards, in units of `_TIE`."""
 _TIES = _tie_matrix()
 
 
@@ -291,7 +289,7 @@ def _padded(num_tokens: int, sizes: Longs) -> int:
 
 @kernel
 def _features(num_rows: int, num_tokens: int, num_context_tokens: int, sizes: Longs) -> Floats:
-    """What each coefficient is multiplied with."""
+    """Return the feature of each coefficient."""
     found = np.zeros(_NUM_COEFFICIENTS)
     found[_BASE] = 1
     for k in range(_NUM_ROW_SLOPES):

@@ -1,12 +1,12 @@
-"""The living text of one prompt: what its requests have produced so far in this process, indexed as it grows.
+"""The living text of one prompt: the tokens of its requests so far in this process, indexed while it grows.
 
-One int32 array holds regions, each behind a `SEPARATOR` and followed by one: first the prompt, then a region
-for every request of the group, as long as its longest response. `buckets` [a power of two, places] holds the
-newest positions of each context of three tokens, by its hash, and, where a prompt has no history, of each
-single token; what other prompts said (`history.drafting.recent_ring`) is indexed by five tokens, too. Different
-contexts may share a bucket; a reader compares.
+One int32 array holds regions between `SEPARATOR`s: first the prompt, then a region for every request of the group, as
+long as its longest response. `buckets` [a power of two, places] maps the hash of a context of three tokens to its
+newest positions. Without a history of the prompt, single tokens are indexed too. The ring of other prompts' texts
+(`history.drafting.recent_ring`) also indexes five tokens. Different contexts may share a bucket, so readers compare the
+tokens.
 
-Invariants: a position is in a bucket only if something stands behind it; what is not written yet is separators.
+Invariants: a position is in a bucket only if a token follows it; unwritten positions hold separators.
 Mutating: `append`, `reindex`.
 """
 
@@ -19,23 +19,23 @@ from history.jit import kernel
 from history.types import TokenIds
 
 BUCKET = 4
-"""Positions kept of one context of a living text."""
+"""Positions kept for one context of a living text."""
 
 BY_THREE, BY_ONE_TOO, BY_FIVE_TOO = range(3)
-"""The contexts that a text is indexed by: three tokens; also single ones; and also five."""
+"""Contexts that index a text: three tokens; also single tokens; also five tokens."""
 
 FIVE = 5
 _ALL = 1 << 30
 
 _ALONE = SEPARATOR - 1
-"""In the place of the tokens before one that stands for itself."""
+"""Replaces the tokens before a single-token context in its hash."""
 
 Numbers = npt.NDArray[np.int32]
 
 
 @kernel
 def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: int, stop: int, contexts: int) -> int:
-    """Write text[start:stop] at `end` of a region and index what stands before it; the region's new end."""
+    """Write text[start:stop] at `end` of a region and index the positions before; return the region's new end."""
     for i in range(start, stop):
         live[end] = text[i]
         if live[end - 1] >= 0:
@@ -46,7 +46,7 @@ def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: in
 
 @kernel
 def reindex(live: TokenIds, buckets: Numbers, num_used: int, contexts: int) -> None:
-    """Index a whole text again, into other (empty) buckets."""
+    """Index a whole text again, into other, empty buckets."""
     for position in range(1, num_used - 1):
         if live[position] >= 0 and live[position + 1] >= 0:
             _remember(live, buckets, position, contexts)
@@ -54,7 +54,7 @@ def reindex(live: TokenIds, buckets: Numbers, num_used: int, contexts: int) -> N
 
 @kernel
 def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
-    """The bucket of the context of `last` in `text`, of whose response `limit` tokens are there (at least one)."""
+    """Return the bucket of the context of `last` in `text`; its response has `limit` tokens (at least one)."""
     second = text[last - 1] if limit > 1 else SEPARATOR
     third = text[last - 2] if limit > 2 else SEPARATOR
     return _hash(text[last], second, third) & (num_buckets - 1)
@@ -62,7 +62,7 @@ def bucket_of(num_buckets: int, text: TokenIds, last: int, limit: int) -> int:
 
 @kernel
 def bucket_of_five(num_buckets: int, text: TokenIds, last: int) -> int:
-    """The bucket of the five tokens up to `last`, which all belong to one response."""
+    """Return the bucket of the five tokens up to `last`, which all belong to one response."""
     nearest = _hash(text[last], text[last - 1], text[last - 2])
     return _hash(nearest, text[last - 3], text[last - 4]) & (num_buckets - 1)
 
@@ -71,11 +71,11 @@ def bucket_of_five(num_buckets: int, text: TokenIds, last: int) -> int:
 def newest_places(
     live: TokenIds, buckets: Numbers, text: TokenIds, last: int, limit: int, contexts: int, places: TokenIds
 ) -> tuple[int, int]:
-    """The positions behind the longest match of the context of `last` that is known, newest first.
+    """Write the positions after the longest known matches of the context of `last` into `places`, newest first.
 
-    It is looked for by three tokens (two at the beginning of a response), then by the newest alone. Where a text is
-    indexed by five, by these first, and all that match so far count alike: many that vote are right more often than the
-    one that matches longest. Returns how many places and how many tokens match.
+    The search uses three tokens (two at the beginning of a response), then the newest token alone. A text indexed by
+    five tokens is searched by five first, and all matches of five tokens count alike: a vote of many places is right
+    more often than the longest match. Returns the number of places and the number of matching tokens.
     """
     count, best, most = 0, 0, _ALL
     if contexts == BY_FIVE_TOO:
@@ -104,7 +104,7 @@ def _matching(
     most: int,
     places: TokenIds,
 ) -> tuple[int, int]:
-    """Positions of a bucket that match longest, at least by `least` tokens; more than `most` are not asked for."""
+    """Write the longest matches of a bucket into `places`; matches have `least` to `most` tokens."""
     count, best, limit = 0, least, min(limit, most)
     for i in range(buckets.shape[1]):
         position = buckets[bucket, i]

@@ -1,10 +1,10 @@
-"""Drafts parts of a large batch at once, each on a thread of its own.
+"""Drafts parts of a large batch in parallel threads.
 
-`history.drafting.candidates` reads what all rows share and writes what is each row's own, so rows can be cut into
-parts; what one part needs to work in is made once for every thread. Kernels run without the interpreter's lock.
-Learning (`history.drafting.update`) stays on one thread: rows of a prompt share what they learn.
+`history.drafting.candidates` reads shared state and writes each row's own state, so a batch can be split by rows. Every
+thread has its own scratch arrays. Kernels run without the interpreter's lock. Updates (`history.drafting.update`) stay
+on one thread, because rows of a prompt share learned state.
 
-Invariant: drafts are those of one thread, whatever their number.
+Invariant: the drafts do not depend on the number of threads.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,27 +13,27 @@ from itertools import pairwise
 import numpy as np
 
 from history.drafting.candidates import propose
-from history.drafting.state import DraftState, Floats, Longs, room_to_work
+from history.drafting.state import DraftState, Floats, Longs, scratch_arrays
 from history.types import TokenIds
 
 LEAST_ROWS = 32
-"""Of a part: a thread has to be woken for it. Chosen, not measured."""
+"""Fewest rows of a part, because waking a thread costs time. Chosen, not measured."""
 
 
 class DraftThreads:
-    """As many threads as one says, the caller's included."""
+    """A pool of drafting threads that includes the caller's thread."""
 
     def __init__(self, num_threads: int, *, max_draft_tokens: int) -> None:
-        """Threads start when a batch is large enough for them."""
+        """Create scratch arrays; threads start with the first batch that is large enough."""
         if num_threads < 1:
             raise ValueError(f"{num_threads} threads cannot draft; at least 1 is needed")
-        self._rooms = [room_to_work(max_draft_tokens) for _ in range(num_threads - 1)]
+        self._rooms = [scratch_arrays(max_draft_tokens) for _ in range(num_threads - 1)]
         self._pool: ThreadPoolExecutor | None = None
 
     def propose(
         self,
         state: DraftState,
-        slots: Longs,
+        draft_rows: Longs,
         token_ids: TokenIds,
         num_tokens: TokenIds,
         rooms: TokenIds,
@@ -41,15 +41,15 @@ class DraftThreads:
         survivals: Floats,
         available: TokenIds,
     ) -> None:
-        """`history.drafting.candidates.propose`, on as many threads as the rows are worth."""
-        num_parts = min(len(self._rooms) + 1, max(len(slots) // LEAST_ROWS, 1))
+        """Run `history.drafting.candidates.propose` on as many threads as the batch can use."""
+        num_parts = min(len(self._rooms) + 1, max(len(draft_rows) // LEAST_ROWS, 1))
         if num_parts == 1:
-            propose(state, slots, token_ids, num_tokens, rooms, drafts, survivals, available)
+            propose(state, draft_rows, token_ids, num_tokens, rooms, drafts, survivals, available)
             return
-        edges = np.linspace(0, len(slots), num_parts + 1).astype(int).tolist()
+        edges = np.linspace(0, len(draft_rows), num_parts + 1).astype(int).tolist()
         parts = [
             (
-                slots[begin:end],
+                draft_rows[begin:end],
                 token_ids[begin:end],
                 num_tokens[begin:end],
                 rooms[begin:end],

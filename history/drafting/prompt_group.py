@@ -1,6 +1,7 @@
-"""One prompt's requests in this process: the segment that they are drafted from and the text that they write.
+"""Segment and living text of one prompt's requests in this process.
 
-Owns the arrays whose addresses stand in the table of groups; the drafter writes the row whenever they change.
+The group owns the arrays whose addresses are in the table of groups. The drafter writes the group's row whenever they
+change.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ from history.drafting.state import (
     Doubles,
     Longs,
 )
-from history.index.segment import Segment, attach_segment
+from history.index.segment import HistorySegment, attach_segment
 from history.index.suffix_array import SEPARATOR
 from history.lengths.estimate import LengthEstimate
 
@@ -38,14 +39,14 @@ Numbers = npt.NDArray[np.int32]
 
 
 class DraftGroup:
-    """Requests of one prompt. `add_region`, `attach` and `spread` mutate; afterwards the row must be written."""
+    """Requests of one prompt. `add_region`, `attach` and `rehash` mutate; call `write` afterwards."""
 
     def __init__(self, *, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         self.prompt_key = prompt_key
         self._step = step
-        self.segment: Segment | None = None
+        self.segment: HistorySegment | None = None
         self.num_open = 0
-        """Requests that are running."""
+        """Running requests."""
         self._region_size = region_size
         self._num_used = prompt_length + 2
         self._text: Numbers = np.full(self._num_used + _FIRST_REGIONS * region_size, SEPARATOR, dtype=np.int32)
@@ -54,21 +55,21 @@ class DraftGroup:
 
     @property
     def text(self) -> Numbers:
-        """The living text: the prompt, and a region for every response."""
+        """Living text: the prompt, and a region for every response."""
         return self._text
 
     @property
     def room(self) -> int:
-        """Tokens that a region takes."""
+        """Tokens that a region can hold."""
         return self._region_size - 2
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it owns; a segment belongs to the node."""
+        """Bytes of the group's own arrays, without the segment."""
         return self._text.nbytes + self._buckets.nbytes
 
     def add_region(self) -> tuple[int, int]:
-        """Room for one more response: where its tokens begin, and where they must end."""
+        """Add a region for one more response; return the first position and the end of the region."""
         base = self._num_used
         self._num_used += self._region_size
         if self._num_used > len(self._text):
@@ -78,7 +79,7 @@ class DraftGroup:
         return base + 1, base + self._region_size - 1
 
     def attach(self, directory: Path) -> bool:
-        """Take the segment that lies in `directory`; whether there is one. Raises SegmentError."""
+        """Attach the prompt's segment in `directory`; return False if there is none. Raises SegmentError."""
         segment = attach_segment(directory, self.prompt_key)
         if segment is None:
             return False
@@ -87,13 +88,13 @@ class DraftGroup:
         self._responses = np.concatenate([segment.starts, found])
         return True
 
-    def spread(self) -> None:
-        """Index the living text in more buckets."""
+    def rehash(self) -> None:
+        """Index the living text again with more buckets."""
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
         reindex(self._text, self._buckets, self._num_used, BY_ONE_TOO if self.segment is None else BY_THREE)
 
     def remaining(self) -> Doubles:
-        """Expected remaining tokens of a response over an even grid, and the grid's step, as in the state."""
+        """Return expected remaining tokens of a response over an even grid, then the grid's step."""
         longest = max(self._region_size - 2, 1)
         step = longest / (REST_POINTS - 1)
         lengths = [] if self.segment is None else self.segment.lengths.tolist()
@@ -104,7 +105,7 @@ class DraftGroup:
         return np.append(rest, step)
 
     def write(self, row: Longs) -> None:
-        """Set the addresses and sizes of the group's row."""
+        """Write the addresses and sizes of the arrays into the group's row."""
         row[LIVE_TEXT], row[LIVE_SIZE] = self._text.ctypes.data, len(self._text)
         row[BUCKETS], row[NUM_BUCKETS] = self._buckets.ctypes.data, len(self._buckets)
         if self.segment is not None:

@@ -1,8 +1,8 @@
-"""Keeps the place in a past response that a text has been following, across tokens that differed.
+"""Realigns the cursor in a past response after an edit.
 
-A response that repeats an old one with an edit is found again by its context only some tokens after the
-edit. The cursor stays where it was and assumes that tokens were replaced one for one; when the newest tokens
-fit better a few places to the left (something was inserted) or right (something was left out), it moves.
+A response often repeats an old one with edits. A context search finds the old response again only some tokens after the
+edit. The cursor stays and assumes that tokens were replaced one for one. If the newest tokens match better some
+positions to the left (an insertion) or to the right (a deletion), the cursor moves.
 """
 
 from history.index.search import num_equal
@@ -10,20 +10,20 @@ from history.jit import kernel
 from history.types import TokenIds
 
 REACH = 8
-"""Tokens to either side in which a lost cursor looks."""
+"""Largest shift of a lost cursor, in tokens."""
 
-_ENOUGH = 8
-"""Tokens of context that decide where it fits best."""
+_MAX_COMPARED = 8
+"""Tokens of context that are compared."""
 
 
 @kernel
 def realign(tokens: TokenIds, cursor: int, text: TokenIds, last: int, limit: int) -> tuple[int, int]:
-    """Where next to `cursor` (the token expected next) the newest tokens fit best: shift, and tokens that fit there.
+    """Return the shift of `cursor` (the token expected next) with the longest match, and the matching tokens.
 
-    Never looks beyond the response that the cursor is in; of equal fits the nearest.
+    The search stays inside the cursor's response. Of equal matches the nearest wins.
     """
     shift, best = 0, 0
-    limit = min(limit, _ENOUGH)
+    limit = min(limit, _MAX_COMPARED)
     left, right = tokens[cursor - 1] >= 0, True
     for distance in range(1, REACH + 1):
         position = cursor + distance - 1

@@ -1,13 +1,13 @@
-"""What any prompt's responses have said lately in this process: where answers are alike, it is drafted too.
+"""Ring of recent responses of all prompts in this process, a source of drafts where answers are alike.
 
-A ring of texts, each behind a `SEPARATOR`, the newest over the oldest, indexed as the living text of a prompt is
-(`history.drafting.live_text`), but by five tokens, too, and with many more places of one context: what most answers say
-next is a matter of votes. Running responses write into regions of `REGION` tokens; one that did not fit into its first
-region is kept whole when it ends, since nothing is followed from one region into the next. A position whose text was
-overwritten is not removed: whoever finds it compares, as always.
+The newest text overwrites the oldest; each text follows a `SEPARATOR`. The index equals that of a living text
+(`history.drafting.live_text`), but also uses five tokens. It keeps many more places per context, for a vote.
+Running responses write into regions of `REGION` tokens. A response longer than one region is appended whole when it
+ends, because drafts do not continue from one region into the next. Positions of overwritten text stay in the index;
+readers compare the tokens.
 
 Invariant: the ring begins and ends with a separator, so that no comparison leaves it.
-Mutating: `share`, `keep`.
+Mutating: `append_running`, `append_finished`.
 """
 
 import numpy as np
@@ -21,19 +21,19 @@ from history.types import TokenIds
 RING_TOKENS = 1 << 20
 NUM_BUCKETS = 1 << 18
 NUM_PLACES = 32
-"""Newest positions kept of one context."""
+"""Newest positions kept for one context."""
 REGION = 64
 _CONTEXT = FIVE - 1
-"""Tokens that a further region repeats, so that contexts reach over its beginning."""
-MOST_KEPT = 2048
-"""Newest tokens of a response that are kept: it ends between two forwards, and more would take long."""
+"""Tokens that a further region repeats, so that contexts span its beginning."""
+MAX_FINISHED_TOKENS = 2048
+"""Newest tokens of an ended response that are appended; more would delay the next forward."""
 
 Longs = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 
 
 @kernel
-def share(
+def append_running(
     ring: TokenIds,
     buckets: Numbers,
     end: Longs,
@@ -44,9 +44,10 @@ def share(
     region_end: int,
     region_stop: int,
 ) -> tuple[int, int]:
-    """Take in text[start:stop] of a response that still runs and began at `first`; `end` as for `keep`.
+    """Append text[start:stop] of a running response that began at `first`; `end` as for `append_finished`.
 
-    `region_end`, `region_stop`: where its region grows and ends (the same: it is full, or there is none). Returns both.
+    The response's region grows at `region_end` and ends at `region_stop`; equal values: full, or no region. Returns the
+    new values of both.
     """
     while start < stop:
         if region_end == region_stop:
@@ -61,7 +62,7 @@ def share(
 
 @kernel
 def _reserve(ring: TokenIds, end: Longs) -> int:
-    """The first position of a new region, which is cleared: nothing is followed into what stood there."""
+    """Clear a new region, so that no draft follows old text, and return its first position."""
     at = int(end[0]) + 1
     if at + REGION + 1 >= len(ring):
         at = 1
@@ -71,16 +72,16 @@ def _reserve(ring: TokenIds, end: Longs) -> int:
 
 
 @kernel
-def keep(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds, start: int, stop: int) -> None:
-    """Take in text[start:stop]; `end` [1] is where the newest response of the ring ends."""
-    start = max(start, stop - MOST_KEPT)
+def append_finished(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds, start: int, stop: int) -> None:
+    """Append text[start:stop]; the newest response of the ring ends at `end` [1]."""
+    start = max(start, stop - MAX_FINISHED_TOKENS)
     if stop - start < 2:
         return
     at = end[0] + 1
     if at + (stop - start) + 1 >= len(ring):
         at = 1
     ring[at - 1] = SEPARATOR
-    # what is overwritten must not be followed from the new text into the old
+    # a separator keeps drafts of the new text from following the old text
     ring[at + (stop - start)] = SEPARATOR
     end[0] = append(ring, buckets, at, text, start, stop, BY_FIVE_TOO)
     ring[end[0]] = SEPARATOR

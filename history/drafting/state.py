@@ -1,9 +1,10 @@
-"""What drafting keeps between forwards, as flat arrays that kernels read and write.
+"""State of the drafter between forwards: flat arrays that kernels read and write.
 
-A *slot* is one request, a *group* all requests of one prompt in this process. The columns of the two
-tables are named here; addresses are those of arrays that the group's owner keeps alive. A *candidate* is a
-way to find what comes next: places of the longest match in the history, the newest places of the living
-text, the newest places of what other prompts said, the cursor, and the cursor moved by an insertion or deletion.
+A *draft row* holds one request, a *group* all requests of one prompt in this process. This module names the columns of
+both tables. Addresses point to arrays that `history.drafting.prompt_group.DraftGroup` keeps alive.
+
+A *candidate* is a way to predict the next tokens: the longest matches in the history, the newest matches in the living
+text, the newest matches in the ring, the cursor, and the cursor moved by an insertion or deletion.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -30,75 +31,74 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
-HISTORY, LIVE, SHARED, STICKY, MOVED = range(NUM_CANDIDATES)
+HISTORY, LIVE, RING, STICKY, MOVED = range(NUM_CANDIDATES)
 
-PROMPT_LENGTH, GROUP, SEEN, TALLIED, LIVE_END, LIVE_STOP = range(6)
-CURSOR_TEXT, CURSOR, STRENGTH, LOST, CHOSEN, DRAFTED = range(6, 12)
-"""Columns of a slot. SEEN: tokens taken in. TALLIED: tokens counted, which goes on while the drafter rests. LIVE_END,
-LIVE_STOP: where its region of the living text grows and ends. CURSOR: the position expected next, in CURSOR_TEXT.
-STRENGTH: tokens that it was followed. LOST: tokens since it was right. CHOSEN: the candidate drafted last (-1: none),
-DRAFTED: how many of its tokens."""
-SHARED_END, SHARED_STOP = 12, 13
-"""Where its newest region of the ring grows and ends; both 0: it has none."""
+PROMPT_LENGTH, GROUP, SEEN, COUNTED_UP_TO, LIVE_END, LIVE_STOP = range(6)
+CURSOR_TEXT, CURSOR, CURSOR_MATCH, LOST, CHOSEN, DRAFTED = range(6, 12)
+"""Columns of a draft row. SEEN: tokens read. COUNTED_UP_TO: tokens counted, also while the drafter rests.
+LIVE_END, LIVE_STOP: the request's region of the living text grows and ends there. CURSOR: the position expected next,
+in CURSOR_TEXT. CURSOR_MATCH: tokens that the text followed the cursor. LOST: tokens since the cursor was right.
+CHOSEN: the candidate drafted last (-1: none). DRAFTED: how many of its tokens."""
+RING_END, RING_STOP = 12, 13
+"""The request's newest region of the ring grows at RING_END and ends at RING_STOP; both 0: no region."""
 OTHERWISE = 14
-"""The candidate that would have been drafted if there were no ring (-1: none)."""
-NUM_SLOT_COLUMNS = 16
+"""The candidate that would be drafted without the ring (-1: none)."""
+NUM_ROW_COLUMNS = 16
 """Two cache lines; the last column is not used."""
 
 TOKENS, ORDER, FENCES, NUM_TOKENS, NUM_FENCES = range(5)
 LIVE_TEXT, BUCKETS, NUM_BUCKETS, LIVE_SIZE, PROMPT_LEFT, NUM_LIVE = range(5, 11)
 RESPONSES, NUM_RESPONSES = 11, 12
-"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text; how many
-tokens of the prompt are still to be taken into it, and how many tokens it has. RESPONSES: where each response of
-the segment starts, then the origin of each."""
+"""Columns of a group: addresses and sizes of its segment (0 tokens: none) and of its living text. PROMPT_LEFT: prompt
+tokens that the living text still lacks. NUM_LIVE: its tokens. RESPONSES: start of each response of the segment, then
+the origin of each."""
 NUM_GROUP_COLUMNS = 13
 
 MAX_PLACES = 8
-"""Places of a match in the history that are followed together; of one in the ring,
-`history.drafting.recent_ring.NUM_PLACES`."""
+"""Most places of a match in the history that vote together (`NUM_PLACES` in the ring)."""
 
 REST_POINTS = 33
-"""Points of a group's table of expected remaining tokens."""
+"""Grid points of a group's table of expected remaining tokens."""
 
 NOWHERE, IN_HISTORY, IN_LIVE = range(3)
-"""Texts that a cursor can be in."""
+"""Texts that can contain a cursor."""
 
 ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
 PROPOSED_BY, ACCEPTED_BY, GAINED = 5, 9, 13
 COUNTED, PREDICTED, SURVIVED = 14, 14 + NUM_BINS, 14 + 2 * NUM_BINS
 NUM_SUMS = 14 + 3 * NUM_BINS
-"""Counters since the last report; CROWDED: living texts that have outgrown their buckets; GAINED: tokens accepted from
-the ring that what was drafted otherwise had not had, less those that only that had had."""
+"""Counters since the last report. CROWDED: living texts that have outgrown their buckets. GAINED: tokens accepted from
+the ring, minus those that would have been accepted without it."""
 
 
 class DraftState(NamedTuple):
-    """S slots, G groups, C candidates, K tokens a draft."""
+    """Arrays of the drafter: S draft rows, G groups, C candidates, K tokens a draft."""
 
-    slots: Longs
-    """[S, NUM_SLOT_COLUMNS]"""
+    rows: Longs
+    """[S, NUM_ROW_COLUMNS]"""
     chains: TokenIds
-    """[S, C, K]: what each candidate said last."""
+    """[S, C, K]: last prediction of each candidate."""
     cells: TokenIds
-    """[S, C, K]: the cell of each of these tokens."""
+    """[S, C, K]: cell of each of these tokens."""
     lengths: TokenIds
-    """[S, C]"""
+    """[S, C]: length of each chain."""
     anchors: Longs
     """[S, C]: position of each chain's first token in its text."""
-    strengths: TokenIds
-    """[S, C]: tokens of context that matched."""
+    match_lengths: TokenIds
+    """[S, C]: matching tokens of context."""
     origins: TokenIds
-    """[S, C]: where each chain comes from (`history.drafting.acceptance`)."""
+    """[S, C]: origin of each chain (`history.drafting.acceptance`)."""
     products: Floats
     """[S, K]: product of rates of the chosen chain."""
     survivals: Floats
-    """[S, K]: the same, corrected."""
+    """[S, K]: corrected survival of the chosen chain."""
     groups: Longs
     """[G, NUM_GROUP_COLUMNS]"""
     remaining: Doubles
-    """[G, REST_POINTS + 1]: tokens that a response is expected to emit still, after 0, 1, .. steps; the last is the
-    step in tokens."""
+    """[G, REST_POINTS + 1]: expected remaining tokens of a response after 0, 1, .. grid steps; last, the grid step in
+    tokens."""
     counts: Floats
-    """[cells, 2]"""
+    """[cells, 2]: accepted and all tokens."""
     rates: Floats
     """[cells]"""
     correction_sums: Floats
@@ -114,35 +114,35 @@ class DraftState(NamedTuple):
     ring_buckets: TokenIds
     """[RING_BUCKETS, NUM_PLACES]"""
     ring_end: Longs
-    """[1]"""
-    shares: Longs
-    """[1]: whether the ring is looked into, this forward."""
+    """[1]: end of the newest text."""
+    uses_ring: Longs
+    """[1]: whether this forward searches the ring."""
     sums: Doubles
     """[NUM_SUMS]"""
     places: TokenIds
-    """[NUM_PLACES], as all below room to work in."""
+    """[NUM_PLACES]; this and the following arrays are scratch memory."""
     votes: TokenIds
-    """[C, K, 2]: how many places said a chain's token, of how many."""
+    """[C, K, 2]: places that agree with a chain's token, and places asked."""
     kinds: Longs
-    """[C]: what the cursor went through, in the place of agreement."""
+    """[C]: recent misses or shift of the cursor, used as its agreement bin."""
     leads: Longs
-    """[C]: how many tokens of each chain, from the first on, were emitted."""
+    """[C]: leading tokens of each chain that were emitted."""
     common: Longs
-    """[C, C]: how many tokens two chains begin with alike; -1: nothing to compare."""
+    """[C, C]: common prefix of two chains; -1 if either is empty."""
     candidate_products: Floats
     """[C, K]"""
 
 
 @kernel
 def borrowed_state(state: DraftState) -> DraftState:
-    """The state for the length of one kernel: the same arrays, whose owner is its caller."""
+    """View the state without reference counts for one kernel; the caller owns the arrays."""
     return DraftState(
-        slots=borrowed(state.slots),
+        rows=borrowed(state.rows),
         chains=borrowed(state.chains),
         cells=borrowed(state.cells),
         lengths=borrowed(state.lengths),
         anchors=borrowed(state.anchors),
-        strengths=borrowed(state.strengths),
+        match_lengths=borrowed(state.match_lengths),
         origins=borrowed(state.origins),
         products=borrowed(state.products),
         survivals=borrowed(state.survivals),
@@ -157,7 +157,7 @@ def borrowed_state(state: DraftState) -> DraftState:
         ring=borrowed(state.ring),
         ring_buckets=borrowed(state.ring_buckets),
         ring_end=borrowed(state.ring_end),
-        shares=borrowed(state.shares),
+        uses_ring=borrowed(state.uses_ring),
         sums=borrowed(state.sums),
         places=borrowed(state.places),
         votes=borrowed(state.votes),
@@ -169,15 +169,15 @@ def borrowed_state(state: DraftState) -> DraftState:
 
 
 def fresh_state(max_draft_tokens: int) -> DraftState:
-    """State without slots or groups."""
+    """Make a state without draft rows or groups."""
     counts = fresh_counts()
     return DraftState(
-        slots=np.zeros((0, NUM_SLOT_COLUMNS), dtype=np.int64),
+        rows=np.zeros((0, NUM_ROW_COLUMNS), dtype=np.int64),
         chains=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
         cells=np.zeros((0, NUM_CANDIDATES, max_draft_tokens), dtype=np.int32),
         lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         anchors=np.zeros((0, NUM_CANDIDATES), dtype=np.int64),
-        strengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
+        match_lengths=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         origins=np.zeros((0, NUM_CANDIDATES), dtype=np.int32),
         products=np.zeros((0, max_draft_tokens), dtype=np.float32),
         survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
@@ -192,14 +192,14 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         ring=np.full(RING_TOKENS, SEPARATOR, dtype=np.int32),
         ring_buckets=np.full((RING_BUCKETS, NUM_PLACES), -1, dtype=np.int32),
         ring_end=np.zeros(1, dtype=np.int64),
-        shares=np.ones(1, dtype=np.int64),
+        uses_ring=np.ones(1, dtype=np.int64),
         sums=np.zeros(NUM_SUMS),
-        **room_to_work(max_draft_tokens),
+        **scratch_arrays(max_draft_tokens),
     )
 
 
-def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
-    """The fields of the state that hold nothing from one row to the next."""
+def scratch_arrays(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
+    """Make the scratch arrays of a state; they carry nothing from one row to the next."""
     return {
         "places": np.zeros(NUM_PLACES, dtype=np.int32),
         "votes": np.zeros((NUM_CANDIDATES, max_draft_tokens, 2), dtype=np.int32),
@@ -210,23 +210,23 @@ def room_to_work(max_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def with_slots(state: DraftState, num_slots: int) -> DraftState:
-    """The state with more slots, all zero."""
+def with_rows(state: DraftState, num_rows: int) -> DraftState:
+    """Extend the state by draft rows of zeros."""
     return state._replace(
-        slots=_grown(state.slots, num_slots),
-        chains=_grown(state.chains, num_slots),
-        cells=_grown(state.cells, num_slots),
-        lengths=_grown(state.lengths, num_slots),
-        anchors=_grown(state.anchors, num_slots),
-        strengths=_grown(state.strengths, num_slots),
-        origins=_grown(state.origins, num_slots),
-        products=_grown(state.products, num_slots),
-        survivals=_grown(state.survivals, num_slots),
+        rows=_grown(state.rows, num_rows),
+        chains=_grown(state.chains, num_rows),
+        cells=_grown(state.cells, num_rows),
+        lengths=_grown(state.lengths, num_rows),
+        anchors=_grown(state.anchors, num_rows),
+        match_lengths=_grown(state.match_lengths, num_rows),
+        origins=_grown(state.origins, num_rows),
+        products=_grown(state.products, num_rows),
+        survivals=_grown(state.survivals, num_rows),
     )
 
 
 def with_groups(state: DraftState, num_groups: int) -> DraftState:
-    """The state with more groups, all zero."""
+    """Extend the state by groups of zeros."""
     return state._replace(groups=_grown(state.groups, num_groups), remaining=_grown(state.remaining, num_groups))
 
 

@@ -1,14 +1,14 @@
-"""What drafting did since somebody last asked: counters that add up over engines.
+"""Counters of drafting since the last report; counters of several engines can be added.
 
-Invariant: every field is a sum, so two reports add field by field and a mean is a quotient of two sums.
+Invariant: every field is a sum, so reports add field by field, and a mean is a quotient of two sums.
 """
 
 from dataclasses import dataclass, fields
 from typing import Any
 
 SOURCES = ("history", "live", "shared", "sticky")
-"""Where a draft came from: the frozen history, own and sibling text of this step, what other prompts said lately, a
-cursor kept after a rejection."""
+"""Sources of a draft: the frozen history, the living text of the request and its siblings, the ring of other prompts'
+recent responses, a cursor kept after a rejection."""
 
 CALIBRATION_BINS = 20
 """Equal bins of the predicted survival probability."""
@@ -19,30 +19,30 @@ class DraftStats:
     """Sums over the forwards of one interval."""
 
     num_forwards: int = 0
-    """Forwards that drafts were proposed for (once per batch)."""
+    """Forwards for which the drafter was called (once per batch)."""
     num_rows: int = 0
-    """Decoding rows of all forwards: what a stock engine would have emitted."""
+    """Decoding rows of all forwards: the tokens of as many forwards without drafts."""
     num_emitted: int = 0
-    """Tokens that these rows emitted."""
+    """Tokens emitted by these rows."""
     num_drafted: int = 0
     num_accepted: int = 0
     drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     accepted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     calibration_count: tuple[int, ...] = (0,) * CALIBRATION_BINS
-    """Draft tokens by their predicted survival probability, those of candidates that were cut included."""
+    """Draft tokens by predicted survival probability, including tokens that were cut."""
     calibration_predicted: tuple[float, ...] = (0.0,) * CALIBRATION_BINS
     """Sum of the predictions."""
     calibration_survived: tuple[int, ...] = (0,) * CALIBRATION_BINS
-    """How many of them did survive."""
+    """Tokens of each bin that survived."""
     num_requests: int = 0
     num_hits: int = 0
-    """Requests whose prompt had a history."""
+    """Requests whose prompt had a segment."""
     num_damaged: int = 0
-    """Segments that could not be read; their prompts are drafted from living text only."""
+    """Unreadable segments; their prompts are drafted without history."""
     propose_s: float = 0.0
     """Time inside the drafter."""
     saved_s: float = 0.0
-    """Estimate by the price surface: time of one-token forwards for the same tokens, minus the time they took."""
+    """Estimate by the cost model: time of one-token forwards for the same tokens, minus the time of these forwards."""
 
     def __add__(self, other: "DraftStats") -> "DraftStats":
         values: dict[str, Any] = {}
@@ -55,7 +55,7 @@ class DraftStats:
         return DraftStats(**values)
 
     def metrics(self) -> dict[str, float]:
-        """Flat metrics; rates of nothing are 0."""
+        """Return flat metrics; rates without observations are 0."""
         found = {
             "history/drafted_tokens": float(self.num_drafted),
             "history/accepted_tokens": float(self.num_accepted),

@@ -1,9 +1,11 @@
-"""Finds where texts continue as a request's text does now, and says what comes next there.
+"""Finds positions of past responses whose context matches the newest tokens of a request, and reads what follows.
 
-The *context* of a position is the token at it, the one before, and so on back to the separator before its
-response, which is part of it: a beginning matches beginnings, and nothing of a prompt or of a
-response before is ever compared. A segment is searched through its fences (every 8th context in their
-order, its first three tokens packed into a number), then in the few positions around where that ends.
+The *context* of a position is its token and the tokens before it, back to the separator before its response. The
+separator belongs to the context: the beginning of a response matches beginnings only. Tokens of the prompt or of the
+response before are never compared.
+
+The search goes through the segment's fences, then compares the few positions around the end of the search. A fence is
+every 8th context in sorted order, its first three tokens packed into one number.
 """
 
 import numpy as np
@@ -14,18 +16,18 @@ from history.jit import kernel
 from history.types import TokenIds
 
 WINDOW = 32
-"""Positions of a segment that are compared token by token, at most."""
+"""Most positions of a segment that are compared token by token."""
 
 _FEW = 4
-"""Equal fences that are counted one by one."""
+"""Equal fences that are counted one by one; more are found by a second search."""
 
 
 @kernel
 def num_equal(tokens: TokenIds, position: int, text: TokenIds, last: int, limit: int) -> int:
-    """How many tokens the contexts of `position` in `tokens` and of `last` in `text` share.
+    """Count the tokens that the contexts of `position` in `tokens` and of `last` in `text` share.
 
-    `limit` tokens of `text` up to `last` belong to its response; if all are equal and a response begins in
-    `tokens` where this one does, that counts as one more.
+    `limit` tokens of `text` up to `last` belong to the response. If all of them are equal and the response in `tokens`
+    begins at the same place, the beginning counts as one more token.
     """
     for i in range(min(limit, DEPTH)):
         if tokens[position - i] != text[last - i]:
@@ -37,7 +39,7 @@ def num_equal(tokens: TokenIds, position: int, text: TokenIds, last: int, limit:
 
 @kernel
 def context_fence(text: TokenIds, last: int, limit: int) -> int:
-    """The first three tokens of the context of `last`, as fences hold them."""
+    """Pack the first three tokens of the context of `last` as fences do."""
     return fence(
         text[last] if limit > 0 else SEPARATOR,
         text[last - 1] if limit > 1 else SEPARATOR,
@@ -47,10 +49,10 @@ def context_fence(text: TokenIds, last: int, limit: int) -> int:
 
 @kernel
 def window(fences: Fences, num_tokens: int, key: int, first: int) -> tuple[int, int]:
-    """The range of a segment's order in which all contexts lie that begin with the three tokens of `key`.
+    """Find the range of a segment's order that holds all contexts beginning with the three tokens of `key`.
 
-    If there are none, those on both sides of where they would be, one of which matches longest. `first` is how many
-    fences are smaller than `key` (`count_below`).
+    If no context begins with them, the range holds the neighbours on both sides; one of them matches longest. `first`
+    is the number of fences smaller than `key` (`count_below`).
     """
     last = first
     widest = len(fences) - num_last_fences(num_tokens)
@@ -65,7 +67,7 @@ def window(fences: Fences, num_tokens: int, key: int, first: int) -> tuple[int, 
 def narrowed(
     tokens: TokenIds, order: Order, begin: int, end: int, text: TokenIds, last: int, limit: int
 ) -> tuple[int, int]:
-    """A range of at most `WINDOW` positions around the place in begin..end that the context of `last` would have."""
+    """Narrow begin..end to at most `WINDOW` positions around the sorted place of the context of `last`."""
     low, high = begin, end
     while high - low > 1:
         middle = (low + high) >> 1
@@ -83,16 +85,16 @@ def narrowed(
 def best_places(
     tokens: TokenIds, order: Order, begin: int, end: int, text: TokenIds, last: int, limit: int, places: TokenIds
 ) -> tuple[int, int]:
-    """The positions behind the longest match among order[begin:end], into `places`.
+    """Write the positions after the longest matches among order[begin:end] into `places`.
 
-    Returns how many (at most len(places)) and how many tokens match.
+    Returns the number of places (at most len(places)) and the number of matching tokens.
     """
     best, count = 1, 0
     for i in range(begin, end):
         position = order[i]
         equal = num_equal(tokens, position, text, last, limit)
         if equal < best and count > 0:
-            break  # contexts are sorted: what matches less stands on both sides of what matches most
+            break  # contexts are sorted, so the longest matches are neighbours
         if equal > best:
             best, count = equal, 0
         if equal == best and count < len(places):
@@ -105,10 +107,12 @@ def best_places(
 def follow(
     tokens: TokenIds, places: TokenIds, count: int, chain: TokenIds, votes: npt.NDArray[np.int32]
 ) -> tuple[int, int]:
-    """What most of `places` say next, token by token, into `chain` [K]; places that differ leave.
+    """Write the majority continuation of `places` into `chain` [K], token by token; places that differ drop out.
 
-    `votes` [K, 2]: how many said the chain's token, of how many that agreed until then. A chain ends before
-    the end of a response. Returns its length and the place that agrees with it longest. Uses `places` up.
+    `votes` [K, 2] receives, for each token, the places that agree and the places that were still in. A chain ends
+    before the end of a response. Overwrites `places`.
+
+    Returns the chain's length and the start of the place that agrees with the chain longest.
     """
     length = 0
     while count > 1 and length < len(chain):
@@ -134,7 +138,7 @@ def follow(
 
 @kernel
 def _majority(tokens: TokenIds, places: TokenIds, count: int) -> tuple[int, int]:
-    """The token that most of the places hold, the first of several, and how many do."""
+    """Return the token of most places (the first of equals) and the number of its places."""
     best, most = tokens[places[0]], 1
     for i in range(1, count):
         most += tokens[places[i]] == best

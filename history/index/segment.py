@@ -1,17 +1,14 @@
-"""One prompt's past responses with their index: immutable, one file in shared memory, attached without a copy.
+"""One prompt's past responses with their index: an immutable file in shared memory, attached without a copy.
 
-A newer version of a prompt's segment replaces the file by a rename; who has mapped the old one keeps it.
-Attaching reads the header only (12-30 us at any size); `check_integrity` reads everything.
+A rename replaces a prompt's segment by a newer version; processes that map the old file keep it. Attaching reads the
+header only (12-30 us at any size); `check_integrity` reads the whole file.
 
-Invariants: `tokens` holds each response behind a `SEPARATOR`, and `END` last; `order` is a permutation
-of all positions, sorted by left context (`history.index.suffix_array`). A file is complete as soon as it has
-its name. 9.2 bytes a token.
+Invariants: `tokens` holds each response after a `SEPARATOR`, and `END` last. `order` is a permutation of all positions,
+sorted by left context (`history.index.suffix_array`). A file with its final name is complete. 9.2 bytes a token.
 
-`segments_dir` is the folder of a node's shared memory in which its reader publishes segments.
-
-Its name carries the run and the process that the run belongs to. The reader holds a lock of the kernel
-on it, which ends with the reader however that ends: a folder that nobody has locked is a leftover, and
-the next reader on that node removes it.
+`segments_dir` is the folder in a node's shared memory in which the reader publishes segments. Its name carries the run
+and the run's process. The reader holds a file lock on the folder until the reader's process ends. An unlocked folder is
+a leftover; the next reader on the node removes it.
 """
 
 import fcntl
@@ -42,16 +39,16 @@ Numbers = npt.NDArray[np.int32]
 
 
 class SegmentError(RuntimeError):
-    """A segment is not what it says it is; the message names the file (or prompt) and what is wrong."""
+    """A segment is damaged; the message names the file (or prompt) and the fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
-    """All arrays are read-only. R responses, n = sum of lengths + R + 1."""
+class HistorySegment:
+    """R past responses of a prompt and their index; n = sum of lengths + R + 1. All arrays are read-only."""
 
     prompt_key: int
     version: int
-    """Grows with every rebuild of the prompt's segment."""
+    """Increases with every rebuild of the prompt's segment."""
     tokens: TokenIds
     """[n], int32"""
     order: Numbers
@@ -63,9 +60,9 @@ class Segment:
     lengths: Numbers
     """[R], int32"""
     steps: Numbers
-    """[R], int32: step that it was sampled for."""
+    """[R], int32: step that sampled the response."""
     samples: Numbers
-    """[R], int32: index within its group."""
+    """[R], int32: index of the response within its group."""
     rewards: npt.NDArray[np.float32]
     """[R]; NaN until scored."""
 
@@ -75,7 +72,7 @@ class Segment:
         return sum(array.nbytes for array in self._arrays())
 
     def past_responses(self) -> list[PastResponse]:
-        """The responses that it was built from; their tokens are views."""
+        """Return the indexed responses; their tokens are views."""
         return [
             PastResponse(
                 token_ids=self.tokens[start : start + length],
@@ -87,7 +84,7 @@ class Segment:
         ]
 
     def check_integrity(self) -> None:
-        """Look at every token: separators where they belong, ids not negative, a sorted permutation.
+        """Check every token: separators between responses, no negative ids, a sorted permutation.
 
         Raises SegmentError.
         """
@@ -110,8 +107,8 @@ class Segment:
         return (*tables, self.tokens, self.order, self.fences)
 
 
-def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> Segment:
-    """Index `responses`; empty ones are left out. Compiled and without the interpreter's lock but for the copying.
+def build_segment(prompt_key: int, version: int, responses: Sequence[PastResponse]) -> HistorySegment:
+    """Index `responses` without the empty ones. Compiled code does all but the copying, without the interpreter's lock.
 
     Raises ValueError when a token id is negative.
     """
@@ -133,19 +130,19 @@ def build_segment(prompt_key: int, version: int, responses: Sequence[PastRespons
         "samples": np.array([response.sample for response in kept], dtype=np.int32),
     }
     rewards = np.array([response.reward for response in kept], dtype=np.float32)
-    segment = Segment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
+    segment = HistorySegment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
     for array in segment._arrays():
         array.flags.writeable = False
     return segment
 
 
 def segment_path(directory: Path, prompt_key: int) -> Path:
-    """Where the segment of a prompt lies in a node's folder of segments."""
+    """Path of a prompt's segment in a node's folder of segments."""
     return directory / f"{prompt_key:016x}.segment"
 
 
-def write_segment(directory: Path, segment: Segment) -> Path:
-    """Publish `segment` in `directory`: written aside, then renamed over the version before it."""
+def write_segment(directory: Path, segment: HistorySegment) -> Path:
+    """Publish `segment` in `directory`: write a temporary file, then rename it over the older version."""
     path = segment_path(directory, segment.prompt_key)
     aside = path.with_suffix(f".{os.getpid()}.aside")
     body = _body(segment)
@@ -163,10 +160,10 @@ def write_segment(directory: Path, segment: Segment) -> Path:
     return path
 
 
-def attach_segment(directory: Path, prompt_key: int) -> Segment | None:
-    """The prompt's segment, mapped read-only; None when there is no file.
+def attach_segment(directory: Path, prompt_key: int) -> HistorySegment | None:
+    """Map the prompt's segment read-only; None if there is no file.
 
-    Raises SegmentError naming the file when its header or size is wrong.
+    Raises SegmentError naming the file if its header or size is wrong.
     """
     path = segment_path(directory, prompt_key)
     try:
@@ -176,7 +173,7 @@ def attach_segment(directory: Path, prompt_key: int) -> Segment | None:
     try:
         size = os.fstat(file).st_size
         if size < _HEADER.size:
-            raise SegmentError(f"{path}: {size} bytes are no segment")
+            raise SegmentError(f"{path}: {size} bytes are too few for a segment")
         mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
     finally:
         os.close(file)
@@ -184,7 +181,7 @@ def attach_segment(directory: Path, prompt_key: int) -> Segment | None:
 
 
 def check_file(path: Path) -> None:
-    """Read the whole file of a segment and check it. Raises SegmentError naming it."""
+    """Read and check the whole file of a segment. Raises SegmentError naming the file."""
     try:
         segment = attach_segment(path.parent, int(path.stem, 16))
     except ValueError as error:
@@ -203,13 +200,13 @@ def _joined(responses: Sequence[PastResponse]) -> TokenIds:
     return np.concatenate([*parts, np.array([END], dtype=np.int32)], dtype=np.int32)
 
 
-def _header(segment: Segment, checksum: int) -> bytes:
+def _header(segment: HistorySegment, checksum: int) -> bytes:
     fields = (_MAGIC, segment.prompt_key, segment.version, len(segment.tokens), len(segment.lengths), checksum)
     unsigned = _HEADER.pack(*fields, 0)[:-8]
     return _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(unsigned))
 
 
-def _body(segment: Segment) -> list[memoryview | bytes]:
+def _body(segment: HistorySegment) -> list[memoryview | bytes]:
     parts: list[memoryview | bytes] = []
     for array in segment._arrays():
         parts.append(array.data.cast("B") if len(array) else b"")
@@ -217,7 +214,7 @@ def _body(segment: Segment) -> list[memoryview | bytes]:
     return [bytes(-_HEADER.size % _ALIGNMENT), *parts]
 
 
-def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> Segment:
+def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> HistorySegment:
     magic, key, version, num_tokens, num_responses, _, signature = _HEADER.unpack_from(mapped)
     if magic != _MAGIC or signature != xxhash.xxh3_64_intdigest(mapped[: _HEADER.size - 8]):
         raise SegmentError(f"{path}: its header is damaged")
@@ -230,7 +227,7 @@ def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> Segment:
         raise SegmentError(f"{path}: {len(mapped)} bytes where its header says {offsets[-1]}")
     numbers = [np.frombuffer(mapped, np.int32, size, offset) for size, offset in zip(sizes, offsets, strict=False)]
     starts, lengths, steps, samples, rewards, tokens, order = numbers
-    return Segment(
+    return HistorySegment(
         prompt_key=prompt_key,
         version=version,
         tokens=tokens,
@@ -254,12 +251,12 @@ _LOCK = "LOCK"
 
 
 def segments_dir(run_id: str) -> str:
-    """The folder of a run that this process owns; the same on each node."""
+    """Name of the segments folder of this process's run; the same on each node."""
     return str(SHM / f"{_PREFIX}{run_id}-{os.getpid()}")
 
 
 def claim(directory: Path) -> int:
-    """Make `directory` empty and this process's, and return the descriptor of its lock, to be kept open."""
+    """Lock `directory` for this process and empty it. Return the lock's descriptor; closing it frees the folder."""
     directory.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -270,7 +267,7 @@ def claim(directory: Path) -> int:
 
 
 def sweep_segments() -> list[Path]:
-    """Remove the folders on this node whose reader is gone; returns them."""
+    """Remove the segments folders on this node whose reader has ended; return their paths."""
     return sorted(path for path in SHM.glob(f"{_PREFIX}*") if path.is_dir() and _remove_if_free(path))
 
 

@@ -1,15 +1,14 @@
-"""Positions of a text, sorted by what stands before them: the frozen index of a prompt's past responses.
+"""Suffix array of a prompt's past responses, sorted by left context: the frozen index of a segment.
 
-The text is responses one after another, each preceded by `SEPARATOR`, and `END` last. The *left
-context* of a position is the token at it, the one before, and so on back to the separator of its
-response, which is part of it and sorts before every token. Positions whose contexts end alike stand side by side, so
-all places where the text continues as it did after the newest tokens of a request are one range.
-(A suffix array of the reversed text; 4 bytes a position, flat and immutable.)
+The text holds all responses, each after a `SEPARATOR`, and `END` last. The *left context* of a position is its token
+and the tokens before it, back to the separator of its response. The separator belongs to the context and sorts before
+every token. Positions with equal recent tokens are neighbours, so all continuations of a context form one range. (This
+is a suffix array of the reversed text: 4 bytes a position, flat and immutable.)
 
-Contexts are compared over `DEPTH` tokens; what is equal that far stands in any order.
+Contexts are compared over `DEPTH` tokens; longer equal contexts stand in any order.
 
-Built by counting sort over four tokens, then by doubling (Larsson and Sadakane 2007): places that are
-still equal after h tokens are sorted by the rank of the places h to the left of them.
+A counting sort orders positions by four tokens, then prefix doubling refines the order (Larsson and Sadakane 2007):
+positions equal over h tokens are sorted by the rank of the position h to the left.
 """
 
 import numpy as np
@@ -19,16 +18,16 @@ from history.jit import kernel
 from history.types import TokenIds
 
 SEPARATOR = -1
-"""Before every response."""
+"""Token before every response."""
 
 END = -2
-"""After the last response."""
+"""Token after the last response."""
 
 DEPTH = 64
-"""Tokens of context that are sorted by."""
+"""Tokens of context that the order compares."""
 
 FANOUT = 8
-"""Positions behind one fence, and fences behind one of the level before."""
+"""Positions per fence, and fences per fence of the level above."""
 
 _FANOUT_BITS = 3
 _FENCE_BITS = 21
@@ -42,7 +41,7 @@ Fences = npt.NDArray[np.int64]
 
 @kernel
 def sort_by_left_context(tokens: TokenIds) -> Order:
-    """Positions of `tokens` [n], sorted by left context. About 60 ns a token."""
+    """Sort the positions of `tokens` [n] by left context. About 60 ns a token."""
     num_tokens = len(tokens)
     order = _sort_by_token(tokens)
     ids, num_ids = _dense_ids(tokens, order)
@@ -61,7 +60,7 @@ def sort_by_left_context(tokens: TokenIds) -> Order:
 
 @kernel
 def _sort_by_token(tokens: TokenIds) -> Order:
-    """Positions sorted by the token at them; stable."""
+    """Sort positions by their token; stable."""
     num_tokens = len(tokens)
     order = np.arange(num_tokens).astype(np.int32)
     other = np.empty(num_tokens, dtype=np.int32)
@@ -91,7 +90,7 @@ def _sort_by_token(tokens: TokenIds) -> Order:
 
 @kernel
 def _dense_ids(tokens: TokenIds, order: Order) -> tuple[TokenIds, int]:
-    """Tokens numbered 0, 1, ... in their order, and how many there are."""
+    """Number the distinct tokens 0, 1, ... in their order; return each position's number and the count."""
     ids = np.empty(len(tokens), dtype=np.int32)
     last = -1
     previous = END - 1
@@ -105,7 +104,7 @@ def _dense_ids(tokens: TokenIds, order: Order) -> tuple[TokenIds, int]:
 
 @kernel
 def _prepend_token(ids: TokenIds, num_ids: int, order: Order) -> Order:
-    """From positions sorted by d tokens of context to positions sorted by d + 1."""
+    """Turn an order by d tokens of context into an order by d + 1 tokens."""
     num_tokens = len(ids)
     heads = np.zeros(num_ids + 1, dtype=np.int32)
     for identifier in ids:
@@ -125,7 +124,7 @@ def _prepend_token(ids: TokenIds, num_ids: int, order: Order) -> Order:
 
 @kernel
 def _groups(tokens: TokenIds, order: Order, ranks: Order) -> tuple[Order, Order]:
-    """Rank every position by its first `_FIRST_DEPTH` tokens; ranges of `order` that are still equal there."""
+    """Rank every position by its first `_FIRST_DEPTH` tokens; return the ranges of `order` that are still equal."""
     num_tokens = len(tokens)
     starts = np.empty(num_tokens // 2 + 1, dtype=np.int32)
     ends = np.empty(num_tokens // 2 + 1, dtype=np.int32)
@@ -160,7 +159,7 @@ def _equal_over(tokens: TokenIds, a: int, b: int, depth: int) -> bool:
 def _refine(
     order: Order, ranks: Order, offsets: Order, starts: Order, ends: Order, keys: npt.NDArray[np.int64], depth: int
 ) -> tuple[Order, Order]:
-    """Sort each range, equal over `depth` tokens, by the next `depth`; the ranges that stay equal."""
+    """Sort each range of equal `depth` tokens by the next `depth` tokens; return the ranges that stay equal."""
     room = 0
     for g in range(len(starts)):
         room += (ends[g] - starts[g]) // 2
@@ -193,7 +192,7 @@ def _refine(
 
 @kernel
 def _offsets(tokens: TokenIds) -> Order:
-    """How far the separator lies to the left of each position: 0 at the separator."""
+    """Distance of each position to the separator on its left; 0 at the separator."""
     offsets = np.empty(len(tokens), dtype=np.int32)
     offset = 0
     for i in range(len(tokens)):
@@ -204,7 +203,7 @@ def _offsets(tokens: TokenIds) -> Order:
 
 @kernel
 def _sort(keys: npt.NDArray[np.int64], start: int, end: int) -> None:
-    """Sort keys[start:end] in place: insertion where it is short, Shell's gaps where it is long."""
+    """Sort keys[start:end] in place by Shell sort."""
     size = end - start
     gap = 1
     while gap < size // 9:
@@ -222,7 +221,7 @@ def _sort(keys: npt.NDArray[np.int64], start: int, end: int) -> None:
 
 @kernel
 def is_sorted(tokens: TokenIds, order: Order) -> bool:
-    """Whether the contexts of `order` do not decrease."""
+    """Check that the contexts of `order` never decrease."""
     for i in range(1, len(order)):
         a, b = order[i - 1], order[i]
         for depth in range(DEPTH):
@@ -235,8 +234,9 @@ def is_sorted(tokens: TokenIds, order: Order) -> bool:
 
 @kernel
 def fence(first: int, second: int, third: int) -> int:
-    """Three tokens of context as one number that sorts as they do; ids of 2^21 - 3 and more, and what is behind
-    them, count as one.
+    """Pack three tokens of context into one number that sorts as they do.
+
+    Ids of 2^21 - 3 and more count as equal, and so do the tokens after such an id.
     """
     most = (1 << _FENCE_BITS) - 1
     key = min(first - END, most) << 2 * _FENCE_BITS
@@ -249,10 +249,10 @@ def fence(first: int, second: int, third: int) -> int:
 
 @kernel
 def build_fences(tokens: TokenIds, order: Order) -> Fences:
-    """A search tree over `order`, level by level, each a multiple of `FANOUT` long (filled up with `_BEYOND`).
+    """Build a search tree over `order`, level by level; `_BEYOND` pads each level to a multiple of `FANOUT`.
 
-    The last level has the fence of every `FANOUT`th position of `order`, each level before it every
-    `FANOUT`th fence of the next, the first is one node. 1.15 bytes a token.
+    The last level holds the fence of every `FANOUT`th position of `order`. Each level above holds every `FANOUT`th
+    fence of the level below. The first level is one node. 1.15 bytes a token.
     """
     num_positions = len(order)
     top = top_shift(num_positions)
@@ -273,7 +273,7 @@ def build_fences(tokens: TokenIds, order: Order) -> Fences:
 
 @kernel
 def count_below(fences: Fences, num_positions: int, key: int) -> int:
-    """How many fences of the last level are smaller than `key`."""
+    """Count the fences of the last level that are smaller than `key`."""
     level, below, shift = 0, 0, top_shift(num_positions)
     while shift > 0:
         level, below, shift = descend(fences, num_positions, key, level, below, shift)
@@ -282,20 +282,20 @@ def count_below(fences: Fences, num_positions: int, key: int) -> int:
 
 @kernel
 def descend(fences: Fences, num_positions: int, key: int, level: int, below: int, shift: int) -> tuple[int, int, int]:
-    """Go down one level in the search for `key`, which starts with (0, 0, `top_shift`) and ends when the shift is 0.
+    """Go down one level in the search for `key`. The search starts at (0, 0, `top_shift`) and ends at shift 0.
 
-    Looks at one node (a cache line, at `node_at`), and has no branches to guess.
+    Reads one node (a cache line, at `node_at`) without branches.
 
     Args:
         fences: of a segment of `num_positions`.
-        num_positions: tells how large each level is.
-        key: what is looked for.
-        level: where this level begins in `fences`.
-        below: how many fences of the level before are smaller than `key`.
+        num_positions: gives the size of each level.
+        key: fence to search for.
+        level: index in `fences` at which this level begins.
+        below: number of fences of the level above that are smaller than `key`.
         shift: this level has a fence for every 1 << shift positions.
 
     Returns:
-        The same of the next level: where it begins, how many fences of this one are smaller, its shift.
+        `level`, `below` and `shift` of the next level.
     """
     node = node_at(level, below)
     found = node - level
@@ -306,13 +306,13 @@ def descend(fences: Fences, num_positions: int, key: int, level: int, below: int
 
 @kernel
 def node_at(level: int, below: int) -> int:
-    """Where the node of a level begins that a search goes on in; arguments as of `descend`."""
+    """Index of the node in which a search continues; arguments as of `descend`."""
     return level + max(below - 1, 0) * FANOUT
 
 
 @kernel
 def top_shift(num_positions: int) -> int:
-    """The shift of a segment's first level."""
+    """Shift of a segment's first level."""
     shift = _FANOUT_BITS
     while -(-num_positions >> shift) > FANOUT:
         shift += _FANOUT_BITS
@@ -326,11 +326,11 @@ def _level_size(num_positions: int, shift: int) -> int:
 
 @kernel
 def num_last_fences(num_positions: int) -> int:
-    """Length of the last level, filling included."""
+    """Length of the last level, padding included."""
     return _level_size(num_positions, _FANOUT_BITS)
 
 
 def num_fences(num_positions: int) -> int:
-    """Length of what `build_fences` makes."""
+    """Length of the array that `build_fences` returns."""
     shifts = range(_FANOUT_BITS, top_shift(num_positions) + 1, _FANOUT_BITS)
     return sum(_level_size(num_positions, shift) for shift in shifts)

@@ -1,1 +1,1 @@
-"""Response lengths of prompts, and how well they repeat."""
+"""Response lengths of prompts, and the share of tokens that repeats between visits."""

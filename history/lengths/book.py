@@ -1,10 +1,10 @@
-"""How long each prompt's responses were, visit by visit, and what its next ones are expected to be.
+"""Records each prompt's response lengths by visit, and estimates the lengths of its next responses.
 
-The book of a run lies with its controller, which sees every group's lengths, whether engines draft or not.
-It forgets all but the last visits of a prompt; older ones would hardly count (`history.lengths.estimate`).
+The controller owns the book of a run: it sees the lengths of every group, whether engines draft or not. The book keeps
+the last visits of a prompt only; older ones have little weight (`history.lengths.estimate`).
 
-Invariants (`check_integrity`): visits of a prompt ascend by step, each has at least one length; the prior is the mean
-of all lengths that are kept.
+Invariants (`check_integrity`): visits of a prompt ascend by step, and each has at least one length. The prior is the
+mean of all kept lengths.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from history.lengths.reuse import rank_correlation
 
 KEPT_VISITS = 3
 _RECENT = 1024
-"""Forecasts by which the quality of forecasts is judged."""
+"""Number of recent forecasts that `metrics` evaluates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Visit:
 
 
 class LengthBook:
-    """Lengths by prompt key. `observe` and `load` mutate."""
+    """Response lengths by prompt key. `observe` and `load` mutate."""
 
     def __init__(self) -> None:
         self._visits: dict[int, deque[Visit]] = {}
@@ -44,11 +44,11 @@ class LengthBook:
 
     @property
     def prior_mean(self) -> float:
-        """Expected length of a response to a prompt that was never seen."""
+        """Expected length of a response to an unseen prompt."""
         return self._sum / self._count if self._count else PRIOR_MEAN
 
     def expected(self, key: int) -> float:
-        """Mean of `estimate(key)`, without the rest of it."""
+        """Mean of `estimate(key)`, without computing the other fields."""
         weighted, total, weight = PRIOR_WEIGHT * self.prior_mean, PRIOR_WEIGHT, 1.0
         for visit in reversed(self._visits.get(key, ())):
             weighted += weight * sum(visit.lengths)
@@ -57,7 +57,7 @@ class LengthBook:
         return weighted / total
 
     def estimate(self, key: int) -> LengthEstimate:
-        """What to expect of a prompt's next responses."""
+        """Estimate the lengths of a prompt's next responses."""
         visits = self._visits.get(key, ())
         return LengthEstimate.of(
             [length for visit in visits for length in visit.lengths],
@@ -66,9 +66,9 @@ class LengthBook:
         )
 
     def observe(self, key: int, step: int, lengths: Sequence[int]) -> None:
-        """A prompt's responses are `lengths` tokens long; those of no tokens say nothing.
+        """Record the lengths of a prompt's responses, in tokens; empty responses are ignored.
 
-        What had been expected of a prompt that was seen before is compared with them (`metrics`).
+        If the prompt was seen before, `metrics` compares its forecast with these lengths.
         """
         found = tuple(int(length) for length in lengths if length > 0)
         if not found:
@@ -92,11 +92,11 @@ class LengthBook:
         self._count -= len(visit.lengths)
 
     def correlation(self) -> float:
-        """Rank correlation of what was expected with what came, over recent groups of known prompts; NaN of too few."""
+        """Rank correlation of forecast and measured lengths over recent groups of known prompts; NaN for too few."""
         return rank_correlation(*self._columns()) if len(self._recent) > 2 else float("nan")
 
     def metrics(self) -> dict[str, float]:
-        """How good forecasts have been; absent while there is nothing to judge them by."""
+        """Return the quality of recent forecasts; empty with fewer than three forecasts."""
         if len(self._recent) < 3:
             return {}
         expected, came = (np.array(column) for column in self._columns())
@@ -108,7 +108,7 @@ class LengthBook:
         return [expected for expected, _ in self._recent], [came for _, came in self._recent]
 
     def save(self, path: Path) -> None:
-        """Write everything but the recent forecasts into an `.npz` file."""
+        """Write all lengths, but not the recent forecasts, into an `.npz` file."""
         rows = [(key, visit) for key, visits in self._visits.items() for visit in visits]
         np.savez(
             path,
@@ -119,7 +119,7 @@ class LengthBook:
         )
 
     def load(self, path: Path) -> None:
-        """Add what `save` wrote."""
+        """Add the lengths of a file written by `save`."""
         with np.load(path, allow_pickle=False) as file:
             keys, steps, counts, lengths = (file[name].tolist() for name in ("keys", "steps", "counts", "lengths"))
         first = 0

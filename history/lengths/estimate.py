@@ -1,11 +1,11 @@
-"""How long a prompt's responses are, and how much of one is still to come, from those it had before.
+"""Estimates a prompt's response length, and the remaining tokens of a running response, from past lengths.
 
-Older visits count less: a policy changes. The tail of lengths is heavy, so the longer a response has
-become, the longer it is expected to go on: beyond the longest seen, and for a prompt never seen, the
-expected rest grows in proportion to what exists, as a Pareto tail's does.
+Older visits have less weight because the policy changes. Response lengths have a heavy tail: the longer a response, the
+more tokens are expected to follow. Beyond the longest observation, and for unseen prompts, the expected remainder grows
+in proportion to the emitted tokens, as for a Pareto tail.
 
-Invariants: every figure is finite and not negative; quantiles do not fall; with no observation all figures are those
-of the prior.
+Invariants: all figures are finite and not negative; quantiles never fall. Without observations all figures are those of
+the prior.
 """
 
 from collections.abc import Sequence
@@ -15,51 +15,51 @@ import numpy as np
 import numpy.typing as npt
 
 OLDER = 0.5
-"""What a visit counts, relative to the one after it."""
+"""Weight of a visit, relative to the visit after it."""
 _TAIL = 0.5
-"""Expected rest over what exists, in the tail: mean excess of a Pareto distribution of shape 3."""
+"""Expected remainder over emitted tokens in the tail: mean excess of a Pareto distribution of shape 3."""
 PRIOR_WEIGHT = 0.5
-"""Of the prior, in responses of the last visit."""
+"""Weight of the prior, in responses of the last visit."""
 
 PRIOR_MEAN = 1024.0
-"""Tokens, where nobody knows better; pass the mean over other prompts."""
+"""Tokens; the default if the caller passes no mean over other prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthEstimate:
-    """What to expect of a prompt's next response. Unit: tokens."""
+    """Estimated length of a prompt's next response. Unit: tokens."""
 
     num_observations: int
     mean: float
     p50: float
     p90: float
     max: float
-    """Longest seen; 0 for none."""
+    """Longest observation; 0 without observations."""
     prior_mean: float
     lengths: tuple[int, ...]
-    """All that were seen, ascending."""
+    """All observations, ascending."""
     weights: tuple[float, ...]
-    """What each of them counts; those of the last visit count 1."""
+    """Weight of each observation; 1 for the last visit."""
 
     @classmethod
     def of(
         cls, lengths: Sequence[int], *, steps: Sequence[int] = (), prior_mean: float = PRIOR_MEAN
     ) -> "LengthEstimate":
-        """Estimate from responses of one prompt.
+        """Estimate from past responses of one prompt.
 
         Args:
             lengths: tokens of each, at least 1.
-            steps: the step of each; left out, they are all of one visit.
-            prior_mean: what to expect of a prompt that was never seen, such as the mean over others.
+            steps: the step of each; empty: all belong to one visit.
+            prior_mean: expected length for an unseen prompt, such as the mean over other prompts.
 
         Raises:
-            ValueError: a length below 1, a prior that is not positive, or as many steps as there are not lengths.
+            ValueError: a length is below 1, the prior is not positive, or steps and lengths differ in number.
         """
         found = np.asarray(lengths, dtype=np.int64)
         if (found < 1).any() or not 0 < prior_mean < np.inf:
             raise ValueError(f"lengths {list(lengths)} and prior mean {prior_mean} must be positive")
         if steps and len(steps) != len(found):
-            raise ValueError(f"{len(found)} lengths have {len(steps)} steps; each needs one")
+            raise ValueError(f"{len(found)} lengths have {len(steps)} steps; pass one step for each length")
         visits, visit = np.unique(np.asarray(steps or [0] * len(found)), return_inverse=True)
         weights = np.power(OLDER, len(visits) - 1 - visit, dtype=np.float64)
         order = np.argsort(found, kind="stable")
@@ -77,13 +77,13 @@ class LengthEstimate:
         )
 
     def remaining(self, emitted: int) -> float:
-        """Expected number of tokens still to come of a response that has `emitted` and has not ended."""
+        """Expected remaining tokens of a running response that has emitted `emitted` tokens."""
         return float(self.remaining_after(np.array([emitted]))[0])
 
     def remaining_after(self, emitted: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The same for many, [n] -> [n].
+        """Expected remaining tokens of many responses, [n] -> [n].
 
-        A table of it over a grid is what a compiled drafter interpolates in.
+        The compiled drafter interpolates in a table of these values.
         """
         excess = np.maximum(np.asarray(self.lengths)[None, :] - emitted[:, None], 0)
         counted = np.asarray(self.weights)[None, :] * (excess > 0)
@@ -92,7 +92,7 @@ class LengthEstimate:
 
 
 def _quantile(lengths: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], share: float, prior: float) -> float:
-    """The least length that `share` of the weight does not exceed; of an exponential prior where nothing was seen."""
+    """Weighted quantile of the lengths; that of an exponential prior without observations."""
     if not len(lengths):
         return float(-prior * np.log(1 - share))
     reached = np.cumsum(weights) >= share * weights.sum() - 1e-9

@@ -1,6 +1,6 @@
-"""How much of a prompt's next visit its last one foretold: tokens that come again, and the order of lengths.
+"""Similarity of two visits of a prompt: the share of repeated tokens, and the rank correlation of lengths.
 
-The two observations that drafting and planning from history rest on (RhymeRL, section 3).
+Drafting and planning from history rest on these two observations (RhymeRL, section 3).
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ import numpy.typing as npt
 from history.types import PastResponse, TokenIds
 
 RUN_TOKENS = 4
-"""A token counts as reused only inside a run of so many that occurs in the last visit: shorter ones agree by chance."""
+"""Length of a run that counts as reused if it occurs in the last visit. Shorter runs match by chance."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def reusable_share(before: Sequence[PastResponse], now: Sequence[PastResponse]) -> float:
-    """Share of `now`'s tokens that lie in runs of `RUN_TOKENS` which also occur in `before`, 0..1; 0 of no tokens."""
+    """Share of `now`'s tokens in runs of `RUN_TOKENS` that also occur in `before`, 0..1; 0 without tokens."""
     known = np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *(_runs(past.token_ids) for past in before)]))
     reused = sum(_num_covered(np.isin(_runs(response.token_ids), known)) for response in now)
     return reused / max(sum(len(response.token_ids) for response in now), 1)
 
 
 def rank_correlation(before: Sequence[float], now: Sequence[float]) -> float:
-    """Spearman's rank correlation, ties at their mean rank; NaN of fewer than two values or of equal ones."""
+    """Spearman's rank correlation with mean ranks for ties; NaN for fewer than two values or for equal values."""
     if len(before) < 2:
         return float("nan")
     first, second = (_ranks(np.asarray(values, dtype=np.float64)) for values in (before, now))
@@ -34,7 +34,7 @@ def rank_correlation(before: Sequence[float], now: Sequence[float]) -> float:
 
 
 def _runs(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of each run, [max(T - RUN_TOKENS + 1, 0)]."""
+    """Hash each run to 64 bits, [max(T - RUN_TOKENS + 1, 0)]."""
     tokens = np.asarray(token_ids).astype(np.uint64)
     count = max(len(tokens) - RUN_TOKENS + 1, 0)
     hashes = np.zeros(count, dtype=np.uint64)
@@ -45,7 +45,7 @@ def _runs(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
 
 
 def _num_covered(starts: npt.NDArray[np.bool_]) -> int:
-    """Tokens that lie in a run which starts where `starts` says."""
+    """Count the tokens inside the runs that begin at `starts`."""
     covered = np.zeros(len(starts) + RUN_TOKENS - 1, dtype=bool)
     for offset in range(RUN_TOKENS):
         covered[offset : offset + len(starts)] |= starts

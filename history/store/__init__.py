@@ -1,1 +1,1 @@
-"""Finished responses: kept in memory, saved with checkpoints and served to engines."""
+"""Stores finished responses in memory, saves them with checkpoints and serves them to engines."""

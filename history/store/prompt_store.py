@@ -1,25 +1,22 @@
-"""What one owner remembers: the last visits of its prompts, under a byte budget.
+"""Stores the last visits of a shard's prompts under a byte budget.
 
-A visit is the responses of one prompt in one step. Responses may come in any order and more than once
-(the same step and sample replaces); a visit is *complete* when all of its rewards and responses are
-there, and only then pushes older ones out, because half a visit drafts worse than the one before it.
+A visit holds the responses of one prompt in one step. Responses arrive in any order and more than once; the same step
+and sample replaces. A visit is *complete* when all its rewards and responses have arrived. Only a complete visit
+replaces older ones, because half a visit drafts worse than the visit before.
 
-When the budget is exceeded, what is least valuable is forgotten: a prompt's value per byte is the
-expected saving of its next visit over the wait until then. The saving is in proportion to tokens times
-the share of them that the next visit repeats (measured at the prompt's last return, the mean of all
-prompts before), and tokens cancel against bytes; the wait is `expected_wait`.
+Above the budget the store evicts the prompts of least value. A prompt's value per byte is the expected saving of its
+next visit over the expected wait. The saving is proportional to tokens times the share that the next visit repeats, and
+tokens cancel against bytes. The share is measured at the prompt's last return; before, the mean of all prompts is used.
 
-Mutating: `append`, `note_rewards`, `restore`, `drain_returns`. Everything may be called from any thread.
+Mutating: `append`, `note_rewards`, `restore`, `drain_returns`. All methods may be called from any thread.
 
-Invariants, asserted by `check_integrity`: the byte count is the sum over what is held and at most the
-budget; a prompt has at most `kept_steps` + 1 visits, their steps ascend; arrays are read-only copies.
+Invariants, asserted by `check_integrity`: the byte count is the sum over all visits and at most the budget; a prompt
+has at most `kept_steps` + 1 visits with ascending steps; arrays are read-only copies.
 
-`expected_wait`: when a prompt comes back, the expected wait, from how long ago it was seen.
-
-A data set is walked in epochs, each shuffled anew, so the steps between two visits of a prompt are the
-sum of two uniform numbers: triangular on [0, 2E] around the length E of an epoch. What was seen long ago
-therefore comes back *soon*, until it is older than two epochs and does not come back at all: the
-opposite of what a least-recently-used cache assumes, which on such a walk keeps nothing that it needs.
+`expected_wait` estimates the steps until a prompt returns from the steps since its last visit. Each epoch is shuffled
+anew, so the interval between two visits is the sum of two uniform numbers: triangular on [0, 2E] for epochs of E steps.
+Prompts seen long ago therefore return *soon*. Beyond two epochs they never return. A least-recently-used cache assumes
+the opposite and would evict exactly the prompts that return next.
 """
 
 import itertools
@@ -37,9 +34,9 @@ from history.types import PastResponse
 
 
 def expected_wait(ages: npt.NDArray[np.float64], epoch: float) -> npt.NDArray[np.float64]:
-    """Mean steps until prompts that were last seen `ages` steps ago are seen again, [P]; inf beyond two epochs.
+    """Mean steps until prompts return that were last seen `ages` steps ago, [P]; inf beyond two epochs.
 
-    The mean residual of the triangular distribution on [0, 2 * `epoch`]; `epoch` is in steps, positive.
+    This is the mean residual of the triangular distribution on [0, 2 * `epoch`]. `epoch` is positive, in steps.
     """
     x = np.clip(ages / epoch, 0.0, 2.0)
     early = ((1 - x) - (1 - x**3) / 6 + 1 / 6) / np.maximum(1 - x**2 / 2, 0.5)
@@ -49,43 +46,43 @@ def expected_wait(ages: npt.NDArray[np.float64], epoch: float) -> npt.NDArray[np
 
 
 RESPONSE_BYTES = 256
-"""What a response costs beside its tokens: objects and dictionary entries of this process."""
+"""Memory of a response beside its tokens: objects and dictionary entries."""
 
 _LOW_WATER = 0.95
-"""Eviction goes down to this share of the budget, so that it does not run at every append."""
+"""Eviction stops at this share of the budget, so that it does not run at every append."""
 
 _PRIOR_REUSE = 0.7
 _MEASURED_RETURNS = 64
-"""Returns whose reuse is measured between two calls of `drain_returns`; of all others only lengths are noted."""
+"""Most returns with measured reuse between two calls of `drain_returns`; later returns record lengths only."""
 
 _NOTED_RETURNS = 1 << 16
 
 ReuseShare = Callable[[Sequence[PastResponse], Sequence[PastResponse]], float]
-"""Share of the second visit's tokens that the first one has, 0..1."""
+"""Share of the second visit's tokens that repeat the first visit, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """A prompt came back and its new visit is complete."""
+    """A prompt's return: its new visit is complete."""
 
     mean_length_before: float
     mean_length: float
-    """Tokens of a response, mean over the visit."""
+    """Mean tokens of a response of the visit."""
     num_tokens: int
-    """Of the new visit."""
+    """Tokens of the new visit."""
     reusable_share: float
-    """NaN where it was not measured."""
+    """NaN if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Counters; sums over stores add up."""
+    """Counters of a store; stats of several stores can be added."""
 
     num_bytes: int = 0
     num_prompts: int = 0
     num_responses: int = 0
     num_evictions: int = 0
-    """Prompts forgotten for want of room, ever."""
+    """Prompts evicted since the store began."""
 
     def __add__(self, other: "StoreStats") -> "StoreStats":
         return StoreStats(
@@ -102,9 +99,9 @@ class _Visit:
     responses: dict[int, PastResponse] = field(default_factory=dict)
     """By sample."""
     rewards: tuple[float, ...] = ()
-    """Empty until they are known."""
-    is_settled: bool = False
-    """It was complete, and what it supersedes is gone."""
+    """Empty until the rewards arrive."""
+    is_finished: bool = False
+    """The visit is complete and has replaced older ones."""
 
     @property
     def is_complete(self) -> bool:
@@ -124,11 +121,11 @@ class _Visit:
 
 @dataclass(slots=True, kw_only=True)
 class _Past:
-    """What is known of one prompt."""
+    """The stored visits of one prompt."""
 
     visits: list[_Visit] = field(default_factory=list)
     stamp: int = 0
-    """Grows whenever its responses change."""
+    """Increases whenever the prompt's responses change."""
     num_bytes: int = 0
     reuse: float = math.nan
 
@@ -137,7 +134,7 @@ class _Past:
 
 
 class PromptStore:
-    """See the module."""
+    """The last visits of a shard's prompts under a byte budget; see the module docstring."""
 
     def __init__(self, *, budget_bytes: int, kept_steps: int, reuse_share: ReuseShare) -> None:
         self._budget_bytes = budget_bytes
@@ -146,14 +143,14 @@ class PromptStore:
         self._lock = threading.RLock()
         self._prompts: dict[int, _Past] = {}
         self._num_bytes = self._num_evictions = 0
-        self._stamps = itertools.count(time.time_ns())  # of no earlier incarnation
+        self._stamps = itertools.count(time.time_ns())  # differs from the stamps of an earlier process
         self._first_step: int | None = None
         self._last_step = -1
         self._longest_interval = self._num_measured = 0
         self._returns: deque[Return] = deque(maxlen=_NOTED_RETURNS)
 
     def append(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
-        """Remember finished responses; copies their tokens. Empty ones are left out."""
+        """Store finished responses, except empty ones; copies their tokens."""
         with self._lock:
             past = self._prompts.setdefault(prompt_key, _Past())
             for response in responses:
@@ -163,7 +160,7 @@ class PromptStore:
             self._evict()
 
     def note_rewards(self, prompt_key: int, step: int, rewards: Sequence[float]) -> None:
-        """All rewards of a visit, [G], in the order of its samples; those of an unknown visit are ignored."""
+        """Store all rewards of a visit, [G], in the order of its samples. Rewards of an unknown visit are ignored."""
         with self._lock:
             past = self._prompts.get(prompt_key)
             visit = next((v for v in past.visits if v.step == step), None) if past is not None else None
@@ -173,18 +170,18 @@ class PromptStore:
             for sample, response in visit.responses.items():
                 if sample < len(rewards):
                     visit.responses[sample] = replace(response, reward=rewards[sample])
-            self._settle(past, visit)
+            self._finish_visit(past, visit)
             self._changed(prompt_key, past)
 
     def restore(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
-        """Make `responses` all that is known of a prompt, its visits complete; none forgets the prompt."""
+        """Replace a prompt's visits by `responses`, as complete visits. No responses: remove the prompt."""
         with self._lock:
             past = _Past()
             for response in responses:
                 self._insert(past, response)
             for visit in past.visits:
                 visit.rewards = tuple(response.reward for response in visit.ordered())
-                visit.is_settled = True
+                visit.is_finished = True
             self._forget(prompt_key)
             if past.visits:
                 self._prompts[prompt_key] = past
@@ -194,7 +191,7 @@ class PromptStore:
     def fetch(
         self, prompt_keys: Iterable[int], known: Mapping[int, int] | None = None
     ) -> dict[int, tuple[int, list[PastResponse]]]:
-        """Stamp and responses of each prompt that is remembered; none where the stamp is the `known` one."""
+        """Return stamp and responses of each stored prompt; no responses if the stamp equals the `known` one."""
         have = known or {}
         with self._lock:
             found = {key: past for key in prompt_keys if (past := self._prompts.get(key)) is not None}
@@ -204,17 +201,17 @@ class PromptStore:
             }
 
     def stamps(self) -> dict[int, int]:
-        """Of every prompt that is remembered; a stamp grows whenever its prompt's responses change."""
+        """Return the stamp of every stored prompt. A stamp increases whenever the prompt's responses change."""
         with self._lock:
             return {key: past.stamp for key, past in self._prompts.items()}
 
     @property
     def last_step(self) -> int:
-        """Newest step of any response that was ever appended; -1 before the first."""
+        """Newest step of all responses ever appended; -1 before the first."""
         return self._last_step
 
     def stats(self) -> StoreStats:
-        """The counters now."""
+        """Return the current counters."""
         with self._lock:
             return StoreStats(
                 num_bytes=self._num_bytes,
@@ -224,7 +221,7 @@ class PromptStore:
             )
 
     def drain_returns(self) -> list[Return]:
-        """Prompts that came back and were completed since the last call, at most the newest 65,536."""
+        """Return the returns completed since the last call, at most the newest 65,536."""
         with self._lock:
             returns = list(self._returns)
             self._returns.clear()
@@ -232,7 +229,7 @@ class PromptStore:
             return returns
 
     def check_integrity(self) -> None:
-        """Assert the invariants; reads everything."""
+        """Assert the invariants over the whole store."""
         with self._lock:
             assert self._num_bytes == sum(past.num_bytes for past in self._prompts.values()), "bytes are miscounted"
             assert self._num_bytes <= self._budget_bytes, "the budget is exceeded"
@@ -251,23 +248,23 @@ class PromptStore:
         token_ids = np.array(response.token_ids, dtype=np.int32)
         token_ids.flags.writeable = False
         visit.responses[response.sample] = replace(response, token_ids=token_ids, reward=reward)
-        self._settle(past, visit)
+        self._finish_visit(past, visit)
 
     def _begin_visit(self, past: _Past, step: int) -> _Visit:
         visit = _Visit(step=step)
         before = past.visits[-1].step if past.visits else -1
-        if 0 <= before < step:  # steps below 0 are another run's: their distance means nothing
+        if 0 <= before < step:  # steps below 0 are another run's, so the interval means nothing
             self._longest_interval = max(self._longest_interval, step - before)
         past.visits = sorted([*past.visits, visit], key=lambda v: v.step)[-self._kept_steps - 1 :]
         self._first_step = step if self._first_step is None else min(self._first_step, step)
         self._last_step = max(self._last_step, step)
         return visit
 
-    def _settle(self, past: _Past, visit: _Visit) -> None:
-        """If `visit` is the newest one and has become complete: note the return, let go what it supersedes."""
-        if visit.is_settled or not visit.is_complete or visit is not past.visits[-1]:
+    def _finish_visit(self, past: _Past, visit: _Visit) -> None:
+        """If `visit` is the newest visit and has become complete, record the return and drop the visits it replaces."""
+        if visit.is_finished or not visit.is_complete or visit is not past.visits[-1]:
             return
-        visit.is_settled = True
+        visit.is_finished = True
         if len(past.visits) > 1:
             self._note_return(past, past.visits[-2], visit)
         past.visits = past.visits[-self._kept_steps :]
@@ -310,7 +307,7 @@ class PromptStore:
             self._num_evictions += 1
 
     def _values(self, prompt_keys: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Expected saving per byte and step of waiting, [P], in arbitrary units."""
+        """Expected saving per byte and per step of waiting, [P], in arbitrary units."""
         pasts = [self._prompts[key] for key in prompt_keys]
         reuse = np.array([past.reuse for past in pasts], dtype=np.float64)
         measured = reuse[~np.isnan(reuse)]
@@ -321,10 +318,10 @@ class PromptStore:
         return values
 
     def _epoch_steps(self) -> float:
-        """Length of an epoch: the longest interval seen, or all of the time as long as nothing has come back.
+        """Length of an epoch: the longest interval seen, or the whole time before the first return.
 
-        That is up to twice too long later, on purpose: a mean of intervals is far too short when an epoch
-        has just begun again, and would take everything that is about to come back for gone.
+        The estimate may be twice too long, on purpose. A mean of intervals is far too short at the start of an epoch
+        and would evict the prompts that are about to return.
         """
         span = self._last_step - (self._first_step or 0)
         return float(max(self._longest_interval or span, 1))

@@ -1,6 +1,6 @@
-"""Many past responses of many prompts as six arrays: how history travels between processes and into files.
+"""Past responses of many prompts as six arrays, for transfer between processes and into files.
 
-One object instead of thousands, because every small object costs a process border a millisecond.
+One object replaces thousands: serialising each small object costs about a millisecond.
 
 Invariant: `lengths` sum to the number of tokens; the arrays of a decoded batch are read-only views.
 """
@@ -16,7 +16,7 @@ from history.types import PastResponse, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResponseBatch:
-    """R responses, one after another; those of one prompt need not be neighbours."""
+    """R responses, one after another. Responses of one prompt need not be neighbours."""
 
     prompt_keys: npt.NDArray[np.int64]
     """[R]"""
@@ -48,14 +48,14 @@ class ResponseBatch:
 
     @property
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """In the order of the constructor."""
+        """All arrays in the order of the constructor."""
         return (self.prompt_keys, self.steps, self.samples, self.rewards, self.lengths, self.token_ids)
 
     def __len__(self) -> int:
         return len(self.prompt_keys)
 
     def entries(self) -> Iterator[tuple[int, PastResponse]]:
-        """(prompt key, response) pairs in order; tokens are views."""
+        """Yield (prompt key, response) pairs in order; tokens are views."""
         ends = np.cumsum(self.lengths).tolist()
         columns = (self.prompt_keys, self.steps, self.samples, self.rewards, self.lengths)
         rows = zip(*(column.tolist() for column in columns), ends, strict=True)
@@ -64,14 +64,14 @@ class ResponseBatch:
             yield key, PastResponse(token_ids=token_ids, step=step, sample=sample, reward=reward)
 
     def by_prompt(self) -> dict[int, list[PastResponse]]:
-        """Responses of each prompt, in the order in which prompts appear."""
+        """Group the responses by prompt, in the order in which prompts appear."""
         found: dict[int, list[PastResponse]] = {}
         for key, response in self.entries():
             found.setdefault(key, []).append(response)
         return found
 
     def split(self, num_shards: int) -> list["ResponseBatch"]:
-        """What belongs to each of `num_shards` owners: prompts by their key modulo the number of owners."""
+        """Split the batch by shard: a prompt belongs to shard `key % num_shards`."""
         if num_shards == 1:
             return [self]
         parts: list[list[tuple[int, PastResponse]]] = [[] for _ in range(num_shards)]

@@ -1,13 +1,13 @@
-"""The history of a run, spread over Ray actors: shards that own it, and a reader on every node.
+"""The history of a run as Ray actors: shards own the responses, and a reader on every node publishes segments.
 
-A shard owns the prompts whose key modulo the number of shards is its number. Engines send it finished
-responses; the readers ask it for the prompts that are about to be rolled out, index them, and publish
-one segment per prompt in shared memory (`history.index.segment`), which engines map. `HistoryService` is what
-the controller holds; all it does is send orders and look, once a step, at what came of them.
+A shard owns the prompts whose key modulo the number of shards is its number. Engines send finished responses to the
+shards. The readers fetch the prompts of the next rollout, index them, and publish one segment per prompt in shared
+memory (`history.index.segment`); engines map the segments. The controller holds a `HistoryService`. It sends calls to
+the actors and checks their results once a step.
 
-An actor that dies is started again by Ray, under the same handle and empty; the next `report` notices,
-says so, refills a shard from the newest snapshot and repeats the last order to a reader. Whatever is
-lost in between costs drafts and is counted, never a response: nobody waits for any of this to sample.
+Ray restarts an actor that dies, under the same handle and empty. The next `report` detects the restart and logs it. It
+refills a shard from the newest snapshot, or repeats the last call to a reader. Lost calls are counted and cost drafts,
+never responses: sampling does not wait for the history.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, SnapshotFile, SnapshotWriter, check_snapshot, write_manifest
 
 REPORT_TIMEOUT_S = 5.0
-"""How long a step waits for an actor's report before it goes on with the one before."""
+"""Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
 
 SAVE_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
@@ -35,19 +35,19 @@ _PROMPTS_PER_FETCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """What a shard did since its last report."""
+    """Activity of a shard since its last report."""
 
-    has_begun: bool
-    """False in an actor that was started again since somebody filled it."""
+    is_filled: bool
+    """False after a restart, until the shard is filled again."""
     stats: StoreStats
     returns: tuple[Return, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSave:
-    """What a shard wrote."""
+    """Files written by a shard."""
 
-    has_begun: bool
+    is_filled: bool
     files: tuple[SnapshotFile, ...]
     """Older before newer."""
     last_step: int
@@ -55,41 +55,41 @@ class ShardSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderReport:
-    """What a reader has published."""
+    """Segments published by a reader."""
 
-    has_begun: bool
+    is_filled: bool
     num_segments: int = 0
     num_bytes: int = 0
     num_failures: int = 0
-    """Shards that did not answer and segments that could not be written, ever."""
+    """Fetches that failed and segments that could not be written, since the reader began."""
 
 
 class Shard:
-    """Owner of a share of the prompts; an actor (`HistoryShard`) in a run. All but `fetch` mutate."""
+    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate."""
 
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.lengths.reuse import reusable_share
 
-        self._has_begun = False
+        self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
 
-    def begin(self) -> None:
-        """Everything that it should hold has been sent."""
-        self._has_begun = True
+    def mark_filled(self) -> None:
+        """Mark the shard as filled: all its responses have been sent."""
+        self._is_filled = True
 
     def append(self, batch: ResponseBatch) -> None:
-        """Remember finished responses."""
+        """Store finished responses."""
         for key, responses in batch.by_prompt().items():
             self._store.append(key, responses)
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Rewards of a step's groups by prompt key."""
+        """Store the rewards of a step's groups, by prompt key."""
         for key, of_group in rewards.items():
             self._store.note_rewards(key, step, of_group)
 
     def fetch(self, prompt_keys: Sequence[int], known: Mapping[int, int]) -> tuple[dict[int, int], ResponseBatch]:
-        """Stamps of the prompts that are remembered, and the responses of those whose stamp is not the known one."""
+        """Return the stamps of the stored prompts, and the responses of prompts whose stamp is not the known one."""
         found = self._store.fetch(prompt_keys, known)
         stamps = {key: stamp for key, (stamp, _) in found.items()}
         return stamps, ResponseBatch.of((key, response) for key, (_, past) in found.items() for response in past)
@@ -99,26 +99,26 @@ class Shard:
         return self._writer.restore(self._store, Path(folder), another_run=another_run, only=only)
 
     def save(self, folder: str, previous: str) -> ShardSave:
-        """Write into `folder`, link from `previous`."""
+        """Write the shard's files into `folder`; unchanged files are links to `previous`."""
         files = self._writer.save(self._store, Path(folder), Path(previous) if previous else None)
-        return ShardSave(has_begun=self._has_begun, files=tuple(files), last_step=self._store.last_step)
+        return ShardSave(is_filled=self._is_filled, files=tuple(files), last_step=self._store.last_step)
 
     def report(self) -> ShardReport:
-        """Counters, and the returns since the last call."""
+        """Return the counters, and the prompts that returned since the last call."""
         return ShardReport(
-            has_begun=self._has_begun, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+            is_filled=self._is_filled, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
         )
 
 
 class Reader:
-    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All but `report` mutate."""
+    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All methods but `report` mutate."""
 
     def __init__(self, directory: str) -> None:
-        # here, not above: whoever imports this module must not have imported numba
+        # imported late: the controller and engines import this module and must not import numba
         from history.index.segment import build_segment, segment_path, write_segment
 
         self._build, self._path, self._write = build_segment, segment_path, write_segment
-        self._has_begun = False
+        self._is_filled = False
         self._directory = Path(directory)
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
@@ -126,14 +126,14 @@ class Reader:
         sweep_segments()
         self._lock = claim(self._directory)
 
-    def begin(self) -> None:
-        """The last order has been sent."""
-        self._has_begun = True
+    def mark_filled(self) -> None:
+        """Mark the reader as filled: the last `publish` call has been sent."""
+        self._is_filled = True
 
-    def want(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+    def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Publish the newest segments of these prompts, in this order, and remove all others.
 
-        `shards` come with each order, since Ray cannot start an actor again whose constructor was given handles.
+        Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
         """
         for key in self._stamps.keys() - set(prompt_keys):
             self._remove(key)
@@ -141,16 +141,16 @@ class Reader:
             self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
 
     def report(self) -> ReaderReport:
-        """The counters now."""
+        """Return the current counters."""
         return ReaderReport(
-            has_begun=self._has_begun,
+            is_filled=self._is_filled,
             num_segments=len(self._bytes),
             num_bytes=sum(self._bytes.values()),
             num_failures=self._num_failures,
         )
 
     def close(self) -> None:
-        """Remove the folder; engines that have segments mapped keep them."""
+        """Remove the folder; engines keep the segments that they have mapped."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
@@ -187,24 +187,24 @@ HistoryReader = ray.remote(Reader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReport:
-    """The state of the whole history."""
+    """State of the whole history."""
 
     stats: StoreStats
     num_segments: int
     segment_bytes: int
-    """Of all nodes."""
+    """Bytes of the segments of all nodes."""
     num_lost_calls: int
-    """Orders that came to nothing, ever."""
+    """Calls to shards and readers that failed, since the run began."""
     returns: tuple[Return, ...]
-    """Of all shards, since the last report."""
+    """Prompts that returned since the last report, of all shards."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Watched:
-    """One actor, and the last thing that it said."""
+class _Actor:
+    """One actor and its last report."""
 
     name: str
-    actor: ray.actor.ActorHandle
+    handle: ray.actor.ActorHandle
     last: ShardReport | ReaderReport | None = None
 
 
@@ -218,60 +218,68 @@ class HistoryService:
         *,
         directory: str,
         fingerprint: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """`directory` is where the readers publish, `fingerprint` is of tokenizer and vocabulary; losses are said."""
+        """Watch running actors.
+
+        Args:
+            shards: in the order of their numbers.
+            readers: one for each node.
+            directory: folder in which the readers publish.
+            fingerprint: of tokenizer and vocabulary.
+            log: receives one line about every loss.
+        """
         self.shards = tuple(shards)
         self.directory = directory
         self._readers = tuple(readers)
         self._fingerprint = fingerprint
-        self._say = say
-        self._watched = [
-            *(_Watched(name=f"history shard {number}", actor=shard) for number, shard in enumerate(shards)),
-            *(_Watched(name=f"history reader {number}", actor=reader) for number, reader in enumerate(readers)),
+        self._log = log
+        self._actors = [
+            *(_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)),
+            *(_Actor(name=f"history reader {number}", handle=reader) for number, reader in enumerate(readers)),
         ]
-        self._pending: list[ray.ObjectRef] = [watched.actor.begin.remote() for watched in self._watched]
-        self._wanted: list[int] = []
+        self._pending: list[ray.ObjectRef] = [actor.handle.mark_filled.remote() for actor in self._actors]
+        self._published_keys: list[int] = []
         self._newest = ""
         self._num_lost_calls = 0
 
     def append(self, batch: ResponseBatch) -> None:
-        """Remember responses that did not come from an engine."""
+        """Store responses that come from no engine of this run."""
         for shard, part in zip(self.shards, batch.split(len(self.shards)), strict=True):
             if len(part):
                 self._pending.append(shard.append.remote(part))
 
-    def want(self, prompt_keys: Sequence[int]) -> None:
-        """Have the segments of these prompts published on every node, in this order, and all others removed."""
-        self._wanted = list(dict.fromkeys(prompt_keys))
-        self._pending += [reader.want.remote(self._wanted, self.shards) for reader in self._readers]
+    def publish_segments(self, prompt_keys: Sequence[int]) -> None:
+        """Publish the segments of these prompts on every node, in this order, and remove all others."""
+        self._published_keys = list(dict.fromkeys(prompt_keys))
+        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers]
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Rewards of a step's groups by prompt key, [G] each."""
+        """Send the rewards of a step's groups to the shards, by prompt key, [G] each."""
         for number, shard in enumerate(self.shards):
             own = {key: tuple(of_group) for key, of_group in rewards.items() if key % len(self.shards) == number}
             if own:
                 self._pending.append(shard.note_rewards.remote(step, own))
 
     def restore(self, folder: Path) -> None:
-        """Begin with a snapshot of this run, which a lost shard is refilled from. Raises SnapshotError."""
+        """Start from a snapshot of this run; restarted shards are refilled from it. Raises SnapshotError."""
         check_snapshot(folder, self._fingerprint)
         self._newest = str(folder)
         self._pending += [shard.restore.remote(self._newest, False, None) for shard in self.shards]
 
-    def adopt(self, folder: Path, only: Collection[int]) -> None:
-        """Begin with another run's snapshot, as far as it is about these prompts. Raises SnapshotError."""
+    def warm_start(self, folder: Path, only: Collection[int]) -> None:
+        """Start from the part of another run's snapshot that holds these prompts. Raises SnapshotError."""
         check_snapshot(folder, self._fingerprint)
         self._pending += [shard.restore.remote(str(folder), True, set(only)) for shard in self.shards]
 
     def report(self) -> ServiceReport:
-        """What there is now; mends what was lost since the last report."""
-        self._look_at_orders()
-        asked = {watched.actor.report.remote(): watched for watched in self._watched}
+        """Return the current state, and refill the actors that were restarted since the last report."""
+        self._count_lost_calls()
+        asked = {actor.handle.report.remote(): actor for actor in self._actors}
         ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_TIMEOUT_S)
-        news = [report for ref, watched in asked.items() if (report := self._hear(ref, watched)) is not None]
-        shards = [watched.last for watched in self._watched if isinstance(watched.last, ShardReport)]
-        readers = [watched.last for watched in self._watched if isinstance(watched.last, ReaderReport)]
+        news = [report for ref, actor in asked.items() if (report := self._receive(ref, actor)) is not None]
+        shards = [actor.last for actor in self._actors if isinstance(actor.last, ShardReport)]
+        readers = [actor.last for actor in self._actors if isinstance(actor.last, ReaderReport)]
         return ServiceReport(
             stats=sum((report.stats for report in shards), StoreStats()),
             num_segments=sum(report.num_segments for report in readers),
@@ -281,7 +289,7 @@ class HistoryService:
         )
 
     def save(self, folder: Path) -> None:
-        """Write a snapshot into `folder`, which is made; when that fails it is said and there is none."""
+        """Create `folder` and write a snapshot into it. On a failure, log it and remove the folder."""
         self.report()
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
@@ -290,8 +298,8 @@ class HistoryService:
         except ray.exceptions.RayError as error:
             self._not_saved(folder, _line(error))
             return
-        if not all(part.has_begun for part in parts):
-            self._not_saved(folder, "a shard was started again and is not refilled yet")
+        if not all(part.is_filled for part in parts):
+            self._not_saved(folder, "a shard was restarted and is not refilled yet")
             return
         manifest = Manifest(
             fingerprint=self._fingerprint,
@@ -302,20 +310,20 @@ class HistoryService:
         write_manifest(folder, manifest)
 
     def saved(self, folder: Path) -> None:
-        """The last snapshot has its final place, `folder`, if it could be saved at all."""
+        """Use `folder` as the newest snapshot, if the last save succeeded."""
         if folder.exists():
             self._newest = str(folder)
 
     def close(self) -> None:
-        """End all actors and remove the segments."""
+        """Stop all actors and remove the segments."""
         closing = [reader.close.remote() for reader in self._readers]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in (*self._readers, *self.shards):
             ray.kill(actor, no_restart=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _look_at_orders(self) -> None:
-        """Count the orders that came to nothing: the one place where that is noticed."""
+    def _count_lost_calls(self) -> None:
+        """Count the calls that failed since the last report."""
         if not self._pending:
             return
         done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
@@ -326,36 +334,36 @@ class HistoryService:
             except ray.exceptions.RayError as error:
                 faults.append(_line(error))
         if faults:
-            self._lost(f"{len(faults)} order(s) to the history were lost ({faults[0]})", count=len(faults))
+            self._lost(f"{len(faults)} call(s) to the history were lost ({faults[0]})", count=len(faults))
 
-    def _hear(self, ref: ray.ObjectRef, watched: _Watched) -> ShardReport | ReaderReport | None:
-        """A report if it came in time; an actor that was started again is mended."""
+    def _receive(self, ref: ray.ObjectRef, actor: _Actor) -> ShardReport | ReaderReport | None:
+        """Return the report if it arrived in time; refill a restarted actor."""
         try:
             report: ShardReport | ReaderReport = ray.get(ref, timeout=0)
         except ray.exceptions.RayError as error:
-            self._lost(f"{watched.name} does not answer ({_line(error)})")
+            self._lost(f"{actor.name} does not answer ({_line(error)})")
             return None
-        watched.last = report
-        if not report.has_begun:
-            self._lost(f"{watched.name} died and was started again")
-            self._mend(watched)
+        actor.last = report
+        if not report.is_filled:
+            self._lost(f"{actor.name} died and was restarted")
+            self._refill(actor)
         return report
 
-    def _mend(self, watched: _Watched) -> None:
-        if isinstance(watched.last, ReaderReport):
-            self._pending.append(watched.actor.want.remote(self._wanted, self.shards))
+    def _refill(self, actor: _Actor) -> None:
+        if isinstance(actor.last, ReaderReport):
+            self._pending.append(actor.handle.publish.remote(self._published_keys, self.shards))
         elif self._newest:
-            self._pending.append(watched.actor.restore.remote(self._newest, False, None))
-        self._pending.append(watched.actor.begin.remote())
+            self._pending.append(actor.handle.restore.remote(self._newest, False, None))
+        self._pending.append(actor.handle.mark_filled.remote())
 
     def _not_saved(self, folder: Path, why: str) -> None:
-        """What half a snapshot would say is worse than the one before it."""
+        """Remove an incomplete snapshot: the previous one is better."""
         shutil.rmtree(folder)
         self._lost(f"the history could not be saved ({why})")
 
-    def _lost(self, what: str, *, count: int = 1) -> None:
+    def _lost(self, loss: str, *, count: int = 1) -> None:
         self._num_lost_calls += count
-        self._say(f"{what}; engines draft from what is left")
+        self._log(f"{loss}; engines draft from the remaining history")
 
 
 def start_history(
@@ -364,18 +372,18 @@ def start_history(
     directory: str,
     fingerprint: str,
     environment: Mapping[str, str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> HistoryService:
-    """Start `config.num_shards` shards, and a reader on every node of the cluster.
+    """Start `config.num_shards` shards and a reader on every node of the cluster.
 
     Args:
-        config: sizes.
-        directory: where readers publish, see `history.index.segment`.
-        fingerprint: of the tokenizer and its vocabulary; snapshots of others are refused.
+        config: number and budget of the shards.
+        directory: folder in which readers publish (`history.index.segment`).
+        fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
-        say: told in one line about every loss.
+        log: receives one line about every loss.
     """
-    # no logical CPU of their own: they compute in bursts, beside engines and trainers that wait for a device
+    # no logical CPUs: the actors compute in bursts while engines and trainers wait for a device
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
     budget_bytes = config.budget_bytes // config.num_shards
     shards = [
@@ -384,10 +392,10 @@ def start_history(
     ]
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
     readers = [HistoryReader.options(**options, scheduling_strategy=place).remote(directory) for place in places]
-    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, say=say)
+    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, log=log)
 
 
 def _line(error: BaseException) -> str:
-    """The last line of what a method raised, which comes behind its traceback; the kind of any other failure."""
+    """Return the last line of a remote method's error, or the type of another failure."""
     lines = str(error).strip().splitlines() if isinstance(error, ray.exceptions.RayTaskError) else []
     return lines[-1].strip() if lines else type(error).__name__

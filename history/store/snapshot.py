@@ -1,13 +1,13 @@
-"""The history as files of a checkpoint: immutable, incremental, checked.
+"""Snapshots of the history in checkpoints: immutable, incremental files with checksums.
 
-A folder holds `manifest.json` and files of responses. Every save writes what changed since the last one
-as one new file per shard and hard-links the files before it from the previous folder; a file less than
-half of which is still current is merged into the new one. So a save costs what is new, and a folder at
-most twice what it holds.
+A folder holds `manifest.json` and files of responses. Every save writes the changes since the last save as one new file
+per shard, and hard-links the older files from the previous folder. A file with less than half of its tokens current is
+merged into the new one. A save therefore writes changes only, and a folder is at most twice as large as its current
+responses.
 
-Invariants: a file never changes after it was written; a prompt's responses are those of the newest file
-that has any, if the newest file of its shard lists the prompt as alive; a folder without a manifest is no
-snapshot; the manifest has the checksum of every file.
+Invariants: a written file never changes. A prompt's responses are those of the newest file that holds the prompt, if
+the newest file of its shard lists the prompt as alive. A folder without a manifest is no snapshot. The manifest holds
+the checksum of every file.
 """
 
 import json
@@ -31,11 +31,11 @@ _CHUNK_BYTES = 1 << 24
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot cannot be used; the message names the file and what is wrong with it."""
+    """A snapshot cannot be used; the message names the file and the fault."""
 
 
 class OtherTokenizerError(SnapshotError):
-    """A snapshot is whole, but its token ids mean something else here."""
+    """A snapshot is intact, but its token ids belong to another tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +52,19 @@ class SnapshotFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a snapshot consists of."""
+    """Contents of a snapshot."""
 
     fingerprint: str
     """Of the tokenizer and its vocabulary."""
     num_shards: int
     last_step: int
-    """Newest step of any response; -1 where there is none."""
+    """Newest step of all responses; -1 without responses."""
     files: tuple[SnapshotFile, ...]
     """Older before newer."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a folder of files a snapshot."""
+    """Write the manifest, which makes a folder of files a snapshot."""
     text = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1) + "\n"
     aside = folder / f"{MANIFEST}.partial"
     aside.write_text(text, encoding="utf-8")
@@ -72,7 +72,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a snapshot says of itself. Raises SnapshotError."""
+    """Read the manifest of a snapshot. Raises SnapshotError."""
     path = folder / MANIFEST
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
@@ -88,9 +88,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_snapshot(folder: Path, fingerprint: str) -> Manifest:
-    """The manifest of a snapshot whose files are all as they were written, by the same tokenizer.
+    """Check all files and the tokenizer of a snapshot, and return its manifest.
 
-    Raises SnapshotError naming the first file that is not; OtherTokenizerError for the tokenizer.
+    Raises SnapshotError naming the first damaged file, or OtherTokenizerError.
     """
     manifest = read_manifest(folder)
     if manifest.fingerprint != fingerprint:
@@ -119,9 +119,9 @@ def _check_file(path: Path, file: SnapshotFile) -> None:
 def read_responses(
     folder: Path, manifest: Manifest, *, shard: int, num_shards: int
 ) -> Iterator[tuple[str, dict[int, list[PastResponse]]]]:
-    """Name and current prompts of each file, newest first, as far as they belong to `shard` of `num_shards`.
+    """Yield name and current prompts of each file, newest first, for `shard` of `num_shards`.
 
-    Raises SnapshotError naming the file that cannot be read.
+    Raises SnapshotError naming the unreadable file.
     """
     by_shard: dict[int, list[SnapshotFile]] = defaultdict(list)
     for file in manifest.files:
@@ -141,14 +141,14 @@ def read_responses(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
     stamp: int
-    """Of the store, when the prompt was written."""
+    """Stamp in the store when the prompt was written."""
     name: str
-    """File that it was written to."""
+    """File that holds the prompt."""
     num_tokens: int
 
 
 class SnapshotWriter:
-    """Saves one store again and again, each time what has changed."""
+    """Saves the changes of one store, snapshot by snapshot."""
 
     def __init__(self, shard: int, num_shards: int) -> None:
         self._shard = shard
@@ -160,13 +160,13 @@ class SnapshotWriter:
     def restore(
         self, store: PromptStore, folder: Path, *, another_run: bool = False, only: Collection[int] | None = None
     ) -> int:
-        """Fill `store` with this shard's part of a snapshot; returns how many prompts that were.
+        """Fill `store` with this shard's part of a snapshot; return the number of prompts.
 
         Args:
-            store: what it does not remember yet is added.
+            store: receives the prompts that it does not hold yet.
             folder: a snapshot.
-            another_run: the steps are another run's: all become negative, so that they precede this run's own.
-            only: prompts to take; None takes all.
+            another_run: the snapshot is another run's; its steps become negative and precede this run's steps.
+            only: prompts to restore; None restores all.
 
         Raises SnapshotError.
         """
@@ -189,7 +189,7 @@ class SnapshotWriter:
         return count
 
     def save(self, store: PromptStore, folder: Path, previous: Path | None) -> list[SnapshotFile]:
-        """Write the store into `folder` and return its files, older before newer; link what `previous` has already."""
+        """Write the store into `folder`, link the files of `previous`, and return all files, older before newer."""
         stamps = store.stamps()
         forgotten = self._saved.keys() - stamps.keys()
         self._saved = {key: saved for key, saved in self._saved.items() if stamps.get(key) == saved.stamp}
@@ -219,13 +219,13 @@ class SnapshotWriter:
             self._saved[key] = _Saved(stamp=stamp, name=name, num_tokens=_num_tokens(past))
 
     def _note(self, store: PromptStore, key: int, name: str, responses: list[PastResponse]) -> None:
-        """A restored prompt need not be written again, unless it was forgotten at once for want of room."""
+        """Record that a restored prompt needs no new file, unless the store has evicted it at once."""
         for stamp, _ in store.fetch([key]).values():
             self._saved[key] = _Saved(stamp=stamp, name=name, num_tokens=_num_tokens(responses))
 
 
 def _link(name: str, folder: Path, previous: Path) -> bool:
-    """Whether the file is in `folder` now; not if it is gone."""
+    """Link a file into `folder`; return False if the file is gone."""
     try:
         os.link(previous / name, folder / name)
     except OSError:

@@ -1,8 +1,8 @@
-"""Recorded responses: what each prompt produced, step by step, as jsonl that benchmarks replay.
+"""Recorded responses of each prompt and step, as jsonl files that benchmarks replay.
 
-One line per response, token ids only (a reader needs no tokenizer). Files are append-only, one per
-step, so that a crash loses at most the line being written; `read_traces` refuses a torn line by file
-and number unless it is the last of its file.
+Each line holds one response as token ids; reading needs no tokenizer. Files are append-only, one per step, so that a
+crash loses at most the line being written. `read_traces` refuses a torn line with file and line number, unless the line
+is the last of its file.
 """
 
 import json
@@ -21,7 +21,7 @@ class Trace:
     step: int
     prompt_id: str
     sample: int
-    """Index within its group."""
+    """Index of the response within its group."""
     prompt_ids: npt.NDArray[np.int32]
     """[P]"""
     response_ids: npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
     """Yield the traces of one file in order.
 
     Raises:
-        ValueError: a line other than an unfinished last one is not a trace; names file and line.
+        ValueError: a line is no trace, and is not an unfinished last line; names file and line.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

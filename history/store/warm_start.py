@@ -1,10 +1,8 @@
-"""History of another run to begin with: a snapshot's folder, or recorded traces.
+"""Reads the history of another run to start from: a snapshot's folder, or recorded traces.
 
-Traces name no tokenizer, so they are judged by what they show: the prompts that this run also has must
-have been tokenised to the same ids.
+Traces name no tokenizer. The prompts that both runs share reveal it: their token ids must be equal.
 
-Invariant: responses of another run have steps below 0, in their old order, so that whatever this run
-samples is newer.
+Invariant: responses of another run have steps below 0, in their old order, so that all responses of this run are newer.
 """
 
 from collections.abc import Mapping
@@ -22,18 +20,18 @@ _TOKENS_PER_BATCH = 1 << 21
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether `path` is a snapshot's folder, rather than traces."""
+    """Check whether `path` is a snapshot's folder and not traces."""
     return (path / MANIFEST).exists()
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The jsonl files at `path`, in order of their steps."""
+    """Return the jsonl files at `path`, in order of their steps."""
     found = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else [path]
     return [file for file in found if file.exists()]
 
 
 def warm_start_problems(path: Path) -> list[str]:
-    """What is wrong with a warm start's path, as far as can be seen without reading it."""
+    """Return the faults of a warm start's path that show without reading the files."""
     if is_snapshot(path) or trace_files(path):
         return []
     return [
@@ -43,10 +41,10 @@ def warm_start_problems(path: Path) -> list[str]:
 
 
 def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[ResponseBatch]:
-    """The last visit of each prompt of this run; `prompts` are their token ids, by prompt id.
+    """Read the last visit of each prompt of this run; `prompts` are their token ids, by prompt id.
 
-    Raises ValueError when the traces are about other prompts, or their tokens are another tokenizer's, or a line is
-    not a trace.
+    Raises ValueError if the traces share no prompt with this run, use another tokenizer, or contain a line that is no
+    trace.
     """
     visits: dict[str, list[Trace]] = {}
     agrees: dict[str, bool] = {}
@@ -58,7 +56,7 @@ def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[Respons
         visit = visits.get(trace.prompt_id, [])
         if not visit or trace.step >= visit[-1].step:
             visits[trace.prompt_id] = [*(one for one in visit if one.step == trace.step), trace]
-    _judge(path, agrees, prompts)
+    _check_same_tokenizer(path, agrees, prompts)
     last_step = max(visit[-1].step for visit in visits.values())
     entries = [
         (prompt_key(prompt_id), _past(trace, trace.step - last_step - 1))
@@ -69,8 +67,8 @@ def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[Respons
     return _batches(entries)
 
 
-def _judge(path: Path, agrees: Mapping[str, bool], prompts: Mapping[str, TokenIds]) -> None:
-    """Some prompts may have been edited since; if most differ, it was another tokenizer or chat template."""
+def _check_same_tokenizer(path: Path, agrees: Mapping[str, bool], prompts: Mapping[str, TokenIds]) -> None:
+    """Refuse traces of another tokenizer or chat template: most shared prompts differ. Single prompts may be edited."""
     if not agrees:
         raise ValueError(
             f"`history.warm_start` = {path}: none of its prompts is one of this run's {len(prompts)}; leave it out, or "
@@ -90,7 +88,7 @@ def _past(trace: Trace, step: int) -> PastResponse:
 
 
 def _batches(entries: list[tuple[int, PastResponse]]) -> list[ResponseBatch]:
-    """Of some megabytes each; one prompt may be in two."""
+    """Split the entries into batches of some megabytes; a prompt may be in two batches."""
     ends = np.cumsum([len(response.token_ids) for _, response in entries]) // _TOKENS_PER_BATCH
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(entries)]
     return [ResponseBatch.of(entries[start:end]) for start, end in pairwise(cuts)]

@@ -110,9 +110,9 @@ def _schedule(config: RunConfig) -> list[str]:
 def _history(config: RunConfig) -> list[str]:
     engines = config.engine.num_engines
     return [
-        f"`history.stock_engines` names engine {number}, but `engine.num_engines` = {engines}: they count from 0; "
+        f"`history.baseline_engines` names engine {number}, but `engine.num_engines` = {engines}: they count from 0; "
         "remove it"
-        for number in config.history.stock_engines
+        for number in config.history.baseline_engines
         if not 0 <= number < engines
     ]
 

@@ -111,7 +111,7 @@ class Processes:
     ) -> HistoryService:
         """Start the shards and readers of a run; see `history.store.service.start_history`."""
         service = start_history(
-            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), say=say
+            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), log=say
         )
         self.histories.append(service)
         return service

@@ -213,7 +213,7 @@ def _recorder(
         scorer=inputs.scorer,
         engines=engines,
         history=inputs.history,
-        stock_engines=config.history.stock_engines if inputs.history is not None else (),
+        baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
         keep_last=config.checkpoint.keep_last,

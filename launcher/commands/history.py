@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 def draft_spec(config: RunConfig, engine_id: int, run_id: str) -> DraftSpec | None:
     """How one engine drafts; None for a stock engine."""
-    if not config.drafts or engine_id in config.history.stock_engines:
+    if not config.drafts or engine_id in config.history.baseline_engines:
         return None
     return DraftSpec(max_draft_tokens=config.history.max_draft_tokens, segments_dir=segments_dir(run_id))
 
@@ -77,7 +77,7 @@ def _warm_start(service: HistoryService, path: Path, prompts: Mapping[PromptId, 
             service.append(batch)
         return
     try:
-        service.adopt(path, {prompt_key(name) for name in prompts})
+        service.warm_start(path, {prompt_key(name) for name in prompts})
     except OtherTokenizerError as error:
         raise ValueError(f"`history.warm_start`: {error}; leave it out, or name a run of the same model") from error
     except SnapshotError as error:

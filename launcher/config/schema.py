@@ -105,7 +105,7 @@ class RunConfig(Config):
     @property
     def drafts(self) -> bool:
         """Whether any engine drafts; not in a deterministic run, whose batches may not depend on drafts."""
-        num_stock = len(set(self.history.stock_engines))
+        num_stock = len(set(self.history.baseline_engines))
         return self.history.drafts and not self.deterministic and num_stock < self.engine.num_engines
 
 

@@ -55,14 +55,14 @@ class RunRecorder:
         scorer: ray.actor.ActorHandle,
         engines: EngineGroup,
         history: HistoryService | None,
-        stock_engines: Sequence[int],
+        baseline_engines: Sequence[int],
         table_rows: int,
         record_traces: bool,
         keep_last: int,
     ) -> None:
         """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay.
 
-        `stock_engines` are those that the drafting ones are compared with.
+        `baseline_engines` are those that the drafting ones are compared with.
         """
         self._directory = directory
         self._tracker = tracker
@@ -71,7 +71,7 @@ class RunRecorder:
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._history = history
-        self._stock_engines = tuple(stock_engines)
+        self._stock_engines = tuple(baseline_engines)
         self._table_rows = table_rows
         self._record_traces = record_traces
         self._keep_last = keep_last

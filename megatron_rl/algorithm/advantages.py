@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from history.config import load_dotted
+from history.config import load_function
 from megatron_rl.built_in import ADVANTAGES
 
 Rewards = npt.NDArray[np.float64]
@@ -82,7 +82,7 @@ def overlong_punishment(outcome: GroupOutcome) -> Rewards:
 
 def load_advantage(name: str) -> AdvantageFunction:
     """The advantage function of a short name or dotted path; raises ValueError if there is none."""
-    return cast(AdvantageFunction, load_dotted(ADVANTAGES.path(name), field=ADVANTAGES.key))
+    return cast(AdvantageFunction, load_function(ADVANTAGES.path(name), field=ADVANTAGES.key))
 
 
 def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:

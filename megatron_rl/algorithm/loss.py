@@ -24,7 +24,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from history.config import load_dotted
+from history.config import load_function
 from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
 from megatron_rl.built_in import LOSSES
 
@@ -76,7 +76,7 @@ PolicyLoss = Callable[[LossInputs, LossSettings], LossOutput]
 
 def load_loss(name: str) -> PolicyLoss:
     """The policy loss of a short name or dotted path; raises ValueError if there is none."""
-    return cast(PolicyLoss, load_dotted(LOSSES.path(name), field=LOSSES.key))
+    return cast(PolicyLoss, load_function(LOSSES.path(name), field=LOSSES.key))
 
 
 def coefficients(

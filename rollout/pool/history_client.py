@@ -33,7 +33,7 @@ class HistoryClient:
 
     def want(self, prompts: Iterable[Prompt]) -> None:
         """Make the history of these prompts ready, in this order, and put that of others away."""
-        self._service.want([prompt_key(prompt.prompt_id) for prompt in prompts])
+        self._service.publish_segments([prompt_key(prompt.prompt_id) for prompt in prompts])
 
     def begin_rollout(self) -> None:
         """What engines drafted before, in an evaluation, is not the step's."""

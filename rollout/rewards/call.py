@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
 
-from history.config import load_dotted
+from history.config import load_function
 
 FIELD = "reward.function"
 
@@ -82,4 +82,4 @@ def _details(returned: object) -> tuple[tuple[str, float], ...]:
 
 @lru_cache(maxsize=1)
 def _loaded(function: str) -> Callable[..., object]:
-    return load_dotted(function, field=FIELD)
+    return load_function(function, field=FIELD)

@@ -1,6 +1,6 @@
 """What drafts saved, measured: engines that draft against engines of the same run that do not.
 
-Only a run with `history.stock_engines` has both; everywhere else there is the drafters' own estimate.
+Only a run with `history.baseline_engines` has both; everywhere else there is the drafters' own estimate.
 """
 
 from collections.abc import Collection, Sequence

@@ -24,7 +24,7 @@ from history.drafting.stats import DraftStats
 from rollout.tracing.forwards import ForwardRecord
 
 if TYPE_CHECKING:
-    from history.drafting.forward_cost import PriceSurface
+    from history.drafting.forward_cost import ForwardCostModel
 
 PROMPT_KEY = "prompt_key"
 """Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
@@ -97,22 +97,22 @@ class HistoryProposer:
         """
         # numba may not be imported before the CPU worker has initialised
         from history.drafting.compile import compile_kernels
-        from history.drafting.forward_cost import PriceSurface
+        from history.drafting.forward_cost import ForwardCostModel
 
         self._runner = runner
         self._forward_ended = forward_ended
-        self._prices = PriceSurface(verify_sizes=self._graph_sizes)
+        self._cost_model = ForwardCostModel(verify_sizes=self._graph_sizes)
         compile_kernels()  # or load them, before the first request comes
-        self._drafter = self.make_drafter(self._prices)
+        self._drafter = self.make_drafter(self._cost_model)
 
-    def make_drafter(self, prices: "PriceSurface") -> RowDrafter:
+    def make_drafter(self, cost_model: "ForwardCostModel") -> RowDrafter:
         """The drafter of an engine."""
         from history.drafting.drafter import Drafter
 
         return Drafter(
             max_draft_tokens=self._max_draft_tokens,
             segments_dir=self._segments_dir,
-            prices=prices,
+            cost_model=cost_model,
             max_model_len=self._runner.max_model_len,
             num_threads=_THREADS_BESIDE_GPUS if current_platform.is_cuda_alike() else 1,
         )
@@ -148,7 +148,7 @@ class HistoryProposer:
     def observe(self, forward: ForwardRecord) -> None:
         """Learn what a forward costs, from one in which every row decoded."""
         if self._drafter is not None:
-            self._prices.observe(
+            self._cost_model.observe(
                 num_rows=forward.num_running,
                 num_tokens=forward.num_scheduled_tokens,
                 num_context_tokens=forward.num_context_tokens,

@@ -128,35 +128,37 @@ class Arctic:
         for trace in visit:
             if _name(trace) in self._decoded:
                 continue
-            slot = self.open(trace, 0)
-            cache.add_active_response(slot, trace.response_ids)
-            self.close(slot)
+            draft_row = self.open(trace, 0)
+            cache.add_active_response(draft_row, trace.response_ids)
+            self.close(draft_row)
 
     def open(self, trace: Trace, max_length: int) -> int:
         """A request with its own tree."""
-        slot = self._num_requests
+        draft_row = self._num_requests
         self._num_requests += 1
         cache = self._cache(trace.prompt_id)
-        cache.start_request(slot, trace.prompt_ids)
-        self._open[slot] = cache, len(trace.prompt_ids)
+        cache.start_request(draft_row, trace.prompt_ids)
+        self._open[draft_row] = cache, len(trace.prompt_ids)
         self._decoded.add(_name(trace))
-        return slot
+        return draft_row
 
-    def close(self, slot: int) -> None:
+    def close(self, draft_row: int) -> None:
         """Its own tree goes, its response stays."""
-        self._open.pop(slot)[0].stop_request(slot)
+        self._open.pop(draft_row)[0].stop_request(draft_row)
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Append what is new, then speculate, row by row."""
         drafts: list[list[int]] = []
         survivals: list[list[float]] = []
-        for row, (slot, end, room) in enumerate(zip(slots.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)):
-            cache, seen = self._open[slot]
+        for row, (draft_row, end, room) in enumerate(
+            zip(draft_rows.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)
+        ):
+            cache, seen = self._open[draft_row]
             text = token_ids[row]
-            cache.add_active_response(slot, text[seen:end])
-            self._open[slot] = cache, end
+            cache.add_active_response(draft_row, text[seen:end])
+            self._open[draft_row] = cache, end
             draft = cache.speculate(
-                slot,
+                draft_row,
                 text[max(0, end - self._depth) : end],
                 max_spec_tokens=min(self._max_draft_tokens, room),
                 max_spec_factor=self._factor,

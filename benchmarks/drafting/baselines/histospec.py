@@ -81,16 +81,18 @@ class HistoSpec:
         self._open[self._num_requests] = self._visits.get(trace.prompt_id), self.first_window, [], 0
         return self._num_requests
 
-    def close(self, slot: int) -> None:
+    def close(self, draft_row: int) -> None:
         """Forget the request."""
-        del self._open[slot]
+        del self._open[draft_row]
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Look at what became of the last draft, then match and follow, row by row."""
         drafts: list[list[int]] = []
         survivals: list[list[float]] = []
-        for row, (slot, end, room) in enumerate(zip(slots.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)):
-            visit, window, last, begin = self._open[slot]
+        for row, (draft_row, end, room) in enumerate(
+            zip(draft_rows.tolist(), num_tokens.tolist(), rooms.tolist(), strict=True)
+        ):
+            visit, window, last, begin = self._open[draft_row]
             if last:
                 whole = token_ids[row, begin : begin + len(last)].tolist() == last and end > begin + len(last)
                 window = self.next_window(window, accepted=whole)
@@ -105,7 +107,7 @@ class HistoSpec:
                 draft = chain[:length].tolist()
                 if self.least_share:
                     survivals.append(shares[:length].tolist())
-            self._open[slot] = visit, window, draft, end
+            self._open[draft_row] = visit, window, draft, end
             drafts.append(draft)
         self.survivals = survivals
         return drafts

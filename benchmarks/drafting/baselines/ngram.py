@@ -40,10 +40,10 @@ class Ngram:
         self._num_requests += 1
         return self._num_requests
 
-    def close(self, slot: int) -> None:
+    def close(self, draft_row: int) -> None:
         """Nothing to forget."""
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Search in each row."""
         return [
             self._search(

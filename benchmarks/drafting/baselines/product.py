@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.drafting.baselines.replay import Longs
 from history.drafting.drafter import Drafter
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from history.drafting.stats import DraftStats
 from history.index.segment import build_segment, write_segment
 from history.store.traces import Trace
@@ -22,14 +22,14 @@ class Product:
         *,
         max_draft_tokens: int,
         threshold: float = 0.1,
-        prices: PriceSurface | None = None,
+        cost_model: ForwardCostModel | None = None,
         num_threads: int = 1,
     ) -> None:
         self._segments_dir = segments_dir
         self._drafter = Drafter(
             max_draft_tokens=max_draft_tokens,
             segments_dir=str(segments_dir),
-            prices=prices,  # type: ignore[arg-type]
+            cost_model=cost_model,  # type: ignore[arg-type]
             threshold=threshold,
             num_threads=num_threads,
         )
@@ -62,13 +62,13 @@ class Product:
         length = len(trace.prompt_ids)
         return self._drafter.open(prompt_key=key, prompt_length=length, max_length=max_length, step=trace.step)
 
-    def close(self, slot: int) -> None:
+    def close(self, draft_row: int) -> None:
         """As vLLM's proposer does."""
-        self._drafter.close(slot)
+        self._drafter.close(draft_row)
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """The drafter's drafts."""
-        return self._drafter.propose(slots, token_ids, num_tokens, rooms)
+        return self._drafter.propose(draft_rows, token_ids, num_tokens, rooms)
 
     def drain(self) -> DraftStats:
         """What the drafter did since the last call."""

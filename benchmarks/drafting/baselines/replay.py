@@ -33,12 +33,12 @@ class Method(Protocol):
         """All responses of a prompt's finished visit."""
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """A request begins (its response is not to be looked at): its slot. `max_length` with the prompt."""
+        """A request begins (its response is not to be looked at): its draft row. `max_length` with the prompt."""
 
-    def close(self, slot: int) -> None:
+    def close(self, draft_row: int) -> None:
         """A request has finished."""
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> Drafts:
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> Drafts:
         """Drafts of a batch, arguments as of `history.drafting.drafter.Drafter.propose`."""
 
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Replay:
         self._max_response_tokens = max_response_tokens
         self._begin_at = begin_at
         longest_prompt = max(len(trace.prompt_ids) for trace in traces)
-        self._slots: Longs = np.full(batch, -1, dtype=np.int64)
+        self._draft_rows: Longs = np.full(batch, -1, dtype=np.int64)
         self._token_ids = np.zeros((batch, longest_prompt + max_response_tokens), dtype=np.int32)
         self._num_tokens = np.zeros(batch, dtype=np.int32)
         self._ends = np.zeros(batch, dtype=np.int32)
@@ -95,16 +95,16 @@ class Replay:
     @property
     def finished(self) -> bool:
         """Whether every response has been emitted."""
-        return not (self._slots >= 0).any()
+        return not (self._draft_rows >= 0).any()
 
     def forward(self) -> Forward:
         """Draft, verify, emit."""
-        rows = np.flatnonzero(self._slots >= 0)
-        slots, num_tokens = self._slots[rows], self._num_tokens[rows]
-        token_ids = self._token_ids if len(rows) == len(self._slots) else self._token_ids[rows]
+        rows = np.flatnonzero(self._draft_rows >= 0)
+        draft_rows, num_tokens = self._draft_rows[rows], self._num_tokens[rows]
+        token_ids = self._token_ids if len(rows) == len(self._draft_rows) else self._token_ids[rows]
         rooms = np.minimum(self._limits[rows] - num_tokens - 1, self._max_draft_tokens).astype(np.int32)
         began_at, began = time.perf_counter(), time.thread_time()
-        drafts = self._method.propose(slots, token_ids, num_tokens, rooms)
+        drafts = self._method.propose(draft_rows, token_ids, num_tokens, rooms)
         seconds, wall_s = time.thread_time() - began, time.perf_counter() - began_at
         accepted = [self._accepted(row, draft) for row, draft in zip(rows.tolist(), drafts, strict=True)]
         self._calibrate(accepted)
@@ -122,9 +122,9 @@ class Replay:
     def close(self) -> None:
         """Give up what is still running."""
         self._waiting.clear()
-        for row in np.flatnonzero(self._slots >= 0).tolist():
-            self._method.close(int(self._slots[row]))
-            self._slots[row] = -1
+        for row in np.flatnonzero(self._draft_rows >= 0).tolist():
+            self._method.close(int(self._draft_rows[row]))
+            self._draft_rows[row] = -1
 
     def _accepted(self, row: int, draft: Sequence[int]) -> int:
         begin = int(self._num_tokens[row])
@@ -148,19 +148,19 @@ class Replay:
         self._token_ids[row, begin:stop] = self._answers[row][begin:stop]
         self._num_tokens[row] = stop
         if stop == end:
-            self._method.close(int(self._slots[row]))
+            self._method.close(int(self._draft_rows[row]))
             self._take_next(row)
         return stop - begin
 
     def _take_next(self, row: int) -> None:
-        self._slots[row] = -1
+        self._draft_rows[row] = -1
         if not self._waiting:
             return
         trace = self._waiting.pop()
         answer = np.concatenate([trace.prompt_ids, trace.response_ids])
         first = len(trace.prompt_ids) + max(1, int(self._begin_at * len(trace.response_ids)))
         self._limits[row] = len(trace.prompt_ids) + self._max_response_tokens
-        self._slots[row] = self._method.open(trace, int(self._limits[row]))
+        self._draft_rows[row] = self._method.open(trace, int(self._limits[row]))
         self._answers[row] = answer.tolist()
         self._token_ids[row, :first] = answer[:first]
         self._num_tokens[row] = first

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planner.simulator.engines import Speed
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 
 BASE_S, ROW_S, CONTEXT_S = 0.010, 4e-5, 2.7e-8
 """An empty forward, each token verified in it, each token of context: inferred for a 7B model on one large GPU."""
@@ -50,11 +50,11 @@ def measured(record: Path, num_slots: int, *, only: Mapping[str, str], drafter: 
     Raises:
         ValueError: the file is no such record, or has no such rows.
     """
-    return of_surface(PriceSurface.load(record, only=only), num_slots, drafter=drafter)
+    return of_surface(ForwardCostModel.load(record, only=only), num_slots, drafter=drafter)
 
 
 def of_surface(
-    surface: PriceSurface, num_slots: int, *, drafter: str = "none", context_tokens: int = CONTEXT_TOKENS
+    surface: ForwardCostModel, num_slots: int, *, drafter: str = "none", context_tokens: int = CONTEXT_TOKENS
 ) -> Speed:
     """By a surface; the price of context is read off where each response has `context_tokens` of it."""
     gains, drafts = drafting(num_slots, drafter)

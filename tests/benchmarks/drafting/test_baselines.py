@@ -14,13 +14,13 @@ from benchmarks.drafting.baselines.replay import Method, Replay, decode
 from tests.support.traces import trace
 
 
-def drafted(method: Method, text: list[int], *, room: int = 32, slot: int | None = None) -> list[int]:
+def drafted(method: Method, text: list[int], *, room: int = 32, draft_row: int | None = None) -> list[int]:
     """What `method` drafts after the prompt 900, 901 and `text`."""
-    slot = method.open(trace([0]), 1000) if slot is None else slot
+    draft_row = method.open(trace([0]), 1000) if draft_row is None else draft_row
     ids = np.zeros((1, 64), dtype=np.int32)
     ids[0, : 2 + len(text)] = [900, 901, *text]
     arguments = (np.array([2 + len(text)], dtype=np.int32), np.array([room], dtype=np.int32))
-    return list(method.propose(np.array([slot]), ids, *arguments)[0])
+    return list(method.propose(np.array([draft_row]), ids, *arguments)[0])
 
 
 OLD = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -70,11 +70,11 @@ def test_windows_follow_the_two_rules() -> None:
 def test_window_grows_only_when_the_whole_draft_was_accepted() -> None:
     method = HistoSpecPaper()
     method.remember("prompt", [trace(list(range(1, 31)))])
-    slot = method.open(trace([0]), 1000)
-    assert drafted(method, [1, 2, 3], slot=slot) == [4, 5]
-    assert drafted(method, [1, 2, 3, 4, 5, 6], slot=slot) == [7, 8, 9, 10]
-    assert drafted(method, [1, 2, 3, 4, 5, 6, 7, 8, 9, 50], slot=slot) == []
-    assert drafted(method, [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 13, 14, 15], slot=slot) == [16, 17]
+    draft_row = method.open(trace([0]), 1000)
+    assert drafted(method, [1, 2, 3], draft_row=draft_row) == [4, 5]
+    assert drafted(method, [1, 2, 3, 4, 5, 6], draft_row=draft_row) == [7, 8, 9, 10]
+    assert drafted(method, [1, 2, 3, 4, 5, 6, 7, 8, 9, 50], draft_row=draft_row) == []
+    assert drafted(method, [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 13, 14, 15], draft_row=draft_row) == [16, 17]
 
 
 def test_histospec_begins_from_the_prompt_and_ends_with_the_response() -> None:
@@ -138,11 +138,11 @@ def test_arctic_is_driven_as_vllm_drives_it(tmp_path: Path, monkeypatch: pytest.
     assert module is not None
     method = arctic.Arctic(module, max_draft_tokens=5, depth=3, factor=2.0, min_probability=0.25)
     method.remember("prompt", [trace([7, 8])])
-    slot = method.open(trace([0], step=1), 100)
-    assert drafted(method, [1], slot=slot, room=9) == [42]
-    assert drafted(method, [1, 2, 3], slot=slot, room=4) == [42]
+    draft_row = method.open(trace([0], step=1), 100)
+    assert drafted(method, [1], draft_row=draft_row, room=9) == [42]
+    assert drafted(method, [1, 2, 3], draft_row=draft_row, room=4) == [42]
     assert method.survivals == [[0.5]]
-    method.close(slot)
+    method.close(draft_row)
     method.remember("prompt", [trace([1, 2, 3], step=1)])
     (cache,) = method._caches.values()
     assert cache.calls == [  # type: ignore[attr-defined]
@@ -169,17 +169,17 @@ class SuffixDecodingCache:
     def __init__(self, depth, requests):
         self.calls = []
 
-    def start_request(self, slot, ids):
-        self.calls.append(("start", slot, ids.tolist()))
+    def start_request(self, draft_row, ids):
+        self.calls.append(("start", draft_row, ids.tolist()))
 
-    def stop_request(self, slot):
-        self.calls.append(("stop", slot))
+    def stop_request(self, draft_row):
+        self.calls.append(("stop", draft_row))
 
-    def add_active_response(self, slot, ids):
-        self.calls.append(("add", slot, ids.tolist()))
+    def add_active_response(self, draft_row, ids):
+        self.calls.append(("add", draft_row, ids.tolist()))
 
-    def speculate(self, slot, context, max_spec_tokens, max_spec_factor, min_token_prob):
-        self.calls.append(("speculate", slot, context.tolist(), max_spec_tokens, max_spec_factor, min_token_prob))
+    def speculate(self, draft_row, context, max_spec_tokens, max_spec_factor, min_token_prob):
+        self.calls.append(("speculate", draft_row, context.tolist(), max_spec_tokens, max_spec_factor, min_token_prob))
         return Draft
 """
 

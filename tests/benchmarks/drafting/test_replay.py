@@ -27,12 +27,12 @@ class Counting:
         self.opened.append(trace)
         return 10 * len(self.opened)
 
-    def close(self, slot: int) -> None:
-        self.closed.append(slot)
+    def close(self, draft_row: int) -> None:
+        self.closed.append(draft_row)
 
-    def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
-        self.shown += [token_ids[row, :].tolist() for row in range(len(slots))]
-        newest = token_ids[np.arange(len(slots)), num_tokens - 1]
+    def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
+        self.shown += [token_ids[row, :].tolist() for row in range(len(draft_rows))]
+        newest = token_ids[np.arange(len(draft_rows)), num_tokens - 1]
         drafts = [
             list(range(token + 1, token + 1 + min(self.length, room)))
             for token, room in zip(newest.tolist(), rooms.tolist(), strict=True)

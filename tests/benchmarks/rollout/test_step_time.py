@@ -9,7 +9,7 @@ import pytest
 from benchmarks.rollout import step_time
 from benchmarks.rollout.scripted_proposer import ScriptedDrafter
 from benchmarks.rollout.step_time import CUDA_GRID, CUDA_SHAPES, SMALL, Case, Grid, _run_case, patterns
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 
 
 @pytest.mark.parametrize(("name", "billions"), [("7B", 7.6), ("14B", 14.8), ("32B", 32.8)])
@@ -58,7 +58,7 @@ def test_an_engine_verifies_drafts_of_all_lengths(tmp_path: Path) -> None:
     verified = {(row["num_rows"], row["num_tokens"]) for row in rows}
     assert {(1, 1), (1, 17), (4, 4), (4, 68)} <= verified
     (tmp_path / "record.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
-    assert PriceSurface.load(tmp_path / "record.json", only={"engine": "drafts"}).seconds(4, 68) > 0
+    assert ForwardCostModel.load(tmp_path / "record.json", only={"engine": "drafts"}).seconds(4, 68) > 0
 
 
 def test_an_engine_that_failed_is_named_and_ends_the_benchmark_with_an_error(tmp_path: Path, monkeypatch) -> None:

@@ -14,11 +14,11 @@ from history.drafting.acceptance import (
     depth_bin,
     fresh_corrections,
     fresh_counts,
-    level,
+    make_non_increasing,
     match_bin,
     relation_bin,
-    score,
-    score_correction,
+    update_correction,
+    update_rate,
 )
 
 MATCHES = sorted({match_bin(n) for n in range(200)})
@@ -55,7 +55,7 @@ def test_a_rate_goes_to_the_share_accepted_and_follows_a_change() -> None:
     generator = np.random.default_rng(0)
     for share in (0.3, 0.9):
         for accepted in generator.random(40_000) < share:
-            score(counts, rates, 5, bool(accepted))
+            update_rate(counts, rates, 5, bool(accepted))
         assert abs(rates[5] - share) < 0.03
     assert counts[5, 1] <= 4096
 
@@ -66,7 +66,7 @@ def test_the_correction_takes_back_a_biased_prediction_and_no_more_of_it_with_ti
     generator = np.random.default_rng(1)
     seen = []
     for survived in generator.random(20_000) < 0.2:
-        score_correction(sums, corrections, 1, 2, 0.72, bool(survived))
+        update_correction(sums, corrections, 1, 2, 0.72, bool(survived))
         seen.append(corrected(corrections, 1, 2, 0.72))
     assert 0.65 < seen[0] < 0.73, "one token says little"
     assert abs(np.mean(seen[2000:]) - 0.2) < 0.005
@@ -80,7 +80,7 @@ def test_the_correction_takes_back_a_biased_prediction_and_no_more_of_it_with_ti
 @given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=32))
 def test_survivals_are_leveled_to_the_nearest_that_never_rise(values: list[float]) -> None:
     found = np.array([*values, 0.5], dtype=np.float32)
-    level(found, len(values))
+    make_non_increasing(found, len(values))
     assert found[-1] == 0.5, "nothing behind the end is touched"
     assert (np.diff(found[:-1]) <= 1e-6).all()
     # the closed form of isotonic regression: the least, over beginnings, of the largest mean up to an end

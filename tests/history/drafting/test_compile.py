@@ -9,7 +9,7 @@ import numpy as np
 import history
 from history.drafting.compile import compile_kernels
 from history.drafting.drafter import Drafter
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 from tests.history.drafting.test_drafter import Engine, publish
 
 
@@ -27,13 +27,13 @@ def decode(folder) -> None:
     for length in (40, 600):
         said = [generator.integers(3, 50, length).tolist() for _ in range(3)]
         publish(folder, said[:2])
-        prices = PriceSurface()
-        drafter = Drafter(max_draft_tokens=8, segments_dir=str(folder), prices=prices, max_model_len=4096)
+        cost_model = ForwardCostModel()
+        drafter = Drafter(max_draft_tokens=8, segments_dir=str(folder), cost_model=cost_model, max_model_len=4096)
         engine = Engine(drafter, [*said, said[2]], keys=[1, 1, 1, 2])
 
-        def observe(drafts, prices=prices) -> None:
+        def observe(drafts, cost_model=cost_model) -> None:
             num_tokens = len(drafts) + sum(map(len, drafts))
-            prices.observe(num_rows=len(drafts), num_tokens=num_tokens, num_context_tokens=9, seconds=0.01)
+            cost_model.observe(num_rows=len(drafts), num_tokens=num_tokens, num_context_tokens=9, seconds=0.01)
 
         engine.run(observe)
         drafter.drain()

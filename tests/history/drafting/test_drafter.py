@@ -8,8 +8,8 @@ import numpy as np
 import psutil
 import pytest
 
-from history.drafting.drafter import Drafter, lower_where_few_survive
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.drafter import Drafter, scale_to_observed_survival
+from history.drafting.forward_cost import ForwardCostModel
 from history.drafting.state import LOST, NUM_SUMS, PREDICTED, SEEN, SURVIVED
 from history.index.segment import build_segment, write_segment
 from history.types import PastResponse
@@ -36,7 +36,7 @@ class Engine:
         self.texts = np.full((len(responses), len(PROMPT) + max(map(len, responses)) + K), UNWRITTEN, dtype=np.int32)
         self.texts[:, : len(PROMPT)] = PROMPT
         self.emitted = np.zeros(len(responses), dtype=np.int32)
-        self.slots = np.array([
+        self.draft_rows = np.array([
             drafter.open(prompt_key=key, prompt_length=len(PROMPT), max_length=len(PROMPT) + len(response))
             for key, response in zip(keys or [1] * len(responses), responses, strict=True)
         ])  # fmt: skip
@@ -53,8 +53,8 @@ class Engine:
             self.emitted[row] += len(new)
 
     def propose(self, *, room: int = K) -> list[Text]:
-        rooms = np.full(len(self.slots), room, dtype=np.int32)
-        return self.drafter.propose(self.slots, self.texts, (self.emitted + len(PROMPT)).astype(np.int32), rooms)
+        rooms = np.full(len(self.draft_rows), room, dtype=np.int32)
+        return self.drafter.propose(self.draft_rows, self.texts, (self.emitted + len(PROMPT)).astype(np.int32), rooms)
 
     def run(self, look: Callable[[list[Text]], None] = lambda drafts: None) -> float:
         """Emit everything; tokens per row and forward."""
@@ -63,8 +63,8 @@ class Engine:
             look(drafts)
             self.emit(drafts)
             self.forwards += 1
-        for slot in self.slots.tolist():
-            self.drafter.close(slot)
+        for draft_row in self.draft_rows.tolist():
+            self.drafter.close(draft_row)
         return sum(map(len, self.responses)) / len(self.responses) / self.forwards
 
 
@@ -124,8 +124,8 @@ def test_one_token_responses_empty_histories_and_short_prompts_are_drafted_from(
     publish(tmp_path, [], key=2)
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
     texts = np.array([[5, UNWRITTEN], [9, UNWRITTEN], [UNWRITTEN, UNWRITTEN]], dtype=np.int32)
-    slots = np.array([drafter.open(prompt_key=key, prompt_length=0, max_length=9) for key in (1, 2, 1)])
-    drafts = drafter.propose(slots, texts, np.array([1, 1, 0], np.int32), np.full(3, K, np.int32))
+    draft_rows = np.array([drafter.open(prompt_key=key, prompt_length=0, max_length=9) for key in (1, 2, 1)])
+    drafts = drafter.propose(draft_rows, texts, np.array([1, 1, 0], np.int32), np.full(3, K, np.int32))
     assert drafts[:2] == [[], []]
     assert drafts[2] in ([5], [6])
 
@@ -150,8 +150,8 @@ def test_the_cursor_finds_its_place_again(
     while engine.emitted[0] < len(new):
         drafts = engine.propose()
         if engine.emitted[0] >= 40 + 2 + 4:
-            slot = int(engine.slots[0])
-            assert drafter._state.slots[slot, LOST] == 0, kind
+            draft_row = int(engine.draft_rows[0])
+            assert drafter._state.rows[draft_row, LOST] == 0, kind
         engine.emit(drafts)
         engine.forwards += 1
     assert engine.forwards <= 30
@@ -215,12 +215,12 @@ def test_rows_may_move_and_rows_without_a_slot_or_room_get_nothing(tmp_path: Pat
     num_tokens = np.full(4, len(PROMPT) + 30, dtype=np.int32)
     for row in range(4):
         engine.texts[row, len(PROMPT) : len(PROMPT) + 30] = old[row][:30]
-    straight = drafter.propose(engine.slots, engine.texts, num_tokens, np.full(4, K, np.int32))
+    straight = drafter.propose(engine.draft_rows, engine.texts, num_tokens, np.full(4, K, np.int32))
     assert straight == [text[30 : 30 + K] for text in old]
     moved = [2, 0, 3, 1]
     rooms = np.array([K, 0, 3, K], dtype=np.int32)
-    slots = np.where(np.arange(4) == 3, -1, engine.slots[moved])
-    again = drafter.propose(slots, engine.texts[moved], num_tokens, rooms)
+    draft_rows = np.where(np.arange(4) == 3, -1, engine.draft_rows[moved])
+    again = drafter.propose(draft_rows, engine.texts[moved], num_tokens, rooms)
     assert again == [straight[2], [], straight[3][:3], []]
 
 
@@ -264,13 +264,13 @@ def test_closing_frees_everything(tmp_path: Path, drafter: Drafter) -> None:
             resident = process.memory_info().rss
         drafter.close(drafter.open(prompt_key=i % 50, prompt_length=4, max_length=400))
     assert process.memory_info().rss - resident < 12 << 20
-    assert len(drafter._state.slots) == len(drafter._state.groups) == 64
-    assert not drafter._groups and not drafter._slots
+    assert len(drafter._state.rows) == len(drafter._state.groups) == 64
+    assert not drafter._groups and not drafter._open_rows
     assert len(process.open_files()) < 20
 
 
 def test_more_threads_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch in which rows share prompts, some rows have no slot, and rows come and go."""
+    """A batch in which rows share prompts, some rows have no draft row, and rows come and go."""
     monkeypatch.setattr("history.drafting.parallel.LEAST_ROWS", 4)
     generator = np.random.default_rng(3)
     old, new = epochs(generator, siblings=12)
@@ -285,8 +285,8 @@ def test_more_threads_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for forward in range(40):
         if forward == 20:
             for engine in engines:
-                engine.drafter.close(int(engine.slots[5]))
-                engine.slots[5] = -1
+                engine.drafter.close(int(engine.draft_rows[5]))
+                engine.draft_rows[5] = -1
         one, *others = [engine.propose() for engine in engines]
         assert all(other == one for other in others)
         drafted += sum(map(len, one))
@@ -297,7 +297,7 @@ def test_more_threads_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Drafter(max_draft_tokens=K, num_threads=0)
 
 
-class FlatPrices(PriceSurface):
+class FlatCosts(ForwardCostModel):
     """Every token of a forward costs `cost` of a plain forward of one row."""
 
     def __init__(self, cost: float) -> None:
@@ -314,7 +314,7 @@ def test_prices_decide_how_much_is_drafted(tmp_path: Path) -> None:
     publish(tmp_path, old)
     drafted = []
     for cost in (0.001, 0.06, 0.2, 0.3):
-        drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), prices=FlatPrices(cost))
+        drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), cost_model=FlatCosts(cost))
         Engine(drafter, new).run()
         stats = drafter.drain()
         drafted.append(stats.num_drafted)
@@ -330,11 +330,11 @@ def test_where_nothing_can_be_drafted_the_drafter_rests(tmp_path: Path) -> None:
     old = [generator.integers(0, 300, size=500).tolist() for _ in range(4)]
     new = [generator.integers(300, 600, size=500).tolist() for _ in range(4)]
     publish(tmp_path, old)
-    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), prices=FlatPrices(0.1))
-    absorbed = []
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), cost_model=FlatCosts(0.1))
+    num_seen = []
     engine = Engine(drafter, new)
-    engine.run(lambda drafts: absorbed.append(int(drafter._state.slots[int(engine.slots[0]), SEEN])))
-    assert len(set(absorbed)) < 0.25 * len(absorbed)
+    engine.run(lambda drafts: num_seen.append(int(drafter._state.rows[int(engine.draft_rows[0]), SEEN])))
+    assert len(set(num_seen)) < 0.25 * len(num_seen)
     stats = drafter.drain()
     assert stats.num_rows == stats.num_emitted > 0, "counted while it rests as well"
 
@@ -343,9 +343,9 @@ def test_text_longer_than_announced_is_drafted_from_history_only(tmp_path: Path)
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
     text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
     publish(tmp_path, [text])
-    slot = drafter.open(prompt_key=1, prompt_length=2, max_length=10)
+    draft_row = drafter.open(prompt_key=1, prompt_length=2, max_length=10)
     texts = np.array([PROMPT + text], dtype=np.int32)
-    drafts = drafter.propose(np.array([slot]), texts, np.array([102], np.int32), np.array([K], np.int32))
+    drafts = drafter.propose(np.array([draft_row]), texts, np.array([102], np.int32), np.array([K], np.int32))
     assert drafts == [text[100 : 100 + K]]
 
 
@@ -358,8 +358,8 @@ def test_a_request_that_was_resumed_with_a_longer_prompt_stays_in_its_room(tmp_p
     texts = np.full((2, 210), UNWRITTEN, dtype=np.int32)
     texts[0, :4] = PROMPT + text[:2]
     texts[1, :112] = PROMPT + text[:110]
-    slots, known = np.array([resumed, short]), np.array([112, 4], np.int32)
-    drafts = drafter.propose(slots, texts[[1, 0]], known, np.full(2, K, np.int32))
+    draft_rows, known = np.array([resumed, short]), np.array([112, 4], np.int32)
+    drafts = drafter.propose(draft_rows, texts[[1, 0]], known, np.full(2, K, np.int32))
     assert drafts == [text[110 : 110 + K], text[2 : 2 + K]]
     assert drafter._groups[1][1]._text.tolist()[:4] == [-1, *PROMPT, -1]
 
@@ -370,30 +370,30 @@ def sums_of(expected: float, survived: float) -> np.ndarray:
     return sums
 
 
-def trusted(trust: np.ndarray, sums: np.ndarray) -> float:
+def trusted(recent: np.ndarray, sums: np.ndarray) -> float:
     """What becomes of a survival of a half."""
     survivals = np.full((2, K), 0.5, dtype=np.float32)
-    lower_where_few_survive(trust, sums, survivals, np.array([3, 0], dtype=np.int32))
+    scale_to_observed_survival(recent, sums, survivals, np.array([3, 0], dtype=np.int32))
     assert (survivals[0, 3:] == 0.5).all() and (survivals[1] == 0.5).all()
     (found,) = set(survivals[0, :3].tolist())
     return found
 
 
 def test_drafts_are_trusted_until_far_fewer_survive_than_was_expected_and_again_when_they_do() -> None:
-    trust, expected, survived = np.zeros(4), 0.0, 0.0
+    recent, expected, survived = np.zeros(4), 0.0, 0.0
     for of_them, least, most in ((1.0, 0.5, 0.5), (0.7, 0.5, 0.5), (0.0, 0.0, 0.1), (1.0, 0.5, 0.5)):
         found = 0.0
         for _ in range(60):
             expected, survived = expected + 5, survived + 5 * of_them
-            found = trusted(trust, sums_of(expected, survived))
+            found = trusted(recent, sums_of(expected, survived))
         assert least <= found <= most
 
 
 def test_one_forward_alone_does_not_end_the_trust_of_a_large_batch() -> None:
-    trust = np.zeros(4)
+    recent = np.zeros(4)
     for forward in range(1, 5):
-        assert trusted(trust, sums_of(500.0 * forward, 500.0 * forward)) == 0.5
-    assert trusted(trust, sums_of(2500.0, 2000.0)) == 0.5
+        assert trusted(recent, sums_of(500.0 * forward, 500.0 * forward)) == 0.5
+    assert trusted(recent, sums_of(2500.0, 2000.0)) == 0.5
 
 
 def test_trust_counts_from_nothing_when_statistics_are_drained(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_trust_counts_from_nothing_when_statistics_are_drained(tmp_path: Path) -
     engine = Engine(drafter, [text])
     for _ in range(4):
         engine.emit(engine.propose())
-    before = drafter._trust.copy()
+    before = drafter._recent_survival.copy()
     assert before[0] > 0
     drafter.drain()
-    assert (drafter._trust[:2] == 0).all() and (drafter._trust[2:] == before[2:]).all()
+    assert (drafter._recent_survival[:2] == 0).all() and (drafter._recent_survival[2:] == before[2:]).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.drafting.draft_length import choose_draft_lengths
-from history.drafting.forward_cost import PriceSurface
+from history.drafting.forward_cost import ForwardCostModel
 
 MACHINES = {
     "memory-bound to 256": lambda b, n, c: 0.010 + 2e-6 * b + 4e-5 * max(n - 256, 0) + 2.7e-8 * c,
@@ -18,13 +18,13 @@ MACHINES = {
 }
 
 
-def feed(surface: PriceSurface, machine, forwards, rng: np.random.Generator, noise: float = 0.03) -> None:
+def feed(surface: ForwardCostModel, machine, forwards, rng: np.random.Generator, noise: float = 0.03) -> None:
     for b, n, c in forwards:
         seconds = machine(b, n, c) * rng.lognormal(0, noise)
         surface.observe(num_rows=b, num_tokens=n, num_context_tokens=c, seconds=seconds)
 
 
-def drafting_prices(surface: PriceSurface, num_rows: int, max_tokens: int, context: int = 0) -> np.ndarray:
+def draft_prices(surface: ForwardCostModel, num_rows: int, max_tokens: int, context: int = 0) -> np.ndarray:
     """After the plain forwards that it may want to see first."""
     for _ in range(5):
         prices = surface.seconds_by_tokens(num_rows, max_tokens, context)
@@ -44,7 +44,7 @@ def a_rollout(rng: np.random.Generator, num: int = 1200) -> list[tuple[int, int,
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_surface_is_learned_within_a_tenth(name: str) -> None:
     rng = np.random.default_rng(1)
-    surface, machine = PriceSurface(), MACHINES[name]
+    surface, machine = ForwardCostModel(), MACHINES[name]
     feed(surface, machine, a_rollout(rng), rng)
     for b, n, c in [(1, 1, 1600), (1, 8, 1600), (8, 8, 12_000), (8, 40, 12_000), (32, 32, 32_000), (32, 150, 32_000)]:
         assert surface.seconds(b, n, c) == pytest.approx(machine(b, n, c), rel=0.1), (b, n, c)
@@ -52,7 +52,7 @@ def test_the_surface_is_learned_within_a_tenth(name: str) -> None:
 
 def test_plain_forwards_of_large_batches_price_the_drafts_of_small_ones() -> None:
     rng = np.random.default_rng(2)
-    surface, machine = PriceSurface(), MACHINES["compute-bound from 8"]
+    surface, machine = ForwardCostModel(), MACHINES["compute-bound from 8"]
     feed(surface, machine, [(b, b, 0) for b in range(64, 3, -1) for _ in range(8)], rng)
     ratio = surface.seconds(4, 48) / surface.seconds(4, 4)
     assert ratio == pytest.approx(machine(4, 48, 0) / machine(4, 4, 0), rel=0.15)
@@ -61,7 +61,7 @@ def test_plain_forwards_of_large_batches_price_the_drafts_of_small_ones() -> Non
 @pytest.mark.parametrize("position", [0, 1, 5, 30, 200])
 def test_a_compilation_or_a_swapped_out_process_does_not_poison_it(position: int) -> None:
     rng = np.random.default_rng(3)
-    surface, machine = PriceSurface(), MACHINES["compute-bound from 8"]
+    surface, machine = ForwardCostModel(), MACHINES["compute-bound from 8"]
     forwards = a_rollout(rng, 400)
     feed(surface, machine, forwards[:position], rng)
     surface.observe(num_rows=64, num_tokens=100, num_context_tokens=0, seconds=45.0)
@@ -72,7 +72,7 @@ def test_a_compilation_or_a_swapped_out_process_does_not_poison_it(position: int
 
 def test_it_follows_a_machine_that_changes() -> None:
     rng = np.random.default_rng(4)
-    surface = PriceSurface()
+    surface = ForwardCostModel()
     feed(surface, lambda b, n, c: 0.02 + 1e-5 * n, [(8, 8 + 4 * (i % 3), 0) for i in range(600)], rng)
     feed(surface, lambda b, n, c: 0.04 + 1e-3 * n, [(8, 8 + 4 * (i % 3), 0) for i in range(3000)], rng)
     assert surface.seconds(8, 8) == pytest.approx(0.048, rel=0.1)
@@ -82,7 +82,7 @@ def test_it_follows_a_machine_that_changes() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_prices_never_fall_with_the_number_of_tokens(data: st.DataObject) -> None:
-    surface = PriceSurface(verify_sizes=data.draw(st.sampled_from([(), (8, 16, 64, 256)])))
+    surface = ForwardCostModel(verify_sizes=data.draw(st.sampled_from([(), (8, 16, 64, 256)])))
     numbers = st.integers(1, 300)
     for _ in range(data.draw(st.integers(0, 60))):
         b = data.draw(numbers)
@@ -90,7 +90,7 @@ def test_prices_never_fall_with_the_number_of_tokens(data: st.DataObject) -> Non
         seconds = data.draw(st.floats(1e-4, 100))
         surface.observe(num_rows=b, num_tokens=n, num_context_tokens=data.draw(numbers), seconds=seconds)
     b = data.draw(numbers)
-    prices = drafting_prices(surface, b, b + 400, 10)
+    prices = draft_prices(surface, b, b + 400, 10)
     finite = prices[np.isfinite(prices)]
     assert len(prices) == 401 and len(finite) >= 1 and (finite > 0).all() and (np.diff(finite) >= 0).all()
     assert prices[0] == surface.seconds(b, b, 10)
@@ -100,14 +100,14 @@ def test_prices_never_fall_with_the_number_of_tokens(data: st.DataObject) -> Non
 
 def test_once_tried_the_price_of_drafting_is_the_estimate() -> None:
     rng = np.random.default_rng(5)
-    surface, machine = PriceSurface(), MACHINES["dear drafts"]
+    surface, machine = ForwardCostModel(), MACHINES["dear drafts"]
     feed(surface, machine, a_rollout(rng, 600), rng)
-    prices = drafting_prices(surface, 8, 40)
+    prices = draft_prices(surface, 8, 40)
     np.testing.assert_allclose(prices, [surface.seconds(8, n) for n in range(8, 41)])
 
 
 def test_a_plain_forward_is_asked_for_before_the_first_drafts_and_now_and_then() -> None:
-    surface = PriceSurface()
+    surface = ForwardCostModel()
     asked = 0
     for _ in range(3000):
         plain = not np.isfinite(surface.seconds_by_tokens(4, 8)[1])
@@ -117,8 +117,8 @@ def test_a_plain_forward_is_asked_for_before_the_first_drafts_and_now_and_then()
 
 
 def test_padded_sizes_are_steps() -> None:
-    surface = PriceSurface(verify_sizes=(8, 16, 32))
-    prices = drafting_prices(surface, 4, 20)
+    surface = ForwardCostModel(verify_sizes=(8, 16, 32))
+    prices = draft_prices(surface, 4, 20)
     # 4..8 tokens cost the same but for the first draft's surcharge, so do 9..16
     assert np.unique(prices[1:5]).size == 1
     assert np.unique(prices[5:13]).size == 1
@@ -129,7 +129,7 @@ def test_padded_sizes_are_steps() -> None:
 def test_drafting_by_learned_prices_is_close_to_drafting_by_the_true_ones(name: str) -> None:
     """A whole loop, from knowing nothing: every observation comes from the lengths that were chosen."""
     rng = np.random.default_rng(6)
-    machine, surface = MACHINES[name], PriceSurface()
+    machine, surface = MACHINES[name], ForwardCostModel()
     for b in (64, 8, 1):
         totals = {"learned": [0.0, 0.0], "true": [0.0, 0.0], "nothing": [0.0, 0.0]}
         for i in range(300):
@@ -153,7 +153,7 @@ def test_drafting_by_learned_prices_is_close_to_drafting_by_the_true_ones(name: 
 def test_drafts_come_back_when_they_begin_to_pay() -> None:
     """A machine on which drafts were dear becomes one on which they are free."""
     rng = np.random.default_rng(7)
-    surface = PriceSurface()
+    surface = ForwardCostModel()
     table = np.full((4, 8), 0.9, dtype=np.float32) ** np.arange(1, 9, dtype=np.float32)
     drafted = []
     for i in range(6000):
@@ -174,12 +174,12 @@ def test_a_table_is_a_prior_and_a_saved_surface_is_a_table(tmp_path: Path) -> No
     other = {**rows[0], "model": "large", "seconds": 9.0}
     path = tmp_path / "step_time.json"
     path.write_text(json.dumps({"rows": [*rows, other]}))
-    surface = PriceSurface.load(path, only={"model": "small"})
+    surface = ForwardCostModel.load(path, only={"model": "small"})
     for b, n, c in sizes:
         assert surface.seconds(b, n, c) == pytest.approx(machine(b, n, c), rel=0.1)
-    assert np.isfinite(drafting_prices(surface, 8, 512)).all()
+    assert np.isfinite(draft_prices(surface, 8, 512)).all()
     surface.save(tmp_path / "learned.json")
-    again = PriceSurface.load(tmp_path / "learned.json")
+    again = ForwardCostModel.load(tmp_path / "learned.json")
     for b, n, c in sizes:
         assert again.seconds(b, n, c) == pytest.approx(surface.seconds(b, n, c), rel=0.05)
 
@@ -188,17 +188,17 @@ def test_a_bad_table_and_a_bad_forward_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"rows": [{"model": "7B"}]}')
     with pytest.raises(ValueError, match=r"x\.json.*32B"):
-        PriceSurface.load(path, only={"model": "32B"})
+        ForwardCostModel.load(path, only={"model": "32B"})
     path.write_text("[1]")
     with pytest.raises(ValueError, match="step_time"):
-        PriceSurface.load(path)
+        ForwardCostModel.load(path)
     with pytest.raises(ValueError, match="num_rows"):
-        PriceSurface().observe(num_rows=4, num_tokens=3, num_context_tokens=0, seconds=0.1)
+        ForwardCostModel().observe(num_rows=4, num_tokens=3, num_context_tokens=0, seconds=0.1)
 
 
 def test_no_forward_is_ever_free() -> None:
     """Forwards in proportion to their tokens leave nothing for the base; a single row was never seen."""
-    surface = PriceSurface()
+    surface = ForwardCostModel()
     for i in range(500):
         n = 64 + 32 * (i % 8)
         surface.observe(num_rows=64, num_tokens=n, num_context_tokens=0, seconds=1e-4 * max(n - 40, 0))

@@ -92,7 +92,7 @@ def test_regions_of_a_group_are_apart_and_as_long_as_promised() -> None:
     group.write(row)
     assert row[LIVE_TEXT] and row[BUCKETS] and row[LIVE_SIZE] > regions[-1][1]
     before = row[NUM_BUCKETS]
-    group.spread()
+    group.rehash()
     group.write(row)
     assert row[NUM_BUCKETS] > before
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from history.drafting.acceptance import LIVING, NUM_ORIGINS, origin_at, origins, scaled, score_origin
+from history.drafting.acceptance import LIVING, NUM_ORIGINS, origin_at, origins, scaled, update_origin
 from history.drafting.drafter import Drafter
 from history.index.segment import build_segment, write_segment
 from history.types import PastResponse
@@ -45,7 +45,7 @@ def test_a_scale_goes_to_what_is_rejected_over_what_was_expected(truth: float) -
     generator = np.random.default_rng(0)
     for _ in range(30_000):
         rejection = generator.uniform(0.05, 0.4)
-        score_origin(sums, scales, 3, rejection, bool(generator.random() < truth * rejection))
+        update_origin(sums, scales, 3, rejection, bool(generator.random() < truth * rejection))
     assert scales[3] == pytest.approx(truth, rel=0.1)
     assert (np.delete(scales, 3) == 1).all()
     assert scaled(0.9, scales[3]) == pytest.approx(1 - truth * 0.1, abs=0.02)

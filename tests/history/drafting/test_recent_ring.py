@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history.drafting.drafter import _ENOUGH, _FEW_LOOKS, _LOOKS, Drafter
+from history.drafting.drafter import _ENOUGH_ACCEPTED, _FEW_RING_TRIALS, _RING_TRIALS, Drafter
 from history.drafting.live_text import BUCKET, BY_THREE, newest_places
-from history.drafting.recent_ring import MOST_KEPT, NUM_PLACES, REGION, keep, share
+from history.drafting.recent_ring import MAX_FINISHED_TOKENS, NUM_PLACES, REGION, append_finished, append_running
 from history.index.suffix_array import SEPARATOR
 from tests.history.drafting.test_drafter import PROMPT, Engine, K, publish
 
@@ -25,7 +25,7 @@ def ring_of(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> None:
     ring, buckets, end = ring_of(100)
     for text in texts:
-        keep(ring, buckets, end, np.array(text, dtype=np.int32), 0, len(text))
+        append_finished(ring, buckets, end, np.array(text, dtype=np.int32), 0, len(text))
     assert ring[0] == ring[-1] == SEPARATOR
     kept = [text for text in texts if len(text) > 1]
     at = int(end[0])
@@ -43,11 +43,11 @@ def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> N
 
 
 def test_of_a_long_text_the_newest_tokens_are_kept() -> None:
-    ring, buckets, end = ring_of(3 * MOST_KEPT)
-    text = np.arange(2 * MOST_KEPT, dtype=np.int32)
-    keep(ring, buckets, end, text, 0, len(text))
-    assert np.array_equal(ring[1 : 1 + MOST_KEPT], text[MOST_KEPT:])
-    assert end[0] == 1 + MOST_KEPT
+    ring, buckets, end = ring_of(3 * MAX_FINISHED_TOKENS)
+    text = np.arange(2 * MAX_FINISHED_TOKENS, dtype=np.int32)
+    append_finished(ring, buckets, end, text, 0, len(text))
+    assert np.array_equal(ring[1 : 1 + MAX_FINISHED_TOKENS], text[MAX_FINISHED_TOKENS:])
+    assert end[0] == 1 + MAX_FINISHED_TOKENS
 
 
 def test_a_prompt_without_history_is_drafted_from_what_others_said(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -
         Engine(drafter, [generator.integers(0, 600, size=100).tolist()], keys=[key]).run()
     looked = []
     engine = Engine(drafter, [generator.integers(0, 600, size=200).tolist()], keys=[9])
-    engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
+    engine.run(lambda drafts: looked.append(int(drafter._state.uses_ring[0])))
     assert 0 < sum(looked) < 0.2 * len(looked)
 
 
@@ -89,7 +89,7 @@ def test_what_the_own_history_says_as_well_is_no_reason_to_look(tmp_path: Path) 
         for key in range(1, 41):
             if history:
                 publish(folder, [said], key=key)
-            Engine(drafter, [said], keys=[key]).run(lambda drafts: found.append(int(drafter._state.shares[0])))
+            Engine(drafter, [said], keys=[key]).run(lambda drafts: found.append(int(drafter._state.uses_ring[0])))
         assert drafter.drain().num_accepted > 1000, "both are drafted"
         return found[-200:]
 
@@ -101,9 +101,9 @@ def test_one_bad_stretch_does_not_end_what_has_paid_for_long(tmp_path: Path) -> 
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
 
     def judge(gained: float) -> bool:
-        for _ in range(_FEW_LOOKS):
-            drafter._weigh_sharing(gained * _ENOUGH / _FEW_LOOKS, _ENOUGH / _FEW_LOOKS)
-        return drafter._is_sharing
+        for _ in range(_FEW_RING_TRIALS):
+            drafter._decide_ring_use(gained * _ENOUGH_ACCEPTED / _FEW_RING_TRIALS, _ENOUGH_ACCEPTED / _FEW_RING_TRIALS)
+        return drafter._uses_ring
 
     assert judge(0.2) and judge(0.2)
     assert judge(0.0)
@@ -116,9 +116,9 @@ def test_a_large_batch_knows_sooner_whether_the_ring_adds_anything(tmp_path: Pat
     num_rows, looked = 40, []
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [said] * num_rows, keys=[1] * num_rows)
-    engine.run(lambda drafts: looked.append(int(drafter._state.shares[0])))
-    enough = max(-(-_ENOUGH // (num_rows * K)), _FEW_LOOKS)
-    assert enough <= sum(looked[:_LOOKS]) <= enough + 3 < _LOOKS, "the first forwards accept less"
+    engine.run(lambda drafts: looked.append(int(drafter._state.uses_ring[0])))
+    enough = max(-(-_ENOUGH_ACCEPTED // (num_rows * K)), _FEW_RING_TRIALS)
+    assert enough <= sum(looked[:_RING_TRIALS]) <= enough + 3 < _RING_TRIALS, "the first forwards accept less"
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,7 +132,7 @@ def test_running_responses_stand_in_the_ring_as_they_were_emitted(steps: list[tu
     grown, regions = [0] * 4, [(0, 0)] * 4
     for row, count in steps:
         stop = grown[row] + count
-        regions[row] = share(ring, buckets, end, texts[row], 0, grown[row], stop, *regions[row])
+        regions[row] = append_running(ring, buckets, end, texts[row], 0, grown[row], stop, *regions[row])
         grown[row] = stop
     assert ring[0] == ring[-1] == SEPARATOR
     if end[0] + REGION < size - 2 and sum(grown) < size // 4:  # nothing was overwritten
@@ -150,7 +150,7 @@ def test_what_another_prompt_is_saying_is_drafted_before_it_has_ended(tmp_path: 
     engine = Engine(drafter, [said, said], keys=[1, 2])
     for _ in range(20):  # the second one has only begun
         length = engine.emitted[:1] + len(PROMPT)
-        drafter.propose(engine.slots[:1], engine.texts, length, np.zeros(1, dtype=np.int32))
+        drafter.propose(engine.draft_rows[:1], engine.texts, length, np.zeros(1, dtype=np.int32))
         engine.emit([[]])
     num_forwards = 0
     while engine.emitted[1] < 60:
@@ -163,7 +163,7 @@ def test_a_response_that_could_not_be_shared_for_a_while_is_not_followed_over_th
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [list(range(100, 130))], keys=[1])
     for step in range(12):
-        drafter._is_sharing = not 4 <= step < 8
+        drafter._uses_ring = not 4 <= step < 8
         drafter._num_forwards = 1  # not one of the seldom looks
         engine.propose(room=0)
         engine.emit([[]])

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from history.index.search import WINDOW, best_places, context_fence, follow, narrowed, num_equal, window
-from history.index.segment import Segment, build_segment
+from history.index.segment import HistorySegment, build_segment
 from history.index.suffix_array import DEPTH, SEPARATOR, count_below
 from history.types import PastResponse
 
@@ -15,12 +15,12 @@ MAX_PLACES = 8
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=50)
 
 
-def segment_of(responses: list[list[int]]) -> Segment:
+def segment_of(responses: list[list[int]]) -> HistorySegment:
     past = [PastResponse(token_ids=np.array(r, dtype=np.int32), step=0, sample=i) for i, r in enumerate(responses)]
     return build_segment(1, 1, past)
 
 
-def find(segment: Segment, prompt: list[int], output: list[int]) -> tuple[list[int], int]:
+def find(segment: HistorySegment, prompt: list[int], output: list[int]) -> tuple[list[int], int]:
     """Places and match as the drafter finds them."""
     text = np.array(prompt + output, dtype=np.int32)
     last, limit = len(text) - 1, len(output)
@@ -34,7 +34,7 @@ def find(segment: Segment, prompt: list[int], output: list[int]) -> tuple[list[i
     return sorted(places[:count].tolist()), matched
 
 
-def naive(segment: Segment, output: list[int]) -> tuple[list[int], int]:
+def naive(segment: HistorySegment, output: list[int]) -> tuple[list[int], int]:
     """All places behind the longest match, and its length; the beginning of a response is a token."""
     context = ([SEPARATOR, *output])[::-1][:DEPTH]
     matches = {}

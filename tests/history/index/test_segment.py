@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from history.index.segment import (
-    Segment,
+    HistorySegment,
     SegmentError,
     attach_segment,
     build_segment,
@@ -20,7 +20,7 @@ def response(*token_ids: int, sample: int = 0, reward: float = math.nan) -> Past
     return PastResponse(token_ids=np.array(token_ids, dtype=np.int32), step=3, sample=sample, reward=reward)
 
 
-def example(version: int = 1) -> Segment:
+def example(version: int = 1) -> HistorySegment:
     return build_segment(77, version, [response(5, 6, 7, reward=0.5), response(5, 6, 8, 9, sample=1)])
 
 
@@ -101,11 +101,11 @@ def test_every_damaged_byte_of_the_body_is_found_by_the_full_check(tmp_path: Pat
 
 @pytest.mark.parametrize("field", ["tokens", "order", "fences", "starts", "lengths"])
 def test_check_integrity_notices_arrays_that_do_not_fit(field: str) -> None:
-    arrays = {name: getattr(example(), name) for name in Segment.__slots__}
+    arrays = {name: getattr(example(), name) for name in HistorySegment.__slots__}
     arrays[field] = arrays[field].copy()
     arrays[field][0] += 1
     with pytest.raises(SegmentError, match="prompt 000000000000004d"):
-        Segment(**arrays).check_integrity()
+        HistorySegment(**arrays).check_integrity()
 
 
 def test_ids_below_zero_are_refused() -> None:

@@ -39,7 +39,7 @@ def started(said):
 
     def start(name: str, **changes) -> HistoryService:
         config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, **changes})
-        services.append(start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, say=said))
+        services.append(start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=said))
         return services[-1]
 
     yield start
@@ -83,7 +83,7 @@ def test_what_is_wanted_is_published_with_the_right_tokens_and_all_else_is_remov
     service = started("wanted")
     remember(service, 0)
     service.note_rewards(0, {key: [0.0, 1.0, 0.5, 0.25] for key in KEYS})
-    service.want([*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
+    service.publish_segments([*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
     until(lambda: published(service) == set(KEYS[:8]))
     assert {published_step(service, key) for key in KEYS[:8]} == {0}
     rewards = [one.reward for one in attach_segment(Path(service.directory), KEYS[0]).past_responses()]
@@ -91,7 +91,7 @@ def test_what_is_wanted_is_published_with_the_right_tokens_and_all_else_is_remov
     untouched = (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino
     remember(service, 1, KEYS[:7])
     service.note_rewards(1, dict.fromkeys(KEYS[:7], [0.0] * 4))
-    service.want(KEYS[6:10])
+    service.publish_segments(KEYS[6:10])
     until(lambda: [published_step(service, key) for key in KEYS[6:10]] == [1, 0, 0, 0])
     assert published(service) == set(KEYS[6:10])
     assert (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino == untouched
@@ -115,15 +115,15 @@ def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapsh
     until(lambda: service.report() and any("died" in line for line in said))
     until(lambda: service.report().stats.num_prompts == len(KEYS))
     assert [line for line in said if "died" in line] == [
-        "history shard 0 died and was started again; engines draft from what is left"
+        "history shard 0 died and was restarted; engines draft from the remaining history"
     ]
     assert service.report().num_lost_calls >= 1
-    service.want(KEYS)
+    service.publish_segments(KEYS)
     until(lambda: published(service) == set(KEYS))
     assert {published_step(service, key) for key in KEYS} == {0}
     remember(service, 2, KEYS[:1])
     service.note_rewards(2, {KEYS[0]: [1.0] * 4})
-    service.want(KEYS[:1])
+    service.publish_segments(KEYS[:1])
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
@@ -147,7 +147,7 @@ def test_a_shard_that_came_back_empty_does_not_replace_a_snapshot(started, said,
 def test_a_killed_reader_publishes_again_what_was_wanted_last(started, said):
     service = started("reader")
     remember(service, 0)
-    service.want(KEYS[:3])
+    service.publish_segments(KEYS[:3])
     until(lambda: published(service) == set(KEYS[:3]))
     service.report()
     (reader,) = service._readers
@@ -166,11 +166,11 @@ def test_orders_to_a_dead_shard_are_lost_and_counted_and_nobody_waits(started):
     for step in range(20):
         remember(service, step)
         service.note_rewards(step, dict.fromkeys(KEYS, [0.0] * 4))
-        service.want(KEYS)
+        service.publish_segments(KEYS)
     assert time.monotonic() - began < 60  # an order that waits for an answer would wait for its deadline
     until(lambda: service.report().num_lost_calls > 0)
     remember(service, 20)
-    service.want(KEYS)
+    service.publish_segments(KEYS)
     until(lambda: published(service) == set(KEYS))
 
 
@@ -183,7 +183,7 @@ def test_a_snapshot_goes_to_as_many_shards_as_there_are(started, tmp_path):
     other = started("restored", num_shards=2)
     other.restore(folder)
     until(lambda: other.report().stats.num_prompts == len(KEYS))
-    other.want(KEYS)
+    other.publish_segments(KEYS)
     until(lambda: published(other) == set(KEYS))
     assert {published_step(other, key) for key in KEYS} == {4}
 
@@ -199,7 +199,7 @@ def test_a_damaged_snapshot_or_one_of_another_tokenizer_is_refused_and_named(sta
         service.restore(folder)
     service._fingerprint = "g"
     with pytest.raises(SnapshotError, match="another tokenizer"):
-        service.adopt(folder, KEYS)
+        service.warm_start(folder, KEYS)
 
 
 def test_what_a_killed_run_left_in_shared_memory_is_swept_and_what_lives_is_not(started):

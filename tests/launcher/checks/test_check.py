@@ -67,7 +67,7 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         ),
         (["placement.mode=disaggregated", "engine.sleep_level=1"], ["disaggregated", "`engine.sleep_level` = 1"]),
         (["publish.transport=nccl"], ["`publish.transport` = nccl", "`placement.mode` = colocated"]),
-        (["history.stock_engines=[1]"], ["`history.stock_engines` names engine 1", "`engine.num_engines` = 1"]),
+        (["history.baseline_engines=[1]"], ["`history.baseline_engines` names engine 1", "`engine.num_engines` = 1"]),
         (["history.warm_start=nowhere"], ["`history.warm_start` = nowhere", "manifest.json", "jsonl"]),
         (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
     ],

@@ -180,7 +180,7 @@ def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(
     assert items(num_steps=10**6)["history"] == 2 << 30
     assert items(num_steps=10**6, history={"budget_bytes": 1 << 20})["history"] == 1 << 20
     assert items(history={"num_shards": 3})["history processes"] == 2 * short["history processes"]
-    for more in ({"deterministic": True}, {"history": {"drafts": False}}, {"history": {"stock_engines": [0]}}):
+    for more in ({"deterministic": True}, {"history": {"drafts": False}}, {"history": {"baseline_engines": [0]}}):
         assert not any(what.startswith("history") for what in items(**more))
 
 

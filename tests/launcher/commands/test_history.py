@@ -36,8 +36,8 @@ class Stand:
     def restore(self, folder):
         self._call("restore", folder)
 
-    def adopt(self, folder, only):
-        self._call("adopt", folder)
+    def warm_start(self, folder, only):
+        self._call("warm_start", folder)
 
     def append(self, batch):
         self._call("append", len(batch))
@@ -62,7 +62,7 @@ def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[objec
 
 
 def test_engines_draft_by_default_into_one_folder_and_stock_ones_do_not():
-    config = run_config(engine={"num_engines": 3}, history={"stock_engines": [1], "max_draft_tokens": 8})
+    config = run_config(engine={"num_engines": 3}, history={"baseline_engines": [1], "max_draft_tokens": 8})
     first, stock, last = (draft_spec(config, number, "run") for number in range(3))
     assert stock is None
     assert first == last
@@ -76,7 +76,7 @@ def test_engines_draft_by_default_into_one_folder_and_stock_ones_do_not():
     [
         ({"deterministic": True}, "engines do not draft: "),
         ({"history": {"drafts": False}}, ""),
-        ({"history": {"stock_engines": [0]}}, ""),
+        ({"history": {"baseline_engines": [0]}}, ""),
     ],
 )
 def test_without_drafts_nothing_is_started_and_a_deterministic_run_says_why(parts, line):

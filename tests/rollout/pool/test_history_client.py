@@ -33,8 +33,8 @@ class Service:
         self.lost = 5
         self.evictions = 7
 
-    def want(self, keys):
-        self.calls.append(("want", keys))
+    def publish_segments(self, keys):
+        self.calls.append(("publish_segments", keys))
 
     def note_rewards(self, step, rewards):
         self.calls.append(("rewards", step, rewards))
@@ -67,7 +67,7 @@ def test_prompts_and_rewards_go_by_key():
     client.want([group.group.prompt])
     client.remember(4, [group])
     key = prompt_key(group.group.prompt.prompt_id)
-    assert service.calls == [("want", [key]), ("rewards", 4, {key: group.rewards})]
+    assert service.calls == [("publish_segments", [key]), ("rewards", 4, {key: group.rewards})]
 
 
 def test_reuse_is_weighted_by_tokens_and_ranks_need_three_prompts():

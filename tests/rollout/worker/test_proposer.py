@@ -59,7 +59,7 @@ class Batch:
         self.drafter = Recorder()
         self.num_forwards = 0
         self.proposer = HistoryProposer(CONFIG)
-        monkeypatch.setattr(self.proposer, "make_drafter", lambda prices: self.drafter)
+        monkeypatch.setattr(self.proposer, "make_drafter", lambda cost_model: self.drafter)
         self.proposer.bind(self.runner, self.forward_ended)
         self.drafter.__init__()
 

@@ -6,13 +6,13 @@ from rollout.worker.proposer import HistoryProposer
 class EagerProposer(HistoryProposer):
     """Ours in everything but the price."""
 
-    def make_drafter(self, prices):
+    def make_drafter(self, cost_model):
         from history.drafting.drafter import Drafter
 
         return Drafter(
             max_draft_tokens=self._max_draft_tokens,
             segments_dir=self._segments_dir,
-            prices=None,
+            cost_model=None,
             threshold=0.01,
             max_model_len=self._runner.max_model_len,
         )
