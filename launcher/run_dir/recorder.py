@@ -71,7 +71,7 @@ class RunRecorder:
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._history = history
-        self._stock_engines = tuple(baseline_engines)
+        self._baseline_engines = tuple(baseline_engines)
         self._table_rows = table_rows
         self._record_traces = record_traces
         self._keep_last = keep_last
@@ -92,8 +92,8 @@ class RunRecorder:
         ended_s = time.time()
         forwards = self._keep_forwards()
         metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
-        if self._stock_engines:
-            metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._stock_engines))}
+        if self._baseline_engines:
+            metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
         self._directory.append_metrics(step, metrics)
         self._progress.step(step, metrics)
         self.flush()

@@ -111,9 +111,9 @@ def test_a_call_to_the_living_goes_on_without_an_engine_that_died():
 
 
 def test_engines_that_take_other_parts_of_the_weights_are_named():
-    engines = group(3, {2: {"wanted": [{"a": ()}]}}, wanted=[{"b": ()}])
+    engines = group(3, {2: {"required": [{"a": ()}]}}, required=[{"b": ()}])
     with pytest.raises(RuntimeError, match="engine 2 takes other parts of the weights than engine 0"):
-        engines.wanted(timeout_s=1)
+        engines.required(timeout_s=1)
 
 
 def test_states_are_typed():
