@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import ClusterConfig
@@ -26,6 +27,9 @@ from tests.support.runs.whole_runs import (
     run_to_its_end,
     run_warm_start,
 )
+
+settings.register_profile("no deadline", deadline=None)  # how long an example takes says something about the machine
+settings.load_profile("no deadline")
 
 NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""

@@ -5,16 +5,10 @@ header only (12-30 us at any size); `check_integrity` reads the whole file.
 
 Invariants: `tokens` holds each response after a `SEPARATOR`, and `END` last. `order` is a permutation of all positions,
 sorted by left context (`history.index.suffix_array`). A file with its final name is complete. 9.2 bytes a token.
-
-`segments_dir` is the folder in a node's shared memory in which the reader publishes segments. Its name carries the run
-and the run's process. The reader holds a file lock on the folder until the reader's process ends. An unlocked folder is
-a leftover; the next reader on the node removes it.
 """
 
-import fcntl
 import mmap
 import os
-import shutil
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -243,44 +237,3 @@ def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> HistorySegment:
 
 def _aligned(num_bytes: int) -> int:
     return num_bytes + -num_bytes % _ALIGNMENT
-
-
-SHM = Path("/dev/shm")
-_PREFIX = "mrl-history-"
-_LOCK = "LOCK"
-
-
-def segments_dir(run_id: str) -> str:
-    """Name of the segments folder of this process's run; the same on each node."""
-    return str(SHM / f"{_PREFIX}{run_id}-{os.getpid()}")
-
-
-def claim(directory: Path) -> int:
-    """Lock `directory` for this process and empty it. Return the lock's descriptor; closing it frees the folder."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    for path in directory.iterdir():
-        if path.name != _LOCK:
-            path.unlink()
-    return descriptor
-
-
-def sweep_segments() -> list[Path]:
-    """Remove the segments folders on this node whose reader has ended; return their paths."""
-    return sorted(path for path in SHM.glob(f"{_PREFIX}*") if path.is_dir() and _remove_if_free(path))
-
-
-def _remove_if_free(directory: Path) -> bool:
-    try:
-        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)

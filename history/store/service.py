@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.config import HistoryConfig
-from history.index.segment import claim, sweep_segments
+from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, SnapshotFile, SnapshotWriter, check_snapshot, write_manifest
@@ -378,7 +378,7 @@ def start_history(
 
     Args:
         config: number and budget of the shards.
-        directory: folder in which readers publish (`history.index.segment`).
+        directory: folder in which readers publish (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
         log: receives one line about every loss.

@@ -7,7 +7,7 @@ with a history is said, and the run goes on without it.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from history.index.segment import segments_dir
+from history.index.segments_dir import segments_dir
 from history.store.service import HistoryService
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.warm_start import is_snapshot, read_warm_start

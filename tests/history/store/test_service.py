@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from history.config import HistoryConfig
-from history.index.segment import attach_segment, segments_dir, sweep_segments
+from history.index.segment import attach_segment
+from history.index.segments_dir import segments_dir, sweep_segments
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, start_history
 from history.store.snapshot import SnapshotError, read_manifest
@@ -206,7 +207,7 @@ def test_what_a_killed_run_left_in_shared_memory_is_swept_and_what_lives_is_not(
     service = started("living", num_shards=1)
     until(Path(service.directory).exists)
     code = (
-        "from history.index.segment import claim, segments_dir; from pathlib import Path; "
+        "from history.index.segments_dir import claim, segments_dir; from pathlib import Path; "
         "path = Path(segments_dir('killed')); kept = claim(path); (path / 'x.segment').touch(); print(path)"
     )
     path = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from history.index.segment import SHM
+from history.index.segments_dir import SHM
 from history.store.snapshot import MANIFEST, read_manifest
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.whole_runs import configuration, finish, rows, start, wait_for
