@@ -1,10 +1,4 @@
-# One command each; every target builds what it needs.
-#
-#   make quickstart   from nothing to a model that learned: set-up, data, model, warm start, RL, report
-#   make test         all tests          make check   lint, format, types, layering
-#   make bench        all benchmarks, the quick way
-#   make records      which committed rows were measured by other code than today's
-#   make test-gpu PYTHON=python3         tests that need a GPU, in the Python that is there; builds no environment
+# Every target builds what it needs; `make help` lists the targets.
 #
 # PYTHON       the interpreter the environment is made of (3.11 or 3.12)
 # PIP_ARGS     further arguments of every `pip install`
@@ -26,14 +20,21 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
+FAST := tests/test_layering.py tests/docs/test_prose.py tests/history/index tests/history/lengths tests/launcher \
+    tests/rollout/data tests/rollout/planning tests/rollout/tracing tests/rollout/weights \
+    tests/megatron_rl/algorithm tests/megatron_rl/batching tests/megatron_rl/controller
+
 BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation learning.example_epochs \
     learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
     publish.delta rollout rollout.sampling rollout.step_time
 
-.PHONY: setup quickstart test check bench records test-gpu
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: help test-fast setup quickstart test check bench records test-gpu
 .DELETE_ON_ERROR:
 
-setup: $(STAMP)
+setup: $(STAMP) ## the environment .venv from the locks
 
 $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py
 	@[ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
@@ -49,25 +50,28 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup
 	$(call timed,kernels,$(RUN) -m history.drafting.compile)
 	touch $@
 
-quickstart:
+quickstart: ## from nothing to a model that learned: set-up, data, model, warm start, RL, report
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
 	$(RUN) -m examples.arithmetic.quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
-test: $(STAMP)
+test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
+	$(RUN) -m pytest -q $(FAST) -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test: $(STAMP) ## all tests that need no GPU
 	$(RUN) -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
-check: $(STAMP)
+check: $(STAMP) ## lint, format, types, layering, packaging
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(RUN) -m pytest -q tests/test_layering.py tests/test_packaging.py
 
-bench: $(STAMP)
+bench: $(STAMP) ## all benchmarks, the quick way
 	@for name in $(BENCHMARKS); \
 	do echo "== $$name" && $(RUN) -m benchmarks.$$name --quick --json runs/bench/$$name.json || exit 1; done
 
-records: $(STAMP)
+records: $(STAMP) ## committed rows that were measured by other code than today's
 	$(RUN) -m benchmarks.record --check
 
-test-gpu:
+test-gpu: ## tests that need a GPU, in PYTHON as it is; builds no environment
 	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

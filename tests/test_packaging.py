@@ -2,13 +2,17 @@
 
 import ast
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.deadline import DEADLINE_S
 
@@ -109,3 +113,70 @@ def test_make_bench_runs_every_command_that_writes_a_record_and_nothing_else() -
         if f"python -m benchmarks.{name} --json OUT" in path.read_text(encoding="utf-8"):
             commands.add(name)
     assert found == commands and "publish" in found
+
+
+def test_every_package_says_that_it_is_typed():
+    assert all((ROOT / name / "py.typed").exists() for name in OURS)
+
+
+def test_an_installed_wheel_holds_every_package_and_runs_outside_the_checkout(tmp_path: Path) -> None:
+    """Built without its dependencies, which are taken from this environment."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in (*OURS, "setup.py", "pyproject.toml", "README.md"):
+        source = ROOT / name
+        shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(copy)]
+    subprocess.run([*build, "--wheel-dir", str(tmp_path)], check=True, timeout=DEADLINE_S)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    tracked = {path.relative_to(ROOT) for name in OURS for path in (ROOT / name).rglob("*.py")}
+    assert {path for path in tracked if not (site / path).exists()} == set()
+    assert all((site / name / "py.typed").exists() for name in OURS)
+    code = (
+        "import launcher.cli, sys; print(launcher.__file__); "
+        "sys.exit(launcher.cli.main(['run', 'missing.yaml', '--dry-run']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout.strip()) == (2, str(site / "launcher" / "__init__.py"))
+    assert "missing.yaml" in done.stderr
+
+
+DOCKERFILES = {"cpu": "make setup PYTHON=python3.11", "cuda": "pip install --no-cache-dir -r requirements/cuda.txt"}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_dockerfile_runs_the_commands_of_the_readme_and_copies_what_exists(name: str) -> None:
+    lines = (ROOT / "docker" / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    steps = [line for line in lines if line and not line.startswith("#")]
+    assert steps[0].startswith("FROM ") and not steps[0].endswith(":latest") and ":" in steps[0]
+    assert {step.split()[0] for step in steps} <= {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "CMD"}
+    assert f"RUN {DOCKERFILES[name]}" in steps
+    copied = [source for step in steps if step.startswith("COPY ") for source in step.split()[1:-1]]
+    assert all((ROOT / source).exists() for source in copied)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install -r requirements/cuda.txt" in readme and "make test-gpu PYTHON=python3" in readme
+
+
+def test_the_workflow_calls_the_targets_that_ci_calls() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    called = [step.split()[1] for step in steps if step.startswith("make ")]
+    ours = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert called == [line.split()[1] for line in ours if line.startswith("make ")]
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {line.split()[1] for line in shown.splitlines()} == set(phony.split())
