@@ -5,9 +5,11 @@ its end, and once more with two kills (-9) at points drawn at random, a save amo
 """
 
 import json
+import re
 
 import pytest
 
+from megatron_rl.controller.publisher import MAX_WEIGHT_GAP
 from tests.support.runs.whole_runs import EXPERTS, NUM_STEPS, metrics, rows
 
 
@@ -22,7 +24,7 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
         # BF16 engine against FP32 trainer at temperature 1
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
         assert 0 <= row["rollout_corr/k3_kl"] < 1e-3
-        assert 0 < row["publish/weight_gap_max"] < 0.01
+        assert 0 < row["publish/weight_gap_max"] < MAX_WEIGHT_GAP  # an expert rounds to BF16 several times
         assert 0 < row["timeline/trainer_wait_share"] < row["timeline/idle_share"] < 1
     for step in range(NUM_STEPS):
         samples = rows(uninterrupted / "samples" / f"step-{step}.jsonl")
@@ -81,7 +83,7 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_anot
 @pytest.mark.slow
 def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer_at_a_low_temperature(fed_with_changes):
     run_dir, output = fed_with_changes
-    assert "12 x CPUInt8" in output
+    assert re.search(r"12 x \w*Int8", output) and "INT8: test products of" in output
     for row in rows(run_dir / "metrics.jsonl"):
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
         assert 0 < row["rollout_corr/k3_kl"] <= 5e-3

@@ -112,10 +112,12 @@ def _quantize_shards(parameters, shards, offsets, group, fsdp=None):
 
 
 def _build(real):
-    def build(*arguments, fp8, **keywords):
-        (model,) = real(*arguments, **keywords)
+    def build(spec, parallel, position, options):
+        (model,) = real(spec, parallel, position, options)
         for module in model.decoder.layers.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)) if fp8 == "blockwise_param" else ():
+            for name, parameter in (
+                list(module.named_parameters(recurse=False)) if options.fp8 == "blockwise_param" else ()
+            ):
                 if parameter.ndim == 2:
                     # what a parameter is built with was never a weight
                     made = torch.nn.Parameter(BlockTensor.of(torch.ones_like(parameter.detach())))
