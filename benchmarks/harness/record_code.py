@@ -1,7 +1,7 @@
 """The code that a benchmark measures: modules that it imports, at a commit and in the work tree.
 
 Imports are followed from the benchmark's module, those inside functions and modules named in text included
-(`"benchmarks.rollout.server"` of a command line, `"rollout.worker.worker.EngineWorker"` of a configuration). Modules
+(`"benchmarks.rollout.server"` of a command line, `"rollout.worker.worker.Worker"` of a configuration). Modules
 are compared by their statements without imports, docstrings and comments. A statement counts as unchanged if any module
 of the work tree has it, so a moved, merged or split module is no change.
 """

@@ -82,7 +82,7 @@ def test_moved_code_and_other_docstrings_and_imports_are_no_change(checkout) -> 
         root,
         {
             "rollout/pool/rates.py": "SPLIT = 3\n\n\ndef half(x):\n    '''One of two.'''\n    return x / 2  # exact\n",
-            "benchmarks/speed/__main__.py": BENCHMARK.replace("rollout.speed", "rollout.pool.engine_pool.rates"),
+            "benchmarks/speed/__main__.py": BENCHMARK.replace("rollout.speed", "rollout.pool.rates"),
             "launcher/unmeasured.py": "A = 2\n",
         },
     )
