@@ -57,7 +57,7 @@ def run_whose_history_is_killed(example: Path) -> Path:
     wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= KILLED_AFTER, run)
     assert kill_history(run) == 2
     output = finish(run)
-    assert "history shard 0 died and was started again" in output
+    assert "history shard 0 died and was restarted" in output
     assert list(SHM.glob(f"mrl-history-*-{run.pid}")) == []  # other runs may be under way
     return run_dir
 

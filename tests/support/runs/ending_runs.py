@@ -87,6 +87,8 @@ def _start(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # what runs the tests in the background may ignore Ctrl-C, and its children would, too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,  # so that Ctrl-C reaches the whole group, as on a terminal, and not the tests
     )
 
