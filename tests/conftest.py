@@ -23,7 +23,7 @@ from tests.support.runs.whole_runs import (
     run_ahead,
     run_exported_and_evaluated,
     run_fed_with_changes,
-    run_killed_twice,
+    run_killed_once,
     run_to_its_end,
     run_warm_start,
 )
@@ -31,12 +31,14 @@ from tests.support.runs.whole_runs import (
 settings.register_profile("no deadline", deadline=None)  # how long an example takes says something about the machine
 settings.load_profile("no deadline")
 
+JOBS = pytest.StashKey[Background]()
+
 NUM_ACTORS = 32
 """More than any test has at a time; Ray counts actors, not cores."""
 
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
-    "killed_twice": run_killed_twice,
+    "resumed": run_killed_once,
     "fed_with_changes": run_fed_with_changes,
     "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,
@@ -116,7 +118,7 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
         runs["example"] = make
         runs |= {name: partial(run, example) for name, run in RUNS.items() if name in asked}
         scripts |= {name: partial(after_the_example, run) for name, run in DRAFTING_RUNS.items() if name in asked}
-    running = Background(scripts, runs)
+    running = request.config.stash[JOBS] = Background(scripts, runs)
     yield running
     running.end()
 
@@ -155,3 +157,11 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs are asked for last: they go on beside all other tests until then."""
     items.sort(key=lambda item: "end_to_end" in item.path.parts)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Beside the slowest tests (`--durations`): seconds of the jobs in the background, which no test contains."""
+    jobs = config.stash.get(JOBS, None)
+    if jobs is not None and config.getoption("durations"):
+        shown = [f"{name} {seconds:.0f} s" for name, seconds in jobs.seconds().items()]
+        terminalreporter.write_line(f"jobs in the background: {', '.join(shown) or 'none'}")

@@ -1,7 +1,7 @@
 """Whole runs through the command line, with real trainer ranks and engines: repeatable, resumable, honest.
 
 Four steps of a tiny mixture of experts that are spread over two trainer ranks. The deterministic run is started once to
-its end, and once more with two kills (-9) at points drawn at random, a save among them.
+its end, and once more with a kill (-9) at a point drawn at random, in half of the sessions during a save.
 """
 
 import json
@@ -41,21 +41,21 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, killed_twice):
-    print(f"kill points drawn with seed {killed_twice.seed}")
-    run_dir = killed_twice.run_dir
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, resumed):
+    print(f"kill point drawn with seed {resumed.seed}")
+    run_dir = resumed.run_dir
     assert metrics(run_dir) == metrics(uninterrupted)
     for step in range(NUM_STEPS):
         name = f"step-{step}.jsonl"
         assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
-    whole, resumed = (
+    whole, again = (
         (directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir)
     )
-    assert whole == resumed
+    assert whole == again
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
     assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
-    assert killed_twice.left_behind == set()
+    assert resumed.left_behind == set()
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_anot
             assert versions == sorted(versions) and set(versions) <= {step - 1, step}
             assert sum(count for _, count in row["versions"]) == row["length"]
     assert found[-1]["engine/reissued_groups"] <= 4
-    assert [row["engine/restarts"] for row in found] == [0, 1, 0, 2]
+    assert [row["engine/restarts"] for row in found] == [0, 1, 0, 1]
     assert found[-1]["publish/repeated"] >= 1
     assert found[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,15 @@ class _Job:
     ended: threading.Event = field(default_factory=threading.Event)
     result: object = None
     fault: BaseException | None = None
+    seconds: float = 0.0
 
     def run(self) -> None:
+        begin = time.monotonic()
         try:
             self.result = self.work()
         except BaseException as error:  # whatever it is, it belongs to the test that asks
             self.fault = error
+        self.seconds = time.monotonic() - begin
         self.ended.set()
 
 
@@ -53,6 +57,10 @@ class Background:
         if job.fault is not None:
             raise job.fault
         return job.result
+
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds of each job that has ended, by name."""
+        return {name: job.seconds for name, job in self._jobs.items() if job.ended.is_set()}
 
     def end(self) -> None:
         """End what still runs."""
