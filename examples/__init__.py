@@ -1,1 +1,1 @@
-"""Complete runs through the public commands; nothing here is imported by the packages."""
+"""Complete runs through the public commands; the packages import nothing from here."""

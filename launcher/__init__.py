@@ -1,5 +1,4 @@
-"""Machines, configuration files, the command line, tracking: everything that surrounds a run.
+"""Command line, configuration files, machine checks, run directories and reports.
 
-Must not know tensors: nothing under `launcher/` imports torch, and `megatron-rl --help` imports none of torch, ray,
-vllm or megatron.
+Nothing under `launcher/` imports torch, and `megatron-rl --help` imports none of torch, ray, vllm or megatron.
 """

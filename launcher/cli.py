@@ -1,7 +1,7 @@
 """The command line: `megatron-rl run | eval | export | sft`.
 
-Arguments are parsed, the configuration loaded and checked, and only then is the work imported: `--help` and every
-refusal cost a fraction of a second. Whatever ends a command, it ends in one screen and in the exit code of its kind
+It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
+refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
 (`launcher.endings.kinds`); the full traceback goes to a log.
 """
 
@@ -28,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with termination_raises():
             return _dispatch(arguments, command)
-    except (Exception, KeyboardInterrupt, Terminated) as error:  # the border to the person who started the command
+    except (Exception, KeyboardInterrupt, Terminated) as error:  # every error ends as a screen and an exit code
         return conclude(error, command)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parses `argv`; overrides may stand before or after options."""
+    """Parses `argv`; overrides may come before or after options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
 ) -> argparse.ArgumentParser:
-    """A command that takes a configuration file and overrides."""
+    """Adds a command with a configuration file and overrides."""
     command = commands.add_parser(name, help=text, description=f"{text}. {OVERRIDES}")
     command.add_argument("config", metavar="CONFIG", help="YAML file; keys: docs/configuration.md")
     command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="replaces keys of CONFIG")
@@ -92,8 +92,8 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         print(resolved_yaml(config))
-        found = ["# placement", *checked.placement.lines(), "", "# memory (estimate)", *checked.memory.lines()]
-        print("\n".join(found))
+        lines = ["# placement", *checked.placement.lines(), "", "# memory (estimate)", *checked.memory.lines()]
+        print("\n".join(lines))
         return 0
     from launcher.commands.run import run
 

@@ -1,12 +1,12 @@
-"""What the command line says instead of a traceback.
+"""Errors of user input, and termination by a signal.
 
-    LaunchError (ValueError)       anything a user can mend; the message is one screen: value, bound, fix
+    LaunchError (ValueError)       an error that the user can fix; the message is one screen: value, bound, fix
      +- ConfigError                the configuration file, an override, or a combination of both
      +- RunDirectoryError          the run directory is in use, or belongs to another run
-    Terminated (BaseException)     SIGTERM came
+    Terminated (BaseException)     the process received SIGTERM
 
-`cli.main` prints the message of a `LaunchError` and exits with code 2. How every other exception ends a command, and
-with which exit code, is in `launcher.endings.kinds`; what the terminal shows of it, in `launcher.endings.screen`.
+`cli.main` prints the message of a `LaunchError` and exits with code 2. `launcher.endings.kinds` maps every other
+exception to an exit code; `launcher.endings.screen` formats it for the terminal.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 
 class LaunchError(ValueError):
-    """Something the user can mend; the message names the value, the bound and the fix."""
+    """An error that the user can fix; the message names the value, the bound and the fix."""
 
 
 class ConfigError(LaunchError):
-    """The configuration cannot be run; the message lists every problem found, a paragraph each."""
+    """The configuration cannot be run; the message lists every problem, one paragraph each."""
 
 
 class RunDirectoryError(LaunchError):
@@ -26,14 +26,14 @@ class RunDirectoryError(LaunchError):
 
 
 class Terminated(BaseException):
-    """The process was asked to end (SIGTERM); like KeyboardInterrupt it is no `Exception`."""
+    """The process received SIGTERM; like KeyboardInterrupt it is no `Exception`."""
 
 
 @contextmanager
 def judging_user_input() -> Iterator[None]:
-    """A `ValueError` raised in the body becomes a `LaunchError`; for code that reads what the user gave.
+    """Turns a `ValueError` of the body into a `LaunchError`; for code that reads user input.
 
-    One that a remote process raised arrives wrapped with that process's traceback; its cause alone is shown.
+    Ray wraps the error of a remote process with that process's traceback; only its cause is shown.
     """
     try:
         yield

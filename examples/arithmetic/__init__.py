@@ -1,1 +1,1 @@
-"""Chains of additions and subtractions: a model small enough to learn on two cores."""
+"""Chains of additions and subtractions: a task for a model that trains on two cores."""

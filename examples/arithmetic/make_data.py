@@ -1,10 +1,9 @@
-"""Makes the problems: training prompts, a held-out set and the data of the warm start.
+"""Generates the problems: training prompts, a held-out set and the data of the warm start.
 
-A problem is a chain of 3 to 24 digits to add and subtract whose running total stays within 0..19; its answer may be
-written with every step or as the result alone. In the warm start about half of the answers do one and half the other,
-short chains mostly with steps and long ones mostly without, as a lazy writer would. So the model can do both, and
-reinforcement learning has something to find out: on long chains writing the steps pays. Steps are worded in one of
-several ways, so that sampling has entropy. Chain lengths, and with them answer lengths, are long-tailed.
+A problem is a chain of 3 to 24 digits to add and subtract whose running total stays within 0..19. An answer has every
+step and the result, or the result alone. About half of the warm start's answers have steps: most short chains do, most
+long ones do not. The model learns both forms; reinforcement learning then finds that steps earn more reward on long
+chains. Steps have several wordings, so that sampling has entropy. Chain lengths are long-tailed, and so are answers.
 
 Invariants (tested): every answer is right; no held-out problem occurs in the other two sets; each set is a function of
 the seed alone.
@@ -23,7 +22,7 @@ MEAN_EXTRA_TERMS = 6.0
 """Chains have `MIN_TERMS` terms plus an exponential number of further ones with this mean, cut at `MAX_TERMS`."""
 
 LONG_TERMS = 5
-"""Chains of so many terms and more count as long; almost three in four are."""
+"""Chains with at least this number of terms count as long: almost three in four."""
 STEPS_IF_SHORT, STEPS_IF_LONG = 0.8, 0.38
 """Shares of the warm start's short and long chains that are answered with every step."""
 
@@ -37,7 +36,7 @@ WORDINGS = (
     "{verb} {digit} makes {after}",
     "then {sign} {digit} : {after}",
 )
-"""Each names the term that it works on: a model of this size finds the next term by the last one it wrote."""
+"""Each names the term of its step: a model of this size finds the next term by the last one that it wrote."""
 VERBS = {"+": "plus", "-": "minus"}
 
 
@@ -51,7 +50,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """As it is asked: `7 + 5 - 3`."""
+        """The question: `7 + 5 - 3`."""
         return " ".join([str(self.first), *(f"{sign} {digit}" for sign, digit in self.terms)])
 
     @property
@@ -84,7 +83,7 @@ def make_problem(draw: random.Random) -> Problem:
 
 
 def make_problems(draw: random.Random, count: int, taken: set[str]) -> list[Problem]:
-    """`count` problems whose texts are not in `taken`; adds them to it."""
+    """`count` problems whose texts are not in `taken`; adds the new texts to `taken`."""
     problems: list[Problem] = []
     while len(problems) < count:
         problem = make_problem(draw)
@@ -106,7 +105,7 @@ def write_steps(draw: random.Random, problem: Problem) -> str:
 
 
 def write_result(problem: Problem) -> str:
-    """An answer that is the result alone."""
+    """An answer with the result alone."""
     return f"{ANSWER_MARK} {problem.answer}"
 
 

@@ -1,8 +1,8 @@
 """Makes the example's tokenizer and its untrained model, as a Hugging Face directory.
 
-The tokenizer's vocabulary is written down, not learned: special tokens, the words and the numbers of the problems, and
-every printable character for the rest, so that any ASCII text survives the round trip. 256 entries: with two
-tensor-parallel ranks each holds 128 rows, like every other sharded dimension of the model (a multiple of 128).
+The tokenizer's vocabulary is fixed, not learned: special tokens, the words and numbers of the problems, and every
+printable character, so that any ASCII text survives the round trip. It has 256 entries: each of two tensor-parallel
+ranks holds 128 rows. Every sharded dimension of the model is a multiple of 128 per rank.
 """
 
 import argparse

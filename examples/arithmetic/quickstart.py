@@ -65,7 +65,7 @@ def machine_is_fit(work: Path) -> bool:
     print("\n".join(["== machine", *map(str, checks)]), flush=True)
     wrong = [check for check in checks if check.problem]
     for check in wrong:
-        print(f"quickstart: {check.name}: {check.found}; {check.problem}", file=sys.stderr)
+        print(f"quickstart: {check.name}: {check.value}; {check.problem}", file=sys.stderr)
     return not wrong
 
 

@@ -1,1 +1,1 @@
-"""Checks of a configuration before anything starts."""
+"""Checks of a configuration and of the machine before any process starts."""

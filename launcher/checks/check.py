@@ -1,8 +1,7 @@
-"""Refuses what cannot run, before any process starts: impossible combinations of keys, missing files and bad rows,
-a model that cannot be cut that way, memory that is not there.
+"""Refuses configurations that cannot run, before any process starts: impossible combinations of keys, missing files,
+bad rows, a model that the partition does not divide, too little memory.
 
-Every problem found is listed in one `ConfigError`; what depends on a file that is missing is not judged. Nothing here
-imports torch.
+One `ConfigError` lists every problem. A check that needs a missing file is left out. Nothing here imports torch.
 """
 
 from dataclasses import dataclass
@@ -34,26 +33,26 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run that can be started, with what its checks have read and worked out: nobody reads or works it out again."""
+    """A run that can be started, with all facts that its checks have read or computed, so that each is read once."""
 
     config: RunConfig
     spec: ModelSpec
-    """Of the model in `config.model`."""
+    """Architecture of the model in `config.model`."""
     format: WeightFormat
-    """Of the weights that engines are sent."""
+    """Format of the weights in the engines."""
     costs: CostModel
-    """What samples are spread over ranks and micro batches by."""
+    """Costs of samples, by which they are spread over ranks and micro batches."""
     placement: Placement
     memory: MemoryPlan
     warnings: tuple[str, ...]
-    """What should be known of a run that is let pass, a sentence each."""
+    """Sentences for the user about a run that is not refused."""
 
 
 def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
-    """The facts of a run that can be started; raises `ConfigError` listing every problem otherwise."""
+    """The facts of a run that can be started; raises a `ConfigError` with every problem otherwise."""
     problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
-    for number, one in enumerate(config.data.train):
-        problems += prompt_file(f"data.train.{number}.path", one.path)
+    for number, dataset in enumerate(config.data.train):
+        problems += prompt_file(f"data.train.{number}.path", dataset.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
     if config.history.warm_start:
         problems += warm_start_problems(Path(config.history.warm_start))
@@ -83,18 +82,20 @@ def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
 
 
 def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
-    """Keys that make room on devices, where there is none to make."""
-    found = []
+    """Problems of keys that free memory of devices."""
+    problems = []
     if config.engine.sleep_level and not node.gpu_bytes:
-        found.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
+        problems.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
     if config.trainer.offload != "none" and not node.gpu_bytes:
-        found.append(f"`trainer.offload` = {config.trainer.offload}: on a CPU there is nowhere to go; set it to none")
-    if config.engine.sleep_level and config.publish.delta:
-        found.append(
-            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine that slept "
-            "needs all weights, and what it keeps to take changes fills the memory that sleeping frees; turn one off"
+        problems.append(
+            f"`trainer.offload` = {config.trainer.offload}: a trainer on a CPU cannot be offloaded; set it to none"
         )
-    return found
+    if config.engine.sleep_level and config.publish.delta:
+        problems.append(
+            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine needs all "
+            "weights after sleeping, and its delta baseline fills the memory that sleeping frees; turn one of them off"
+        )
+    return problems
 
 
 def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
@@ -130,7 +131,7 @@ def check_eval(config: EvalConfig) -> None:
         problems.append("`sets` is empty; name at least one evaluation set")
     if config.engine.format != "bf16":
         problems.append(
-            f"`engine.format` = {config.engine.format}: vLLM loads the directory itself here, in bf16; leave it out"
+            f"`engine.format` = {config.engine.format}: `eval` loads the directory with vLLM, in bf16; remove the key"
         )
     spec = _model(config.model, problems)
     if spec is not None:
@@ -144,7 +145,7 @@ def _raise_any(problems: list[str]) -> None:
 
 
 def _model(path: str, problems: list[str]) -> ModelSpec | None:
-    """The architecture in the directory `path`; None, with the reasons added to `problems`, if it cannot be used."""
+    """The architecture in the directory `path`; None if it cannot be read. Reasons are added to `problems`."""
     directory = Path(path)
     if not directory.is_dir():
         problems.append(f"`model` = {path}: no such directory; download or make the Hugging Face directory first")
@@ -163,7 +164,7 @@ def _model(path: str, problems: list[str]) -> ModelSpec | None:
 
 def _weights(directory: Path, spec: ModelSpec) -> list[str]:
     if not any(directory.glob("*.safetensors")):
-        return [f"`model` = {directory}: holds no *.safetensors; other weight files are not read"]
+        return [f"`model` = {directory}: holds no *.safetensors; convert the weights, other files are not read"]
     try:
         check_shapes(directory_shapes(directory), spec, directory)
     except (ValueError, OSError) as error:
@@ -175,7 +176,7 @@ def _gathers(parallel: ParallelConfig, node: NodeResources) -> list[str]:
     if parallel.tensor > 1 and parallel.expert > 1 and not node.gpu_bytes:
         return [
             f"`trainer.parallel.expert` = {parallel.expert} with `trainer.parallel.tensor` = {parallel.tensor}: gloo "
-            "cannot gather the tokens of spread experts over tensor ranks, NCCL can; on a CPU set one of them to 1"
+            "cannot gather the tokens of distributed experts over tensor ranks; on a CPU set one of them to 1"
         ]
     return []
 
@@ -189,30 +190,33 @@ def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:
 
 
 def _engine(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: dict[str, int]) -> list[str]:
-    """What the engine cannot hold: its share of heads, sequences beyond the model's positions or its cache."""
-    found = []
-    for what, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
+    """Problems of an engine: heads that do not divide, sequences beyond the model's positions or its cache."""
+    problems = []
+    for heads, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
         if count % engine.tensor_parallel:
-            found.append(
-                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {what}"
+            problems.append(
+                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {heads}"
             )
     for key, response in responses.items():
         sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
         if max_prompt + response > spec.max_positions:
-            found.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
+            problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
         needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
         if needed > engine.kv_cache_bytes:
-            found.append(
+            problems.append(
                 f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
                 f"{engine.kv_cache_bytes}; raise it"
             )
-    return found
+    return problems
 
 
 def _responses(sets: dict[str, EvalSetConfig], key: str) -> dict[str, int]:
-    return {f"{key}.{name}.max_response_tokens": one.max_response_tokens for name, one in sets.items()}
+    return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
 
 
 def _set_files(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
-    files = {f"{key}.{name}.path": one for name, one in sets.items()}
-    return [problem for dotted, one in files.items() for problem in prompt_file(dotted, one.path, limit=one.limit)]
+    return [
+        problem
+        for name, config in sets.items()
+        for problem in prompt_file(f"{key}.{name}.path", config.path, limit=config.limit)
+    ]

@@ -1,6 +1,6 @@
-"""Combinations of keys that cannot be run, judged from the configuration alone.
+"""Combinations of keys that cannot run, found from the configuration alone.
 
-Each function returns sentences; none is a pass. A sentence names both values and what to change.
+Each function returns one sentence per problem. A sentence names both values and the fix.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from rollout.config import EvalSetConfig
 
 
 def run_combinations(config: RunConfig) -> list[str]:
-    """Problems that the keys of a run have with each other."""
+    """Contradictions between the keys of a run."""
     checks: Sequence[Callable[[RunConfig], list[str]]] = (
         _sampling,
         _deterministic,
@@ -53,8 +53,8 @@ def _sampling(config: RunConfig) -> list[str]:
 def _deterministic(config: RunConfig) -> list[str]:
     if config.deterministic and config.engine.num_engines != 1:
         return [
-            f"`deterministic` = true with `engine.num_engines` = {config.engine.num_engines}: which engine takes a "
-            "group depends on timing; set engine.num_engines to 1 or deterministic to false"
+            f"`deterministic` = true with `engine.num_engines` = {config.engine.num_engines}: the engine of a group "
+            "depends on timing; set engine.num_engines to 1 or deterministic to false"
         ]
     return []
 
@@ -81,13 +81,13 @@ def _algorithm(config: RunConfig) -> list[str]:
     if algorithm.advantage in ADVANTAGES.names and algorithm.group_size < 2:
         found.append(
             f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
-            "it compares the responses of a group, so a group needs at least 2"
+            "the advantage compares the responses of a group; set group_size to 2 or more"
         )
     correction = algorithm.correction
     if correction.mode in ("icepop", "mis_product", "mis_geometric") and correction.low >= correction.cap:
         found.append(
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
-            f"{correction.cap}: mode {correction.mode} keeps the band between them, which is empty"
+            f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
         )
     return found
 
@@ -120,8 +120,8 @@ def _history(config: RunConfig) -> list[str]:
 def _publish(config: RunConfig) -> list[str]:
     if config.publish.delta and config.publish.transport in ("shm", "cuda_ipc"):
         return [
-            f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map what the "
-            "trainer has written, so there is nothing to save; set delta to false or transport to auto"
+            f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map the trainer's "
+            "memory, so a delta saves no bytes; set delta to false or transport to auto"
         ]
     return []
 
@@ -132,8 +132,9 @@ def _planner(config: RunConfig) -> list[str]:
     needed = planner.overlap + (planner.head_start > 0 and not flexible)
     if planner.max_staleness < needed:
         found.append(
-            f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, to which `planner.overlap` = "
-            f"{planner.overlap} and `planner.head_start` = {planner.head_start} can lead; raise it or lower them"
+            f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, the staleness allowed by "
+            f"`planner.overlap` = {planner.overlap} and `planner.head_start` = {planner.head_start}; raise it or lower "
+            "them"
         )
     if planner.tail_engines >= config.engine.num_engines:
         found.append(
@@ -142,14 +143,14 @@ def _planner(config: RunConfig) -> list[str]:
         )
     if flexible and planner.head_start > 0:
         found.append(
-            f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on what is "
-            "complete first: set head_start to 0, or the policy to adaptive"
+            f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on the groups "
+            "that finish first: set head_start to 0, or the policy to adaptive"
         )
     if config.deterministic and config.samples_ahead:
         found.append(
             f"`deterministic` = true with `planner.overlap` = {planner.overlap} and `planner.head_start` = "
-            f"{planner.head_start}: where new weights meet a response depends on timing; set both to 0 or "
-            "deterministic to false"
+            f"{planner.head_start}: the token at which a response meets new weights depends on timing; set both to 0 "
+            "or deterministic to false"
         )
     return found
 
@@ -157,15 +158,15 @@ def _planner(config: RunConfig) -> list[str]:
 def _mode(config: RunConfig) -> list[str]:
     mode, found = config.placement.mode, []
     if mode == "disaggregated":
-        held = {
+        colocated_only = {
             "engine.sleep_level": config.engine.sleep_level or None,
             "trainer.offload": config.trainer.offload if config.trainer.offload != "none" else None,
             "publish.transport": "cuda_ipc" if config.publish.transport == "cuda_ipc" else None,
         }
         found += [
-            f"`placement.mode` = disaggregated with `{key}` = {value}: that is for trainer and engines on the same "
+            f"`placement.mode` = disaggregated with `{key}` = {value}: the key needs trainer and engines on the same "
             f"devices; set {key} to its default or the mode to colocated"
-            for key, value in held.items()
+            for key, value in colocated_only.items()
             if value is not None
         ]
     elif config.publish.transport == "nccl":
@@ -177,10 +178,10 @@ def _mode(config: RunConfig) -> list[str]:
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:
-    """Evaluation sets that would repeat one greedy response."""
+    """Problems of evaluation sets that would repeat one greedy response."""
     return [
-        f"`{key}.{name}.samples_per_prompt` = {one.samples_per_prompt} with temperature 0: greedy responses of one "
+        f"`{key}.{name}.samples_per_prompt` = {config.samples_per_prompt} with temperature 0: greedy responses of one "
         "prompt are all equal; set samples_per_prompt to 1 or temperature above 0"
-        for name, one in sets.items()
-        if one.samples_per_prompt > 1 and one.temperature == 0
+        for name, config in sets.items()
+        if config.samples_per_prompt > 1 and config.temperature == 0
     ]

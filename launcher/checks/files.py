@@ -1,9 +1,8 @@
-"""Reads data files the way the run will, before it starts: one bad row is named by file and line, not met in step 40.
+"""Checks data files and tokenizer files before a run starts; a bad row is named by file and line.
 
-Only the rows' shape is judged; token counts need the tokenizer and are checked when the prompts are loaded.
+Only the structure of rows is checked. Token counts need the tokenizer and are checked when the prompts are loaded.
 
-`tokenizer_problems`: whether a fast tokenizer's file fits its model, judged without loading the tokenizer (and torch
-with it).
+`tokenizer_problems` compares a fast tokenizer's file with its model without loading the tokenizer (and torch with it).
 """
 
 import json
@@ -33,8 +32,8 @@ def sft_file(key: str, path: str) -> list[str]:
     if problem := _file(key, path):
         return [problem]
     try:
-        with closing(raw_rows(path)) as found:
-            for where, values in found:
+        with closing(raw_rows(path)) as rows:
+            for where, values in rows:
                 if not isinstance(values, dict) or not isinstance(values.get("response"), str):
                     return [f"`{key}`: {where}: a row must be an object with `prompt` and `response` (text)"]
                 prompt_of(values, where=where)
@@ -44,11 +43,11 @@ def sft_file(key: str, path: str) -> list[str]:
 
 
 def _file(key: str, path: str) -> str:
-    """What is wrong with the file itself; empty if nothing is."""
+    """Problem of the file itself; empty if it can be read."""
     if not Path(path).is_file():
         return f"`{key}` = {path}: no such file (started in {Path.cwd()})"
     if Path(path).suffix not in KINDS:
-        return f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not read; needs {' or '.join(KINDS)}"
+        return f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not supported; needs {' or '.join(KINDS)}"
     return ""
 
 
@@ -61,32 +60,32 @@ class _AddedToken(BaseModel):
 
 class _Vocabulary(BaseModel):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """A table of ids, or (unigram) tokens with their scores in the order of their ids."""
+    """Ids by token, or (unigram) tokens with their scores in the order of their ids."""
 
 
 class _TokenizerFile(BaseModel):
-    """The part of `tokenizer.json` that gives ids; other keys are left alone."""
+    """The part of `tokenizer.json` that holds ids; other keys are ignored."""
 
     model: _Vocabulary
     added_tokens: list[_AddedToken] = []
 
     def largest_id(self) -> int:
-        """-1 if there is no token."""
+        """Largest token id; -1 if there is no token."""
         vocabulary = self.model.vocab
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         return max([*ids, *(token.id for token in self.added_tokens)], default=-1)
 
 
 def broken_json(directory: Path) -> list[str]:
-    """Small files of a model directory that loaders read and that are no JSON objects."""
-    found = []
+    """Problems of small files in a model directory that loaders read and that are no JSON objects."""
+    problems = []
     for path in (directory / name for name in _JSON_FILES if (directory / name).exists()):
         try:
             if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
-                found.append(f"{path} is not a JSON object; fetch it again")
+                problems.append(f"{path} is not a JSON object; fetch it again")
         except (OSError, ValueError, RecursionError) as error:
-            found.append(f"{path} is not JSON ({error}); fetch it again")
-    return found
+            problems.append(f"{path} is not JSON ({error}); fetch it again")
+    return problems
 
 
 def tokenizer_problems(path: Path, vocab_size: int) -> list[str]:

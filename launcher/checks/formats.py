@@ -1,4 +1,4 @@
-"""Refuses 8-bit formats that an engine could not hold, and warns of those that hardly pay. Pure: no torch."""
+"""Refuses 8-bit formats that an engine cannot load, and warns of formats with little gain. Pure: no torch."""
 
 import difflib
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
 
 WORTH_8_BIT = 14_000_000_000
-"""Parameters from which 8-bit rollouts gain clearly on GPUs (FlashRL's measurements)."""
+"""Number of parameters above which 8-bit rollouts are clearly faster on GPUs (FlashRL's measurements)."""
 
 
 def weight_format_problems(spec: ModelSpec, engine: EngineConfig, node: NodeResources) -> list[str]:
-    """What is wrong with `engine.format`, its exceptions and `engine.tensor_parallel` for this model."""
+    """Problems of `engine.format`, its exceptions and `engine.tensor_parallel` with this model."""
     format = WeightFormat.of(engine)
     if format.layout is None:
         return []
@@ -36,7 +36,7 @@ def weight_format_problems(spec: ModelSpec, engine: EngineConfig, node: NodeReso
 
 
 def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeResources) -> list[str]:
-    """What a user should know of a format that will work."""
+    """Warnings about a format that works."""
     if engine.format == "bf16":
         return []
     if node.gpu_bytes and (size := num_parameters(spec)) < WORTH_8_BIT:
@@ -45,14 +45,16 @@ def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeReso
             f"{WORTH_8_BIT / 1e9:.0f} billion 8-bit rollouts are rarely faster than bf16 on GPUs: measure both"
         ]
     if not node.gpu_bytes and engine.format.startswith("fp8"):
-        return [f"`engine.format` = {engine.format}: FP8 is emulated on CPUs; its numbers are FP8's, its speed is not"]
+        return [f"`engine.format` = {engine.format}: FP8 is emulated on CPUs: exact values, but slow"]
     return []
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of each matrix of the decoder layers, in order; of all experts one without number."""
-    whole = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    return {stack_of(one.hf_name): one.hf_full_shape for one in whole if one.kind is Kind.LINEAR}
+    """Shape of each matrix of the decoder layers by Hugging Face name, in order; the experts of a layer share a name
+    without expert number.
+    """
+    tensors = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
+    return {stack_of(tensor.hf_name): tensor.hf_full_shape for tensor in tensors if tensor.kind is Kind.LINEAR}
 
 
 def _layers(spec: ModelSpec, format: WeightFormat) -> Iterator[str]:
@@ -70,38 +72,38 @@ def _patterns(shapes: dict[str, tuple[int, ...]], format: WeightFormat) -> Itera
         if not any(fnmatchcase(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, [*modules, *(f"*.{m.split('.')[-1]}" for m in modules)], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"`engine.bf16_modules` holds {pattern!r}, which is the name of no linear of the model{hint}"
+            yield f"`engine.bf16_modules` holds {pattern!r}, which matches no linear layer of the model{hint}"
 
 
 def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers: int) -> Iterator[str]:
-    judged = set()
+    reported = set()
     for name in shapes:
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         for group in (FUSED_EXPERTS,) if parent.endswith(".experts") else FUSED:
             if leaf == group[0]:
-                kept = [one for one in group if format.excepts(f"{parent}.{one}.weight", num_layers)]
-                if 0 < len(kept) < len(group) and group not in judged:
-                    judged.add(group)
+                excepted = [matrix for matrix in group if format.excepts(f"{parent}.{matrix}.weight", num_layers)]
+                if 0 < len(excepted) < len(group) and group not in reported:
+                    reported.add(group)
                     yield (
-                        f"`engine.bf16_modules` excepts {', '.join(kept)} of {parent}, but vLLM holds "
-                        f"{', '.join(group)} as one; except all of them or none"
+                        f"`engine.bf16_modules` excepts {', '.join(excepted)} of {parent}, but vLLM fuses "
+                        f"{', '.join(group)} into one matrix; except all of them or none"
                     )
 
 
 def _blocks(shapes: dict[str, tuple[int, ...]], tensor_parallel: int) -> Iterator[str]:
-    """The rule of vLLM itself: no block may lie on two ranks, or in two of the matrices that it holds as one."""
-    may_end_anywhere = {group[-1] for group in FUSED} if tensor_parallel == 1 else set()
+    """VLLM's own rule: no block may span two ranks, or two matrices that vLLM fuses into one."""
+    last_of_fused = {group[-1] for group in FUSED} if tensor_parallel == 1 else set()
     fused = {leaf for group in FUSED for leaf in group}
-    judged = set()
+    reported = set()
     for name, (rows, columns) in shapes.items():
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        size, what = (rows, "rows") if leaf in fused else (columns, "columns")
-        whole = leaf in may_end_anywhere or (leaf not in fused and tensor_parallel == 1)
-        if whole or leaf in judged or size / tensor_parallel % FP8_BLOCK == 0:
+        size, axis = (rows, "rows") if leaf in fused else (columns, "columns")
+        uncut = leaf in last_of_fused or (leaf not in fused and tensor_parallel == 1)
+        if uncut or leaf in reported or size / tensor_parallel % FP8_BLOCK == 0:
             continue
-        judged.add(leaf)
+        reported.add(leaf)
         yield (
             f"`engine.format` = fp8_block with `engine.tensor_parallel` = {tensor_parallel}: each rank would hold "
-            f"{size / tensor_parallel:g} {what} of {name}, which is no multiple of {FP8_BLOCK}; use another "
+            f"{size / tensor_parallel:g} {axis} of {name}, which is no multiple of {FP8_BLOCK}; use another "
             "tensor_parallel, or fp8_channel"
         )

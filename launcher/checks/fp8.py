@@ -1,4 +1,4 @@
-"""Refuses what `trainer.fp8` cannot be combined with, and says what a user should know of what it can.
+"""Refuses settings that `trainer.fp8` cannot be combined with, and warns of lossy combinations.
 
 The bounds are Transformer Engine's (2.12: `check_fp8_block_scaling_support`, `assert_dim_for_fp8_exec`,
 `assert_dim_for_all_gather`, the leading dimensions in `cublaslt_gemm.cu`) and Megatron's (FP8 parameters belong to the
@@ -13,18 +13,18 @@ from rollout.config import EngineConfig
 from rollout.weights.format import FP8_BLOCK
 
 OLDEST_GPU = (9, 0)
-"""Compute capability from which Transformer Engine has block scaling."""
+"""Lowest compute capability with block scaling in Transformer Engine."""
 
 MULTIPLE = 16
-"""Of rows and columns of matrices in FP8 products, which are multiplied in three ways."""
+"""Rows and columns of matrices in FP8 products (forward, input gradient, weight gradient) are multiples of it."""
 
 
 def fp8_problems(spec: ModelSpec, trainer: TrainerConfig, node: NodeResources) -> list[str]:
-    """What is wrong with `trainer.fp8` for this model, trainer and machine."""
+    """Problems of `trainer.fp8` with this model, trainer and machine."""
     if "fp8_param" in trainer.megatron:
         return [
-            f"`trainer.megatron.fp8_param` = {trainer.megatron['fp8_param']}: weights in FP8 are loaded, published and "
-            "saved in ways of their own; set `trainer.fp8` to blockwise_param instead"
+            f"`trainer.megatron.fp8_param` = {trainer.megatron['fp8_param']}: weights in FP8 need their own loading, "
+            "publishing and saving; set `trainer.fp8` to blockwise_param instead"
         ]
     if trainer.fp8 == "none":
         return []
@@ -33,41 +33,41 @@ def fp8_problems(spec: ModelSpec, trainer: TrainerConfig, node: NodeResources) -
 
 def _machine(trainer: TrainerConfig, node: NodeResources) -> list[str]:
     if not node.gpu_bytes:
-        return [f"`trainer.fp8` = {trainer.fp8}: there are no FP8 products for a trainer on a CPU; set it to none"]
+        return [f"`trainer.fp8` = {trainer.fp8}: a trainer on a CPU has no FP8 products; set it to none"]
     if node.gpu_capability is not None and node.gpu_capability < OLDEST_GPU:
-        found, needed = (".".join(map(str, capability)) for capability in (node.gpu_capability, OLDEST_GPU))
+        present, needed = (".".join(map(str, capability)) for capability in (node.gpu_capability, OLDEST_GPU))
         return [
-            f"`trainer.fp8` = {trainer.fp8}: this node's GPU has compute capability {found}, block-wise FP8 needs "
+            f"`trainer.fp8` = {trainer.fp8}: this node's GPU has compute capability {present}, block-wise FP8 needs "
             f"{needed}; set it to none"
         ]
     return []
 
 
 def _keys(trainer: TrainerConfig) -> list[str]:
-    found = [
+    problems = [
         f"`trainer.megatron.{key}` = {trainer.megatron[key]} with `trainer.fp8` = {trainer.fp8}, which sets it; remove "
         "one of them"
         for key in ("fp8", "fp8_recipe")
         if key in trainer.megatron
     ]
     if trainer.dtype != "bf16":
-        found.append(
-            f"`trainer.fp8` = {trainer.fp8} with `trainer.dtype` = {trainer.dtype}: FP8 products begin and end in "
-            "bf16; set dtype to bf16, or fp8 to none"
+        problems.append(
+            f"`trainer.fp8` = {trainer.fp8} with `trainer.dtype` = {trainer.dtype}: FP8 products have bf16 inputs and "
+            "outputs; set dtype to bf16, or fp8 to none"
         )
     if trainer.fp8 == "blockwise_param" and not trainer.optimizer.distributed:
-        found.append(
+        problems.append(
             "`trainer.fp8` = blockwise_param with `trainer.optimizer.distributed` = false: only Megatron's distributed "
             "optimizer updates weights that are FP8; set distributed to true, or fp8 to blockwise"
         )
-    return found
+    return problems
 
 
 def _shapes(spec: ModelSpec, trainer: TrainerConfig) -> list[str]:
     parallel = trainer.parallel
     if not _is_cut_evenly(spec, trainer):
         return []
-    found = [
+    problems = [
         f"`trainer.fp8` = {trainer.fp8} with `trainer.parallel.tensor` = {parallel.tensor}: each rank would hold a "
         f"matrix of {shape[0]} x {shape[1]} ({name.removeprefix('decoder.layers.0.')}), and FP8 products need "
         f"multiples of {MULTIPLE}; use another tensor, or set fp8 to none"
@@ -75,16 +75,16 @@ def _shapes(spec: ModelSpec, trainer: TrainerConfig) -> list[str]:
         if any(size % MULTIPLE for size in shape)
     ]
     if parallel.tensor > 1 and spec.hidden_size % FP8_BLOCK:
-        found.append(
+        problems.append(
             f"`trainer.fp8` = {trainer.fp8} with `trainer.parallel.tensor` = {parallel.tensor}: activations are "
-            f"gathered in blocks of {FP8_BLOCK}, of which the model's hidden size {spec.hidden_size} is no multiple; "
+            f"gathered in blocks of {FP8_BLOCK}, and the model's hidden size {spec.hidden_size} is no multiple of it; "
             "set tensor to 1, or fp8 to none"
         )
-    return found
+    return problems
 
 
 def _is_cut_evenly(spec: ModelSpec, trainer: TrainerConfig) -> bool:
-    """Otherwise that is refused, and there are no shapes to judge."""
+    """Whether the partition divides the model; `check_parallel` reports it otherwise, and shapes are unknown."""
     try:
         check_parallel(spec, trainer.parallel)
     except ValueError:
@@ -93,17 +93,17 @@ def _is_cut_evenly(spec: ModelSpec, trainer: TrainerConfig) -> bool:
 
 
 def fp8_warnings(spec: ModelSpec, trainer: TrainerConfig, engine: EngineConfig) -> list[str]:
-    """What a user should know of FP8 weights that will work."""
+    """Warnings about FP8 weights of the trainer that are quantised twice."""
     if trainer.fp8 != "blockwise_param" or engine.format == "bf16":
         return []
     if engine.format != "fp8_block":
         return [
-            f"`trainer.fp8` = blockwise_param with `engine.format` = {engine.format}: weights are rounded once by the "
-            "trainer and once more for engines; fp8_block sends the trainer's own codes"
+            f"`trainer.fp8` = blockwise_param with `engine.format` = {engine.format}: weights are rounded by the "
+            "trainer and again for engines; fp8_block sends the trainer's own codes"
         ]
     if recut := cut_otherwise(spec, trainer.parallel):
         return [
-            f"`trainer.fp8` = blockwise_param: {', '.join(recut)} lie in other blocks of {FP8_BLOCK} x {FP8_BLOCK} in "
-            "the trainer than in engines, and are quantised once more (publish/as_is_share says how much is not)"
+            f"`trainer.fp8` = blockwise_param: {', '.join(recut)} have other blocks of {FP8_BLOCK} x {FP8_BLOCK} in "
+            "the trainer than in engines, so they are quantised again (publish/as_is_share: share sent unchanged)"
         ]
     return []

@@ -1,7 +1,7 @@
-"""Whether a dotted path leads to a function, judged from the source: the user's module is not run.
+"""Checks that a dotted path names a function, from the source: the user's module is not executed.
 
-What cannot be told from the source (a module in C, names bound by `import *` or at run time) passes; the function is
-imported where it is needed, and judged again there.
+Names that the source does not show (a module in C, `import *`, names bound at run time) pass. The process that needs
+the function imports and checks it again.
 """
 
 import ast
@@ -17,46 +17,46 @@ def function_problems(paths: Mapping[str, str]) -> list[str]:
 
 
 def _problem(key: str, path: str) -> str:
-    """What is wrong with one path; empty if nothing is."""
+    """Problem of one path; empty if there is none."""
     module, _, name = path.rpartition(".")
     if not module:
-        return f"`{key}` = {path} is no dotted path; write it as package.module.function"
+        return f"`{key}` = {path} is no dotted path; write package.module.function"
     try:
         spec = find_spec(module)
     except ImportError:
         spec = None
-    except Exception as error:  # the border to the user's code: a package runs when a module in it is looked up
+    except Exception as error:  # the lookup executes the user's package
         return f"`{key}` = {path}: importing its package failed: {type(error).__name__}: {error}"
     if spec is None:
         return (
             f"`{key}` = {path}: no module `{module}` can be imported; "
-            "it is looked up like an import, from the start directory and the environment"
+            "put it under the start directory or install it in the environment"
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
         return ""
     return _in_source(f"`{key}` = {path}", Path(spec.origin), name)
 
 
-def _in_source(what: str, source: Path, name: str) -> str:
+def _in_source(setting: str, source: Path, name: str) -> str:
     try:
         tree = ast.parse(source.read_bytes(), filename=str(source))
     except (OSError, SyntaxError, ValueError) as error:
-        return f"{what}: {source} is not Python: {error}"
+        return f"{setting}: {source} is not Python: {error}"
     bound = dict(_bound(tree))
     if "*" in bound or "__getattr__" in bound:
         return ""
     if name not in bound:
-        nearest = difflib.get_close_matches(name, [one for one in bound if not one.startswith("_")], n=1)
+        nearest = difflib.get_close_matches(name, [other for other in bound if not other.startswith("_")], n=1)
         hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
-        return f"{what}: {source} defines no `{name}`{hint}"
+        return f"{setting}: {source} defines no `{name}`{hint}"
     value = bound[name]
     if isinstance(value, ast.Constant):
-        return f"{what}: `{name}` is {value.value!r}, but a function is needed; name one of {source}"
+        return f"{setting}: `{name}` is {value.value!r}, not a function; name a function of {source}"
     return ""
 
 
 def _bound(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Names that a module binds outside functions and classes, with the expression where it is a plain one."""
+    """Names that a module binds outside functions and classes, with the assigned expression if it is a single one."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, None
@@ -64,7 +64,7 @@ def _bound(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             for alias in node.names:
                 yield alias.asname or alias.name.partition(".")[0], None
         elif isinstance(node, ast.Assign):
-            names = [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            names = [leaf.id for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
             yield from ((name, node.value if len(names) == 1 else None) for name in names)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.value

@@ -1,7 +1,7 @@
-"""Adds up what the processes of a run will hold on this node, and says whether it fits.
+"""Estimates the memory of a run's processes on this node and refuses runs that do not fit.
 
-On CPU everything shares the node's memory; with GPUs the bound is the fullest device, which a trainer rank and engine
-ranks may share. The arithmetic per rank is `megatron_rl.memory`'s.
+On CPUs all processes share the node's memory. With GPUs the fullest device is the bound; a trainer rank and engine
+ranks may share it. `megatron_rl.memory` computes the bytes of a rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,19 +22,20 @@ from megatron_rl.model.spec import ModelSpec
 from rollout.weights.format import WeightFormat
 
 SEGMENT_TOKEN_BYTES = 8
-"""A token and its place in the sorted order."""
+"""Bytes of a token and of its suffix-array entry."""
 
 HISTORY_PROCESS_BYTES = 200 << 20
-"""Resident memory of a shard or a reader that holds nothing yet."""
+"""Resident memory of an empty history shard or reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What will be used and what there is, of the node (CPU) or of its fullest device."""
+    """Needed and available memory of the node (CPU) or of its fullest device."""
 
     items: tuple[MemoryItem, ...]
     available_bytes: int
     where: str
+    """Name of the node or device, for people."""
 
     @property
     def total_bytes(self) -> int:
@@ -42,7 +43,7 @@ class MemoryPlan:
         return sum(item.num_bytes for item in self.items)
 
     def lines(self) -> list[str]:
-        """One line per item, and the sum against what is available."""
+        """One line per item, and the sum beside the available memory."""
         width = max(len(item.what) for item in self.items)
         body = [f"{item.what:{width}}  {gib(item.num_bytes)}" for item in self.items]
         return [
@@ -51,19 +52,19 @@ class MemoryPlan:
         ]
 
     def problems(self) -> list[str]:
-        """One sentence if it does not fit, naming the knobs of the largest items."""
+        """One sentence if the plan does not fit, with the keys of the largest items."""
         if self.total_bytes <= self.available_bytes:
             return []
         largest = sorted((item for item in self.items if item.knob), key=lambda item: -item.num_bytes)[:2]
         advice = " or ".join(f"`{item.knob}` ({item.what}: {gib(item.num_bytes)})" for item in largest)
         return [
-            f"about {gib(self.total_bytes)} would be needed, but {gib(self.available_bytes)} are available "
+            f"about {gib(self.total_bytes)} are needed, but {gib(self.available_bytes)} are available "
             f"({self.where}); the largest parts: change {advice}"
         ]
 
 
 def gib(num_bytes: int) -> str:
-    """`num_bytes` for people."""
+    """`num_bytes` as text in GiB."""
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
@@ -92,7 +93,7 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         _item("trainer processes", world * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
         *_times(engine, ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),
-        _item("weights on their way", weight_bytes(spec, WeightFormat.of(config.engine)), "engine.format"),
+        _item("weights in transit", weight_bytes(spec, WeightFormat.of(config.engine)), "engine.format"),
         *(_baselines(config, spec) if config.publish.delta else []),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
         *(_history(config) if config.drafts else []),
@@ -101,25 +102,26 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
 
 
 CONTEXT_BYTES = 600 << 20
-"""Of a CUDA device for each process that uses it: context, libraries' handles and workspaces; an estimate."""
+"""Device memory of each process for context, library handles and workspaces; an estimate."""
 GRAPH_BYTES = 1 << 30
 """CUDA graphs of one engine rank; an estimate."""
 RESERVE = 0.05
-"""Share of what is needed that fragmentation takes; an estimate."""
+"""Share lost to fragmentation; an estimate."""
 
 _STAYS = {"none": ("parameters", "gradients", "optimizer"), "optimizer": ("parameters",), "all": ()}
-"""What of a trainer is on its device while engines sample, by `trainer.offload`."""
+"""Items of a trainer that stay on its device while engines sample, by `trainer.offload`."""
 
 
 def device_phases(
     config: RunConfig, trainer: Sequence[MemoryItem], engine: Sequence[MemoryItem]
 ) -> dict[str, tuple[MemoryItem, ...]]:
-    """What one device holds in each phase; `trainer` and `engine` are of the ranks on it.
+    """Memory of one device in each phase; `trainer` and `engine` are the items of the ranks on it.
 
-    While engines sample, of the trainer is there what `trainer.offload` leaves; while it trains, of the engines what
-    `engine.sleep_level` leaves; during a publish weights of both, and what is on its way.
+    While engines sample, `trainer.offload` decides which trainer items stay. While the trainer trains,
+    `engine.sleep_level` decides which engine items stay. A publish holds the weights of both sides and the bytes in
+    transit.
     """
-    own_devices = config.placement.mode == "disaggregated"
+    disaggregated = config.placement.mode == "disaggregated"
     trains = _times(trainer, 1, "trainer")
     stays = _times([item for item in trainer if item.what in _STAYS[config.trainer.offload]], 1, "trainer")
     left_to_send = ("parameters",) if config.trainer.offload != "none" else _STAYS["none"]
@@ -127,29 +129,31 @@ def device_phases(
     samples = [*_times(engine, 1, "engine"), _item("CUDA graphs", GRAPH_BYTES, "engine.vllm")]
     weights = [item for item in engine if item.what == "weights"]
     sleeps = config.engine.sleep_level > 0
-    travels = _on_the_way(config, sum(item.num_bytes for item in weights))
-    if own_devices:
-        phases = {"where engines are": [*samples, *travels], "where the trainer is": [*trains, *travels]}
+    transit = _in_transit(config, sum(item.num_bytes for item in weights))
+    if disaggregated:
+        phases = {"an engine's device": [*samples, *transit], "a trainer rank's device": [*trains, *transit]}
     else:
         phases = {
             "while engines sample": [*stays, *samples],
             "while the trainer trains": [*trains, *([] if sleeps else samples)],
-            "while weights travel": [*sends, *(_times(weights, 1, "engine") if sleeps else samples), *travels],
+            "during a publish": [*sends, *(_times(weights, 1, "engine") if sleeps else samples), *transit],
         }
-    contexts = _item("CUDA contexts", (1 if own_devices else 2) * CONTEXT_BYTES, "")
+    contexts = _item("CUDA contexts", (1 if disaggregated else 2) * CONTEXT_BYTES, "")
     return {phase: (*items, contexts, _reserve([*items, contexts])) for phase, items in phases.items()}
 
 
-def _on_the_way(config: RunConfig, own_bytes: int) -> list[MemoryItem]:
-    """Of a publish on a device whose engine ranks take `own_bytes`: all of it staged, or two buckets and baselines."""
+def _in_transit(config: RunConfig, engine_bytes: int) -> list[MemoryItem]:
+    """Memory of a publish on a device whose engine ranks receive `engine_bytes`: a whole staged publish (CUDA IPC), or
+    two buckets and the delta baselines (NCCL).
+    """
     publish = config.publish
-    own_devices = config.placement.mode == "disaggregated"
-    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta and not own_devices):
-        return [_item("weights on their way", own_bytes, "engine.tensor_parallel")]
-    if publish.transport != "nccl" and not (own_devices and publish.transport == "auto"):
+    disaggregated = config.placement.mode == "disaggregated"
+    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta and not disaggregated):
+        return [_item("weights in transit", engine_bytes, "engine.tensor_parallel")]
+    if publish.transport != "nccl" and not (disaggregated and publish.transport == "auto"):
         return []  # through the host
-    baselines = [_item("publish baselines", own_bytes, "publish.delta")] if publish.delta else []
-    return [_item("buckets on their way", 2 * publish.bucket_bytes, "publish.bucket_bytes"), *baselines]
+    baselines = [_item("publish baselines", engine_bytes, "publish.delta")] if publish.delta else []
+    return [_item("buckets in transit", 2 * publish.bucket_bytes, "publish.bucket_bytes"), *baselines]
 
 
 def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
@@ -157,20 +161,20 @@ def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
 
 
 def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:
-    """Buckets of the last publish, which the trainer keeps to find changes and each engine to apply them."""
+    """Buckets of the last publish: a copy in the trainer, to find changes, and one in each engine, to apply them."""
     copies = 1 + config.engine.num_engines
     return [_item("publish baselines", copies * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
 
 
 def _history(config: RunConfig) -> list[MemoryItem]:
-    """At most the budget, or all that a short run can say; segments of the step that runs and of the next one."""
+    """The smaller of the budget and all responses of the run; segments of the current step and of the next one."""
     num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     step_tokens = num_responses * config.sampling.max_response_tokens
-    said = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
+    run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
     segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps
     actors = (config.history.num_shards + 1) * HISTORY_PROCESS_BYTES
     return [
-        _item("history", min(said, config.history.budget_bytes), "history.budget_bytes"),
+        _item("history", min(run_bytes, config.history.budget_bytes), "history.budget_bytes"),
         _item("history segments", segments, "sampling.max_response_tokens"),
         _item("history processes", actors, "history.num_shards"),
     ]
@@ -191,8 +195,8 @@ def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> Memor
     return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
 
 
-def _times(items: Iterable[MemoryItem], count: int, who: str) -> list[MemoryItem]:
-    return [replace(item, what=f"{who} {item.what}", num_bytes=count * item.num_bytes) for item in items]
+def _times(items: Iterable[MemoryItem], count: int, role: str) -> list[MemoryItem]:
+    return [replace(item, what=f"{role} {item.what}", num_bytes=count * item.num_bytes) for item in items]
 
 
 def _item(what: str, num_bytes: int, knob: str) -> MemoryItem:

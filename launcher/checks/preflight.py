@@ -1,6 +1,6 @@
-"""What a machine must have before a run of many minutes is started on it: one line per check, one sentence if it fails.
+"""Checks the machine before a run of many minutes: one line per check, with the fix if the check fails.
 
-Needs a second and starts nothing. What the configuration itself asks for is judged by `--dry-run` of its command.
+Starts no cluster. `--dry-run` of a command checks the needs of its configuration.
 """
 
 import os
@@ -15,7 +15,7 @@ from launcher.cluster.node import NodeResources, cpu_model, gpu_names, node_reso
 
 PYTHONS = ((3, 11), (3, 12))
 MIN_DISK_BYTES = 2 << 30
-"""Checkpoints, samples and an offline wandb run of a small example, and what Ray writes beside it."""
+"""Checkpoints, samples and an offline wandb run of a small example, and Ray's own files."""
 MIN_SHARED_BYTES = 512 << 20
 """Ray's object store and one publish of a small model; containers often have 64 MiB."""
 MIN_MEMORY_BYTES = 3 << 30
@@ -25,15 +25,16 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line: what was looked at, what was found, and why that is not enough."""
+    """One line: the subject, its value on this machine and the problem."""
 
     name: str
-    found: str
+    value: str
+    """As measured on this machine."""
     problem: str = ""
-    """Names the bound and the fix; empty if the check passes."""
+    """Bound and fix; empty if the check passes."""
 
     def __str__(self) -> str:
-        return f"  {self.name:14} {self.found}" + (f" - {self.problem}" if self.problem else "")
+        return f"  {self.name:14} {self.value}" + (f" - {self.problem}" if self.problem else "")
 
 
 def machine_checks(work: Path) -> list[Check]:
@@ -52,37 +53,36 @@ def machine_checks(work: Path) -> list[Check]:
 def python(version: tuple[int, int]) -> Check:
     """The interpreter's version."""
     known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    found = f"{version[0]}.{version[1]}"
     problem = "" if version in PYTHONS else f"needs {known}; make the environment anew: make PYTHON=python3.11"
-    return Check(name="python", found=found, problem=problem)
+    return Check(name="python", value=f"{version[0]}.{version[1]}", problem=problem)
 
 
 def processor(machine: str, node: NodeResources) -> Check:
     """Architecture, cores and devices."""
     devices = f", {len(node.gpu_bytes)} x {gpu_names()[0]}" if node.gpu_bytes else ", no GPU"
     problem = "" if machine == "x86_64" else "needs x86_64, for which the packages are locked; use another machine"
-    return Check(name="processor", found=f"{machine}, {node.cpu_cores} core(s){devices}", problem=problem)
+    return Check(name="processor", value=f"{machine}, {node.cpu_cores} core(s){devices}", problem=problem)
 
 
 def memory(node: NodeResources) -> Check:
-    """Memory that can be had now."""
+    """Memory that can be allocated now."""
     enough = node.available_bytes >= MIN_MEMORY_BYTES
     problem = "" if enough else f"needs {gib(MIN_MEMORY_BYTES)}; end other programs, or raise the container's limit"
-    return Check(name="memory", found=f"{gib(node.available_bytes)} available", problem=problem)
+    return Check(name="memory", value=f"{gib(node.available_bytes)} available", problem=problem)
 
 
 def disk(name: str, path: Path, needed_bytes: int, fix: str) -> Check:
-    """Free space where `path` is, or will be."""
+    """Free space of the file system of `path`, which need not exist yet."""
     target = path.absolute()
-    there = next(place for place in (target, *target.parents) if place.exists())
-    free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
-        return Check(name=name, found=str(there), problem="cannot be written by this user; name another directory")
+    existing = next(place for place in (target, *target.parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        return Check(name=name, value=str(existing), problem="is not writable for this user; name another directory")
     problem = "" if free >= needed_bytes else f"needs {gib(needed_bytes)}; {fix}"
-    return Check(name=name, found=f"{gib(free)} free at {there}", problem=problem)
+    return Check(name=name, value=f"{gib(free)} free at {existing}", problem=problem)
 
 
 def kernels(model: str, flags: list[str]) -> Check:
     """The flags by which kernels are chosen; whether a kernel is right is tested by the engine when it starts."""
     problem = "" if "avx2" in flags else "vLLM's CPU kernels need AVX2; use a newer processor"
-    return Check(name="kernels", found=f"{model}: {', '.join(flags) or 'none of the known flags'}", problem=problem)
+    return Check(name="kernels", value=f"{model}: {', '.join(flags) or 'none of the known flags'}", problem=problem)

@@ -1,1 +1,1 @@
-"""Nodes, placement, processes and engine restarts."""
+"""Node facts, placement, processes and engine restarts."""

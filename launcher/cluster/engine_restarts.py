@@ -1,7 +1,7 @@
-"""Brings engines back that have died: another process under the same number, joined to the trainer and to the history.
+"""Restarts engines that died: a new process with the same number, connected to the trainer and to the history.
 
-The new engine is fenced until the next publish, which brings it all weights: versions of different engines cannot
-be told apart by a delta, so channels begin anew for all of them.
+A new engine is fenced until the next publish, which sends it all weights. A delta does not distinguish versions of
+different engines, so the channels of all engines are set up again.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ class EngineRestarter:
     num_restarts: int = field(default=0)
 
     def restart_lost(self) -> int:
-        """Start another engine for each that is lost; returns how many. They need a publish before they serve.
+        """Restart each lost engine; returns their number. A restarted engine needs a publish before it serves.
 
         Raises:
-            EnginesLostError: engines of this run have died too often.
-            RuntimeError: one does not come up.
+            EnginesLostError: more engines died in this run than `max_restarts` allows.
+            RuntimeError: a restarted engine failed to start.
         """
         self.engines.notice_deaths(timeout_s=ANSWER_TIMEOUT_S)
         lost = self.engines.lost
@@ -43,18 +43,18 @@ class EngineRestarter:
             return 0
         self.num_restarts += len(lost)
         for number in lost:
-            self.say(f"engine {number} died and is started again: {self.engines.why(number)}")
+            self.say(f"engine {number} died and is restarted: {self.engines.why(number)}")
         if self.num_restarts > self.max_restarts:
             raise EnginesLostError(
-                f"engines have died {self.num_restarts} times, engine.max_restarts = {self.max_restarts} times are "
-                f"allowed; the last one of: {self.engines.why(lost[-1])}",
+                f"engines have died {self.num_restarts} times, `engine.max_restarts` = {self.max_restarts} allows "
+                f"fewer; last reason: {self.engines.why(lost[-1])}",
                 Place(role="engine", ranks=lost),
             )
         self.running.end([self.engines.actors[number] for number in lost])
-        begun = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}
-        for number, (single, starting) in begun.items():
-            single.wait(starting, timeout_s=START_TIMEOUT_S)
-            self.engines.replace(number, single.actors[0])
+        groups = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}
+        for number, (group, starting) in groups.items():
+            group.wait(starting, timeout_s=START_TIMEOUT_S)
+            self.engines.replace(number, group.actors[0])
         self.delivery.connect()
         if self.history is not None:
             self.history.connect()

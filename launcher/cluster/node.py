@@ -1,4 +1,4 @@
-"""What the machine is: for `environment.json`, for placement and for the memory check.
+"""Hardware and software facts of this node, for `environment.json`, placement and the memory check.
 
 Reads only `/proc`, the package metadata, git and `nvidia-smi`; imports no accelerator library.
 """
@@ -19,21 +19,21 @@ PACKAGES = (
     *("numpy", "numba"),
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
-"""Those that decide which kernels are chosen."""
+"""CPU flags that decide the choice of kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """What one node can give to a run now."""
+    """Resources of one node that a run can use now."""
 
     cpu_cores: int
-    """Cores this process may use."""
+    """Cores that this process may use."""
     available_bytes: int
     """Memory that can be allocated without swapping, the container's limit included."""
     gpu_bytes: tuple[int, ...]
     """Total memory of each device; empty without GPUs."""
     gpu_capability: tuple[int, int] | None = None
-    """Compute capability of the oldest device, as far as it is known."""
+    """Compute capability of the oldest device; None if unknown."""
 
 
 def node_resources() -> NodeResources:
@@ -47,7 +47,7 @@ def node_resources() -> NodeResources:
 
 
 def describe() -> dict[str, object]:
-    """Versions and machine, JSON-able."""
+    """Versions and machine, as JSON values."""
     model, flags = cpu_model()
     return {
         "command": sys.argv,
@@ -77,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def cpu_model() -> tuple[str, list[str]]:
-    """Model name and the flags of `CPU_FLAGS` that it has."""
+    """Model name of the CPU and its flags out of `CPU_FLAGS`."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
@@ -87,7 +87,7 @@ def cpu_model() -> tuple[str, list[str]]:
 
 
 def source_commit() -> str:
-    """The commit of the source tree, with `+` when it has changes; empty outside a checkout."""
+    """The commit of the source tree, followed by `+` if it has uncommitted changes; empty outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
@@ -117,12 +117,12 @@ def _gpu_capability() -> tuple[int, int] | None:
         return None
     listed = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
     numbers = [line.strip().partition(".") for line in listed]
-    known = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
-    return min(known, default=None)
+    capabilities = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
+    return min(capabilities, default=None)
 
 
 def _container_bytes_left() -> int:
-    """What the control group of this process still allows; a huge number where there is no limit."""
+    """Memory below the limit of this process's control group; `sys.maxsize` without a limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text(encoding="utf-8").strip()
@@ -133,7 +133,9 @@ def _container_bytes_left() -> int:
 
 
 def memory_kills() -> int:
-    """Processes that the memory killer has ended, ever: in this process's control group, else on the machine."""
+    """Processes that the out-of-memory killer has ended since boot, in this process's control group or else on the
+    machine; 0 if unknown.
+    """
     counters = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
     for path in map(Path, counters):
         try:
@@ -146,7 +148,7 @@ def memory_kills() -> int:
 
 
 def _output(command: list[str]) -> str:
-    """Standard output of `command`; empty when it fails."""
+    """Standard output of `command`; empty if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,12 +1,11 @@
-"""Decides where each trainer rank and each engine lives: a pure function of the configuration and the node.
+"""Assigns trainer ranks and engines to the devices of a node: a pure function of the configuration and the node.
 
-Colocated: trainer and engines share cores (they work in turns) or devices. With GPUs, engine ranks are laid
-over the devices in order, and a trainer rank takes `trainer_gpu_fraction` of the device of its number; what an engine
-reserves on a device is the rest, shared with the other engines there. Disaggregated: engines have the devices
-after the trainer's to themselves; on a CPU both sides work at the same time. In a Ray that
-we start, devices are named; in a cluster that is joined, Ray chooses.
+Colocated: trainer and engines share cores (they work in turns) or devices. Engine ranks are assigned to the GPUs in
+order. Trainer rank N reserves `trainer_gpu_fraction` of GPU N; the engines on a GPU share the rest of it.
+Disaggregated: engines have the GPUs after the trainer's; on CPUs both sides work at the same time. Devices are named
+in a Ray cluster that the command starts; in a cluster that it joins, Ray chooses them.
 
-Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; on no device do the fractions sum to more than 1.
+Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; the fractions on a device sum to at most 1.
 """
 
 import math
@@ -32,19 +31,19 @@ class Placement:
     num_scorers: int
     """Processes that score rewards."""
     num_history_shards: int
-    """Processes that own the history; beside them there is one reader on each node. 0 where no engine drafts."""
+    """Processes that own the history; each node has one reader besides. 0 if no engine drafts."""
     transport: Transport
-    """How weights reach the engines."""
+    """Transport of weights to the engines."""
     notes: tuple[str, ...]
-    """What works, but slower than it could: a sentence each."""
+    """Sentences about settings that work, but slowly."""
 
     @property
     def num_actors(self) -> int:
-        """Ray actors of the run that take a logical CPU; those of the history take none."""
+        """Ray actors of the run that reserve a logical CPU; history actors reserve none."""
         return len(self.trainers) + len(self.engines) + 1
 
     def lines(self) -> list[str]:
-        """One human line per slot."""
+        """One line of text per slot."""
         trainers = [
             f"trainer {slot.rank}: tp {slot.tensor_rank} pp {slot.pipeline_rank} dp {slot.data_rank}, "
             + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_threads} CPU thread(s)")
@@ -68,8 +67,8 @@ class Placement:
 def plan(config: RunConfig, node: NodeResources) -> Placement:
     """The placement of `config` on `node`.
 
-    Raises `ConfigError` where the node has fewer cores or devices than a process needs at one time, or other ones than
-    the transport needs.
+    Raises `ConfigError` if the node has fewer cores or devices than a process needs at one time, or not the devices
+    that the transport needs.
     """
     devices = len(node.gpu_bytes)
     engine = config.engine
@@ -108,13 +107,13 @@ def plan(config: RunConfig, node: NodeResources) -> Placement:
 
 
 def _check_threads(key: str, threads: int, cores: int) -> None:
-    """One OpenMP pool above the number of cores does not slow down a little, it stalls."""
+    """Refuses an OpenMP pool with more threads than cores, which stalls."""
     if threads > cores:
         raise ConfigError(f"`{key}` = {threads} threads in one process, but this node has {cores} cores; lower it")
 
 
 def _detour(config: RunConfig, transport: Transport) -> list[str]:
-    """Why weights leave the devices, where they do."""
+    """Reason for sending weights through the host; none if they stay on devices."""
     if transport in ("cuda_ipc", "nccl"):
         return []
     if config.publish.transport != "auto":
@@ -122,14 +121,14 @@ def _detour(config: RunConfig, transport: Transport) -> list[str]:
     elif config.publish.delta:
         why = "publish.delta sends changes over sockets"
     elif config.cluster.address != "local":
-        why = "Ray chooses the devices of a cluster that is joined"
+        why = "Ray chooses the devices of a running cluster"
     else:
-        why = "an engine is on a device where no trainer rank is"
+        why = "an engine is on a device without a trainer rank"
     return [f"weights go through the host ({transport}): {why}"]
 
 
 def _crowded(config: RunConfig, cores: int) -> list[str]:
-    """Trainer and engines that work in turns are each held against the cores alone, others together."""
+    """Compares threads with cores: trainer and engines together if they work at the same time, else each alone."""
     trainer = config.trainer.parallel.world_size * config.trainer.cpu_threads
     engines = config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores
     at_once = config.placement.mode == "disaggregated" and config.samples_ahead
@@ -142,8 +141,8 @@ def _idle(config: RunConfig) -> list[str]:
     if config.placement.mode == "colocated" or config.samples_ahead:
         return []
     return [
-        "placement.mode is disaggregated and nothing is sampled ahead: engines idle while the trainer works, and the "
-        "trainer while they do; set planner.overlap"
+        "placement.mode is disaggregated and no step is sampled ahead: engines idle while the trainer works, and the "
+        "trainer idles while engines sample; set planner.overlap"
     ]
 
 
@@ -173,20 +172,20 @@ def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
 
 
 def _engine_devices(config: RunConfig, devices: int, engine: int) -> tuple[int, ...]:
-    """Of each rank of an engine."""
+    """Device of each rank of an engine."""
     num_ranks = config.engine.tensor_parallel
     first = config.trainer.parallel.world_size if config.placement.mode == "disaggregated" else 0
     return tuple((first + engine * num_ranks + rank) % devices for rank in range(num_ranks))
 
 
 def _transport(config: RunConfig, engines: Sequence[EngineSlot]) -> Transport:
-    """As configured, or the fastest that reaches every engine."""
+    """The configured transport, or the fastest one that reaches every engine."""
     asked = config.publish.transport
     world = config.trainer.parallel.world_size
     on_devices = [device for slot in engines for device in slot.devices]
     alone = [device for device in on_devices if device >= world]
     if asked == "cuda_ipc" and (alone or not on_devices):
-        why = f"no trainer rank is on device(s) {alone} to hand weights over" if alone else "Ray chooses the devices"
+        why = f"device(s) {alone} have no trainer rank that sends weights" if alone else "Ray chooses the devices"
         raise ConfigError(f"`publish.transport` = cuda_ipc: {why}; set it to auto")
     if asked != "auto":
         return asked

@@ -1,8 +1,7 @@
 """Starts and ends the processes of a command: Ray, scorers, engines, trainer ranks.
 
-Everything is started before anything is waited for, since an engine and a trainer rank each take many
-seconds to come up. Whatever happens, `Processes.close` ends what was started: a command leaves no
-process, no shared memory and no Ray behind.
+Engines and trainer ranks start at the same time, because each needs many seconds. `Processes.close` ends every started
+process, also after an error: a command leaves no process, no shared memory and no Ray behind.
 """
 
 import os
@@ -35,37 +34,37 @@ from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
 
 START_TIMEOUT_S = 600.0
-"""A process that has not come up by then will not."""
+"""Longest start of a process; a slower one is considered dead."""
 
 CLOSE_TIMEOUT_S = 15.0
-"""How long an engine or a scorer may take to end its children."""
+"""Time for an engine or a scorer to end its children."""
 
 _LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
-"""Ray makes its workers nice (15), and whatever else runs on the machine then takes a core from the threads of an
-engine, of which all wait for the last. It also starts a worker for each core, which no actor of ours would use, since
-each has an environment of its own."""
+"""Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
+the slowest one. Ray also prestarts a worker per core; our actors use none of them, because each needs its own
+environment."""
 
 
 Actor = ray.actor.ActorHandle
 StartingEngines = tuple[EngineGroup, EngineCall[None]]
-"""Engines, and what to wait for before they are used (`EngineGroup.wait`)."""
+"""Engines, and the call to wait for before they are used (`EngineGroup.wait`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """What a command has running."""
+    """The running processes of a command."""
 
     environment: ProcessEnv
     log_dir: Path | None
     """Folder of `ROLE-RANK.log` files; None leaves output to Ray."""
     num_gpus_per_engine_rank: float
-    """What an engine without a trainer beside it takes of a device; 0 on CPU."""
+    """Devices per rank of an engine without a trainer on the same device; 0 on CPUs."""
     started: list[ray.actor.ActorHandle] = field(default_factory=list)
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
 
     def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
-        """Start the process that holds the tokenizer and the reward workers."""
+        """Start the process with the tokenizer and the reward workers."""
         variables = self._variables(self.environment.scorer(), "scorer-0")
         scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
         self.started.append(scorer)
@@ -94,7 +93,7 @@ class Processes:
         return group, group.begin_start()
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> TrainerGroup:
-        """Start all trainer ranks and let them load the model."""
+        """Start all trainer ranks; each loads its part of the model."""
         environments = [
             self._variables(
                 self.environment.trainer_rank(threads=rank.cpu_threads) | on_devices(rank.devices),
@@ -117,12 +116,12 @@ class Processes:
         return service
 
     def end_history(self, service: HistoryService) -> None:
-        """End the shards and readers, and remove what they published."""
+        """End the shards and readers, and remove their published segments."""
         service.close()
         self.histories.remove(service)
 
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        """End engines and scorers, and what they have started themselves."""
+        """End engines and scorers with their child processes."""
         closing = [actor.close.remote() for actor in actors]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:
@@ -145,8 +144,8 @@ class Processes:
 
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
-        kept = {name: os.environ[name] for name in HEAP.keys() & variables.keys() & os.environ.keys()}
-        return {**variables, **kept, **log}
+        overridden = {name: os.environ[name] for name in HEAP.keys() & variables.keys() & os.environ.keys()}
+        return {**variables, **overridden, **log}
 
 
 @contextmanager
@@ -168,16 +167,16 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
 
 
 def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
-    """Join or start Ray; if that is interrupted, end what was started of it.
+    """Join or start Ray; if the start fails or is interrupted, end Ray's processes.
 
     Raises:
-        Terminated: SIGTERM came meanwhile. Ray has a handler of its own in place until it has started.
+        Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
         DeadlineError: Ray's own processes did not answer in time.
     """
     local = cluster.address == "local"
     on_termination = signal.getsignal(signal.SIGTERM)
     before = psutil.Process().children()
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors are told once, to whoever waits
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
     try:
         ray.init(
             address=cluster.address,
@@ -189,14 +188,14 @@ def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
             namespace="megatron_rl",
             _system_config=_LOCAL_RAY if local else None,
         )
-    except BaseException as error:  # Ray has forgotten by then what it started
+    except BaseException as error:  # after a failed start Ray does not end its own processes
         ray.shutdown()
         _kill([child for child in psutil.Process().children() if child not in before])
         if isinstance(error, SystemExit):
             raise Terminated from error
         if "timed out during startup" in str(error):
             raise DeadlineError(
-                f"the controller waited in vain for Ray to start; the machine may be too busy: {error}"
+                f"Ray did not start in time; end other programs of this machine and try again: {error}"
             ) from error
         raise
     finally:
@@ -205,7 +204,7 @@ def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
 
 
 def _kill(roots: Sequence[psutil.Process]) -> None:
-    """Kill processes and all that they have started."""
+    """Kill processes and all their descendants."""
     for root in roots:
         try:
             family = [*root.children(recursive=True), root]

@@ -1,1 +1,1 @@
-"""The commands run, sft, eval and export, and the parts that they share."""
+"""The commands run, sft, eval and export, and the code that they share."""

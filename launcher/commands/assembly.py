@@ -1,7 +1,7 @@
-"""Puts a run together: starts its processes and builds its parts, each from what it depends on.
+"""Assembles a run: starts its processes and constructs its parts from those that they depend on.
 
-Everything is put together here and nowhere else, from what `launcher.commands.build` makes of the configuration; no
-object gets the whole of that.
+This is the only place of assembly. `launcher.commands.build` turns the configuration into the values of each part, so
+that no part gets the whole configuration.
 """
 
 import secrets
@@ -57,33 +57,33 @@ EXPORT = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where a run starts: at 0, or behind its newest checkpoint."""
+    """Start of a run: step 0, or the step after its newest checkpoint."""
 
     first_step: int = 0
     trainer: str = ""
     """Folder of the trainer's checkpoint."""
     history: str = ""
-    """Folder of the history's snapshot; empty where the checkpoint has none."""
+    """Folder of the history's snapshot; empty if the checkpoint has none."""
     lengths: Path | None = None
-    """File of the book of lengths; None where the checkpoint has none."""
+    """File of the response lengths; None if the checkpoint has none."""
     order: OrderState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """What a run samples and remembers."""
+    """Prompts and history of a run."""
 
     scorer: Actor
     training: TrainingPrompts
     evaluation: dict[str, tuple[Prompt, ...]]
     order: PromptOrder
     history: HistoryService | None
-    """None where no engine drafts."""
+    """None if no engine drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workers:
-    """Engines and trainer, both ready; engines have no weights."""
+    """Engines and trainer, ready; the engines have no weights yet."""
 
     specs: list[EngineSpec]
     engines: EngineGroup
@@ -94,9 +94,9 @@ class _Workers:
 def build(
     checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, resume: Resume
 ) -> Iterator[Controller]:
-    """Start the processes of a run and put its parts together; its processes are ended where the body has not failed.
+    """Start the processes of a run and construct its controller; end the processes if the body succeeds.
 
-    Whatever the body does, the console and wandb are closed; a body that fails leaves processes to `running`.
+    The console and wandb are closed in any case. If the body fails, `running` ends the processes.
     """
     config, run_id = checked.config, secrets.token_hex(4)
     inputs = _read_inputs(config, running, resume, run_id, progress)
@@ -143,7 +143,7 @@ def build(
 
 
 def _read_inputs(config: RunConfig, running: Processes, resume: Resume, run_id: str, progress: RunProgress) -> _Inputs:
-    """Read and tokenise all prompts, and begin with the history that there is; user input is refused here."""
+    """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
     with judging_user_input():
         scorer, tokenizer = running.start_scorer(config.model, config.reward)
         training = load_training_prompts(scorer, config.data)
@@ -167,7 +167,7 @@ def _read_inputs(config: RunConfig, running: Processes, resume: Resume, run_id: 
 def _start_workers(
     checked: CheckedRun, running: Processes, resume: Resume, run_id: str, progress: RunProgress
 ) -> _Workers:
-    """Start engines and trainer beside each other, and load the trainer's checkpoint if there is one."""
+    """Start engines and trainer at the same time, and load the trainer's checkpoint if there is one."""
     config, slots = checked.config, checked.placement
     specs = engine_specs(config, run_id)
     engines, starting = running.begin_engines(specs, slots.engines)
@@ -228,9 +228,9 @@ def _pool(
     recorder: RunRecorder,
     revival: EngineRevival,
 ) -> EnginePool:
-    """Groups move between engines only where the configuration wants it and there is more than one engine."""
-    moves = config.planner.migration and config.engine.num_engines > 1
-    rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if moves else None
+    """The pool; groups migrate only if `planner.migration` is set and there is more than one engine."""
+    migrates = config.planner.migration and config.engine.num_engines > 1
+    rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if migrates else None
     return EnginePool(
         engines,
         [scorer],
@@ -278,7 +278,7 @@ def _history_client(history: HistoryService | None, engines: EngineGroup) -> His
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
-    """Say which kernels multiply, so that INT8 is seen to be INT8, and whether they are right."""
+    """Print the kernels of each engine's linear layers, and the results of their tests."""
     for number, kernels in engines.kernel_classes(timeout_s=START_TIMEOUT_S).items():
         counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
         progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
@@ -288,7 +288,7 @@ def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:
-    """Write the last weights aside, then put them where an earlier export of this run was."""
+    """Write the last weights to a partial folder, then replace the earlier export of this run."""
     target, partial = run_dir / EXPORT, run_dir / f"{EXPORT}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     trainer.export(str(partial))

@@ -1,4 +1,4 @@
-"""What a run is made of, each part from the keys that concern it and from what the run's checks have found."""
+"""Builds the parts of a run, each from its configuration keys and from the facts in `CheckedRun`."""
 
 from launcher.checks.check import CheckedRun
 from launcher.commands.history import draft_spec
@@ -19,14 +19,14 @@ from rollout.weights.format import WeightFormat
 
 
 def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> TrainPhasePolicy:
-    """What engines do while the trainer works."""
+    """Policy of the engines during the train phase."""
     if config.placement.mode == "disaggregated":
         return KeepSampling(pool)
     return PauseEngines(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
 
 
 def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
-    """What the engines of a run are built from, by number."""
+    """Specifications of a run's engines, by number."""
     longest = max(
         [config.sampling.max_response_tokens, *(s.max_response_tokens for s in config.evaluation.sets.values())]
     )
@@ -45,7 +45,7 @@ def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
 
 
 def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str) -> TrainerSpec:
-    """What the trainer ranks of a run are built from."""
+    """Specification of a run's trainer ranks."""
     updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
     return TrainerSpec(
         model=config.model,
@@ -61,7 +61,7 @@ def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str) -> Traine
 
 
 def sampling_spec(config: RunConfig) -> SamplingSpec:
-    """How training responses are sampled."""
+    """Sampling parameters of training responses."""
     return SamplingSpec(
         temperature=config.sampling.temperature,
         max_response_tokens=config.sampling.max_response_tokens,
@@ -70,7 +70,7 @@ def sampling_spec(config: RunConfig) -> SamplingSpec:
 
 
 def device_sharing(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceSharing | None:
-    """None where trainer and engines stay in memory side by side."""
+    """Sleeping and offloading; None if trainer and engines stay in memory together."""
     sleep, offload = config.engine.sleep_level > 0, config.trainer.offload
     if not sleep and offload == "none":
         return None
@@ -93,7 +93,7 @@ def build_publisher(
     run_id: str,
     sharing: DeviceSharing | None,
 ) -> Publisher:
-    """Sequences publishes over a delivery that is connected."""
+    """The publisher over a connected delivery."""
     config = checked.config
     return Publisher(
         trainer,
@@ -111,7 +111,7 @@ def build_publisher(
 
 
 def publish_plan(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup) -> ReshardPlan:
-    """Which trainer rank sends what to which engine rank; the trainer has it, too."""
+    """Pieces that each trainer rank sends to each engine rank; the trainer computes the same plan."""
     config = checked.config
     required = engines.required(timeout_s=config.publish.timeout_s)
     trainer.plan_publishes(required)
@@ -128,7 +128,7 @@ def publish_plan(checked: CheckedRun, trainer: TrainerGroup, engines: EngineGrou
 def build_delivery(
     checked: CheckedRun, trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan
 ) -> WeightDelivery:
-    """How weights travel; not connected."""
+    """The delivery of weights for the placement's transport; not connected."""
     timeout_s = checked.config.publish.timeout_s
     match checked.placement.transport:
         case "shm":
@@ -143,7 +143,7 @@ def build_delivery(
 
 
 def loop_settings(checked: CheckedRun) -> LoopSettings:
-    """The numbers that the loop reads."""
+    """Numbers for the training loop."""
     config = checked.config
     return LoopSettings(
         num_steps=config.num_steps,

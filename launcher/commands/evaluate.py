@@ -1,9 +1,7 @@
-"""`megatron-rl eval`: avg@k and pass@k of any Hugging Face directory, in BF16 engines.
+"""`megatron-rl eval`: avg@k and pass@k of any Hugging Face directory.
 
-Directories are evaluated in BF16 engines that load them by vLLM's own loader.
-
-Used at the ends of a run, for the figures that are not coloured by 8-bit weights, and by
-`megatron-rl eval`.
+BF16 engines load the directory with vLLM's own loader. A run evaluates its first and last weights the same way, to
+measure them without the error of 8-bit weights.
 """
 
 import json
@@ -22,11 +20,11 @@ from rollout.pool.evaluator import Evaluator
 from rollout.types import EngineSlot, Prompt
 
 EvaluationPrompts = dict[str, tuple[Prompt, ...]]
-"""Of each set, by its name."""
+"""Prompts of each evaluation set, by its name."""
 
 
 def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
-    """A run's evaluation as a configuration of its own."""
+    """The configuration of `eval` with a run's evaluation sets."""
     return EvalConfig(
         model=model,
         sets=config.evaluation.sets,
@@ -41,28 +39,28 @@ def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
 def evaluate_directories(
     config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress
 ) -> list[EvaluationRow]:
-    """Evaluate one directory after another; `models` maps the finished steps of its weights to the directory.
+    """Evaluate one directory after another; `models` maps finished steps to the directory of their weights.
 
-    They share a tokenizer, and the run has read the prompts before: engines start while both are loaded again. Without
-    GPUs, whose memory holds one engine, the next directory's engines start while this one's are evaluated.
+    All directories have the run's tokenizer and prompts, which load while the first engines start. On CPUs the next
+    directory's engines start during an evaluation; the memory of a GPU holds the engines of one directory only.
     """
     evaluations = {step: evaluation_of(config, model) for step, model in models.items()}
     at_once = 1 if running.num_gpus_per_engine_rank else 2
-    begun: dict[int, StartingEngines] = {}
+    started: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
     scorer: Actor | None = None
     prompts: EvaluationPrompts = {}
     for number, (step, evaluation) in enumerate(evaluations.items()):
         for ahead in list(evaluations)[number : number + at_once]:
-            if ahead not in begun:
-                begun[ahead] = _begin_engines(evaluations[ahead], running)
-            if scorer is None:  # before engines that nobody waits for take its place
+            if ahead not in started:
+                started[ahead] = _begin_engines(evaluations[ahead], running)
+            if scorer is None:  # before the second directory's engines take the cores
                 scorer, prompts = _load_prompts(evaluation, running)
         assert scorer is not None
-        found = _evaluate(evaluation, begun[step], scorer, prompts, progress, step=step)
-        running.end(begun[step][0].actors)
-        progress.evaluation(found)
-        rows += found
+        step_rows = _evaluate(evaluation, started[step], scorer, prompts, progress, step=step)
+        running.end(started[step][0].actors)
+        progress.evaluation(step_rows)
+        rows += step_rows
     if scorer is not None:
         running.end([scorer])
     return rows
@@ -71,11 +69,11 @@ def evaluate_directories(
 def evaluate_directory(
     config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
 ) -> list[EvaluationRow]:
-    """Read the prompts, start BF16 engines on one directory, sample and score every set, end them."""
+    """Read the prompts, start BF16 engines on one directory, sample and score every set, end the engines."""
     scorer, prompts = _load_prompts(config, running)
-    begun = _begin_engines(config, running)
-    rows = _evaluate(config, begun, scorer, prompts, progress, step=step)
-    running.end([*begun[0].actors, scorer])
+    started = _begin_engines(config, running)
+    rows = _evaluate(config, started, scorer, prompts, progress, step=step)
+    running.end([*started[0].actors, scorer])
     return rows
 
 
@@ -112,14 +110,14 @@ def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
 
 def _evaluate(
     config: EvalConfig,
-    begun: StartingEngines,
+    started: StartingEngines,
     scorer: Actor,
     prompts: EvaluationPrompts,
     progress: RunProgress,
     *,
     step: int,
 ) -> list[EvaluationRow]:
-    engines, starting = begun
+    engines, starting = started
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
     pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
@@ -127,7 +125,7 @@ def _evaluate(
 
 
 def evaluate(config: EvalConfig) -> None:
-    """Evaluate every set of `config`, print one line each and write `config.output` if it is named."""
+    """Evaluate every set of `config`, print one line each and write `config.output` unless it is empty."""
     progress = RunProgress(0)
     with processes(config.cluster, num_actors=config.engine.num_engines + 1, log_dir=None) as running:
         rows = evaluate_directory(config, running, progress, step=0)

@@ -21,7 +21,7 @@ def export(config: ExportConfig) -> None:
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
     checkpoint = _checkpoint(run_dir, config.step)
     if target.exists():
-        raise ConfigError(f"`output_dir` = {target} exists; an export does not overwrite: name another directory")
+        raise ConfigError(f"`output_dir` = {target} exists; an export overwrites nothing: name another directory")
     run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
     parallel = run_config.trainer.parallel
     ranks = trainer_ranks(parallel, run_config.trainer.cpu_threads)
@@ -35,7 +35,7 @@ def export(config: ExportConfig) -> None:
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:
-    """The folder of a step, or of the newest checkpoint for -1."""
+    """The folder of the checkpoint of `step`, or of the newest checkpoint if it is -1."""
     folder = run_dir / "checkpoints"
     steps = sorted(int(child.name) for child in folder.glob("*") if child.name.isdecimal())
     if not steps:

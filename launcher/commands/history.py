@@ -1,7 +1,7 @@
-"""Whether a run's engines draft, from what, and which history they begin with.
+"""Drafting of a run's engines: specification, start of the history service and its first contents.
 
-What a run refuses is the user's own `history.warm_start` when it cannot be meant; whatever else is wrong
-with a history is said, and the run goes on without it.
+A `history.warm_start` of another tokenizer or other prompts is refused. Every other unusable history is reported, and
+the run continues without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def draft_spec(config: RunConfig, engine_id: int, run_id: str) -> DraftSpec | None:
-    """How one engine drafts; None for a stock engine."""
+    """Drafting of one engine; None for an engine that does not draft."""
     if not config.drafts or engine_id in config.history.baseline_engines:
         return None
     return DraftSpec(max_draft_tokens=config.history.max_draft_tokens, segments_dir=segments_dir(run_id))
@@ -38,22 +38,22 @@ def start_drafting(
     snapshot: str,
     say: Say,
 ) -> HistoryService | None:
-    """Start the history of a run and fill it with what there is; None where no engine drafts.
+    """Start the history of a run and load its snapshot or warm start; None if no engine drafts.
 
     Args:
-        config: of the run.
-        running: where its processes are started.
-        facts: of its tokenizer.
-        prompts: all that it will sample, those of evaluations included.
-        run_id: names its shared memory.
-        snapshot: folder of the history in the checkpoint that the run is resumed from; empty if there is none.
-        say: told what is not used, and why.
+        config: configuration of the run.
+        running: processes of the run; the history's are added.
+        facts: facts of the run's tokenizer.
+        prompts: all prompts of the run, those of evaluations included.
+        run_id: part of the names of shared memory.
+        snapshot: history folder of the checkpoint that the run resumes from; empty if there is none.
+        say: receives a line for each history that is not used, with the reason.
 
     Raises ValueError for a warm start of another tokenizer or other prompts.
     """
     if not config.drafts:
         if config.history.drafts and config.deterministic:
-            say("engines do not draft: how a deterministic run's batches are made up must not depend on drafts")
+            say("engines do not draft: the batches of a deterministic run must not depend on drafts")
         return None
     fingerprint = f"{facts.fingerprint}-{facts.vocab_size}"
     service = running.start_history(config.history, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
@@ -68,7 +68,7 @@ def _restore(service: HistoryService, folder: Path, say: Say) -> None:
     try:
         service.restore(folder)
     except SnapshotError as error:
-        say(f"the run goes on without its history: {error}")
+        say(f"the run continues without its history: {error}")
 
 
 def _warm_start(service: HistoryService, path: Path, prompts: Mapping[PromptId, Prompt], say: Say) -> None:
@@ -81,4 +81,4 @@ def _warm_start(service: HistoryService, path: Path, prompts: Mapping[PromptId, 
     except OtherTokenizerError as error:
         raise ValueError(f"`history.warm_start`: {error}; leave it out, or name a run of the same model") from error
     except SnapshotError as error:
-        say(f"the run begins without the history of `history.warm_start`: {error}")
+        say(f"the run starts without the history of `history.warm_start`: {error}")

@@ -1,4 +1,4 @@
-"""Loads prompts through the scorer's process, which has the tokenizer."""
+"""Loads prompts in the scorer's process, which has the tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class TrainingPrompts:
         return {prompt.prompt_id: prompt for file in self.files for prompt in file.prompts}
 
     def lines(self) -> list[str]:
-        """One human line per file; says what was dropped or truncated."""
+        """One line of text per file, with the numbers of dropped and truncated prompts."""
         return [
             f"training prompts {file.name}: {len(file.prompts)}"
             + (f", {file.num_dropped} over-long ones dropped" if file.num_dropped else "")
@@ -56,7 +56,7 @@ def load_evaluation_prompts(
 
 
 def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, state: OrderState | None) -> PromptOrder:
-    """The endless order of the mixture, from the start or behind a checkpoint's state."""
+    """The endless order of the mixture, from its start or from the state of a checkpoint."""
     sets = [
         PromptSet(prompt_ids=tuple(prompt.prompt_id for prompt in file.prompts), weight=dataset.weight)
         for file, dataset in zip(prompts.files, config.train, strict=True)

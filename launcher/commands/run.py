@@ -1,6 +1,6 @@
-"""`megatron-rl run`: builds a run, runs it, evaluates its first and last weights, writes the report.
+"""`megatron-rl run`: builds a run, executes it, evaluates its first and last weights, writes the report.
 
-A run directory that holds a checkpoint is resumed from it.
+A run resumes from the newest checkpoint of its run directory.
 """
 
 from launcher.checks.check import CheckedRun
@@ -21,7 +21,7 @@ from rollout.evaluation import EvaluationRow
 
 
 def run(checked: CheckedRun) -> None:
-    """Run to the end; see `docs/configuration.md` for what the run directory holds afterwards."""
+    """Execute the run to its last step; `launcher.run_dir.directory` lists the files that it writes."""
     config, slots = checked.config, checked.placement
     with RunDirectory(config.run_dir) as directory:
         resume = _resume(directory)
@@ -74,9 +74,9 @@ def _resume(directory: RunDirectory) -> Resume:
 
 
 def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:
-    """Evaluate the weights of before the first and after the last step in BF16 engines, once."""
-    have = {(row["format"], row["step"]) for row in directory.evaluation()}
-    wanted = {0: config.model, config.num_steps: str(directory.path / EXPORT)}
-    missing = {step: model for step, model in wanted.items() if ("bf16", step) not in have}
+    """Evaluate the weights before the first step and after the last one in BF16 engines, once."""
+    recorded = {(row["format"], row["step"]) for row in directory.evaluation()}
+    models = {0: config.model, config.num_steps: str(directory.path / EXPORT)}
+    missing = {step: model for step, model in models.items() if ("bf16", step) not in recorded}
     rows = evaluate_directories(config, missing, running, progress)
     directory.append_evaluation([row.as_row() for row in rows])

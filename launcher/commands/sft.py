@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: supervised warm start on the trainer that runs use; Hugging Face directories in and out."""
+"""`megatron-rl sft`: supervised warm start with the trainer of runs; reads and writes Hugging Face directories."""
 
 import json
 import secrets
@@ -25,7 +25,7 @@ from rollout.weights.format import WeightFormat
 
 
 def sft(config: SftConfig) -> None:
-    """Train on `config.data` and write `config.output_dir`, which `launcher.checks.check` has let pass."""
+    """Train on `config.data` and write `config.output_dir`; `check_sft` must have accepted the configuration."""
     target = Path(config.output_dir)
     ranks = trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads)
     with processes(config.cluster, num_actors=len(ranks) + 1, log_dir=None) as running:
@@ -58,10 +58,10 @@ def sft(config: SftConfig) -> None:
 
 
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
-    """Tokenise in a process of its own: transformers imports torch."""
+    """Tokenise in a separate process, because transformers imports torch."""
     task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.scorer()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
-    load_kernels()  # the task takes longer
+    load_kernels()  # meanwhile: the task takes longer
     with judging_user_input():
         return ref, ray.get(ref)
 
@@ -81,7 +81,7 @@ def _spec(config: SftConfig) -> TrainerSpec:
 
 
 class _Log:
-    """One line every `log_every` steps; every step's row in `log_path`."""
+    """Prints a line every `log_every` steps and writes a row per step to `log_path`."""
 
     def __init__(self, config: SftConfig, progress: RunProgress) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class _Log:
             self._path.write_text("")
 
     def step(self, step: int, metrics: dict[str, float], *, tokens: int, skipped: int) -> None:
-        """A step is over."""
+        """Record a finished step."""
         self._tokens += tokens
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

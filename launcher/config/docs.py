@@ -1,4 +1,4 @@
-"""Generates `docs/configuration.md` from the configuration classes; the docstring under a field is its documentation.
+"""Generates `docs/configuration.md` from the configuration classes and the docstrings of their fields.
 
     python -m launcher.config.docs            print the page
     python -m launcher.config.docs --write    write docs/configuration.md of this checkout
@@ -44,7 +44,7 @@ def generate() -> str:
 
 
 def _classes(kind: type[BaseModel], prefix: str) -> Iterator[tuple[type[BaseModel], str]]:
-    """`kind` and every class in it, with the dotted place where each stands first."""
+    """`kind` and every class in it, with the dotted prefix of its first occurrence."""
     yield kind, prefix
     for name, field in kind.model_fields.items():
         inner = nested_class(field.annotation)
@@ -53,7 +53,7 @@ def _classes(kind: type[BaseModel], prefix: str) -> Iterator[tuple[type[BaseMode
 
 
 def _item(annotation: object) -> str:
-    """What stands for the index or the name in the place of an entry."""
+    """Placeholder for the index or the name of an entry."""
     if get_origin(annotation) is dict:
         return ".NAME"
     return ".N" if get_origin(annotation) is tuple else ""

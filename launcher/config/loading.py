@@ -1,8 +1,8 @@
-"""A YAML file and dotted overrides become one frozen configuration, or one screen of problems.
+"""Loads a YAML file with dotted overrides into one frozen configuration, or lists its problems on one screen.
 
-Types are checked strictly (text is not a number, `true` is not 1), unknown keys are refused with the nearest known
-one, and every problem is listed, not only the first. Nothing here imports torch, ray, vllm or megatron: a mistake
-costs a second, not the start of a cluster. What needs the model or the data to be judged is in `launcher.checks.check`.
+Types are checked strictly (text is not a number, `true` is not 1). Unknown keys are refused with the nearest known key,
+and every problem is listed, not only the first. Nothing here imports torch, ray, vllm or megatron: a mistake costs a
+second, not the start of a cluster. `launcher.checks.check` checks the keys that depend on the model or the data.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from launcher.config.yaml_source import Source, Value, parse_value, read
 from launcher.errors import ConfigError
 
 MAX_PROBLEMS = 8
-"""More would not fit on one screen."""
+"""Listed problems; more would not fit on one screen."""
 
 C = TypeVar("C", bound=Config)
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Config)
 def load(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     """The configuration of class `kind` in the file at `path`, with `a.b.c=value` overrides applied in order.
 
-    Raises `ConfigError` naming file and line (or the override), the value, what is allowed and the nearest known key.
+    Raises `ConfigError`, which names file and line (or the override), the value, the bound and the nearest known key.
     """
     source = read(Path(path))
     for override in overrides:
@@ -45,7 +45,7 @@ def resolved_yaml(config: Config) -> str:
 
 
 def listing(path: str, problems: Sequence[str]) -> str:
-    """One screen: how many problems `path` has, and what they are."""
+    """One screen: the number of problems of `path`, and the problems."""
     shown = [f"  - {problem}" for problem in problems[:MAX_PROBLEMS]]
     hidden = len(problems) - len(shown)
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
@@ -89,7 +89,7 @@ def _index(target: list[Value], name: str, text: str) -> int:
 
 
 def _problems(kind: type[Config], source: Source, items: Sequence[ErrorDetails]) -> list[str]:
-    """One sentence per key, unknown and missing keys first; a union's members complain once together."""
+    """One sentence per key, unknown and missing keys first; the messages of a union's members are joined."""
     first = {"extra_forbidden": 0, "missing": 1}
     by_key: dict[str, ErrorDetails] = {}
     for item in sorted(items, key=lambda item: first.get(item["type"], 2)):
@@ -103,7 +103,7 @@ def _problems(kind: type[Config], source: Source, items: Sequence[ErrorDetails])
 
 
 def _problem(kind: type[Config], source: Source, dotted: str, item: ErrorDetails) -> str:
-    """Where it stands, the key, what is wrong, what would be right."""
+    """Place, key, value and bound of one problem."""
     place = source.place_of(dotted)
     where = f"{place}: " if place else ""
     if item["type"] == "extra_forbidden":
@@ -115,13 +115,13 @@ def _problem(kind: type[Config], source: Source, dotted: str, item: ErrorDetails
 
 
 def _location(kind: type[Config], location: tuple[int | str, ...]) -> list[int | str]:
-    """The given keys of a pydantic location: members of a union append their type's name, which nobody wrote."""
-    kept: list[int | str] = []
+    """The keys of a pydantic location, without the type names that members of a union append."""
+    keys: list[int | str] = []
     for part in location:
-        if kept and part in ("str", "int", "float", "bool") and _class_at(kind, [str(k) for k in kept]) is None:
+        if keys and part in ("str", "int", "float", "bool") and _class_at(kind, [str(key) for key in keys]) is None:
             break
-        kept.append(part)
-    return kept
+        keys.append(part)
+    return keys
 
 
 def _shown(value: object) -> str:
@@ -153,7 +153,7 @@ def _meaning(kind: type[Config], dotted: str) -> str:
 
 
 def dotted_keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    """Every key of `kind` that a file or an override can name, classes inside classes included."""
+    """Every key of `kind` that a file or an override can name, nested classes included."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -161,15 +161,15 @@ def dotted_keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
 
 
 def nested_class(annotation: object) -> type[BaseModel] | None:
-    """The configuration class in `annotation`: itself, or the items of a tuple, or the values of a dict."""
+    """The configuration class in `annotation`: the annotation itself, a tuple's items or a dict's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (nested_class(argument) for argument in get_args(annotation))
-    return next((inner for inner in found if inner is not None), None)
+    inner_classes = (nested_class(argument) for argument in get_args(annotation))
+    return next((inner for inner in inner_classes if inner is not None), None)
 
 
 def _class_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The class whose keys stand under `path`; names of dict entries and list indices are stepped over."""
+    """The class whose keys are under `path`; names of dict entries and list indices are skipped."""
     here: type[BaseModel] | None = kind
     skip = False
     for name in path:

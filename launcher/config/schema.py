@@ -1,4 +1,4 @@
-"""The configuration of each command: launcher composes what the other packages own.
+"""The configuration of each command, composed of the configuration classes of all packages.
 
 One YAML file holds one of these classes; `launcher.config.loading` reads it, `docs/configuration.md` is
 generated from it (`python -m launcher.config.docs`). Relative paths are relative to the directory in

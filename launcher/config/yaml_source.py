@@ -1,7 +1,7 @@
-"""Reads a YAML mapping and remembers on which line each key stands.
+"""Reads a YAML mapping with the line of each key.
 
-Two departures from PyYAML's defaults, both because a configuration must mean what it says: a key given
-twice is refused, and `1e-4` is a number (YAML 1.2) rather than text (YAML 1.1).
+Two differences from PyYAML's defaults prevent silent mistakes: a key given twice is refused, and `1e-4` is a number
+(YAML 1.2) rather than text (YAML 1.1).
 """
 
 import datetime
@@ -30,14 +30,14 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A parsed file and where its keys stand."""
+    """The values of a parsed file and the places of its keys."""
 
     values: dict[str, Value]
     places: dict[str, str]
     """Dotted key -> `FILE:LINE`, or the override that set it."""
 
     def place_of(self, dotted: str) -> str:
-        """Where `dotted`, or its nearest given ancestor, stands; empty when no part of it was given."""
+        """Place of `dotted`, or of its nearest ancestor that was given; empty if none was given."""
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             if (place := self.places.get(".".join(parts[:end]))) is not None:
@@ -46,7 +46,7 @@ class Source:
 
 
 def parse_value(text: str) -> Value:
-    """The YAML value that `text` stands for; raises `ConfigError` if it is not YAML."""
+    """The YAML value of `text`; raises `ConfigError` if it is not YAML."""
     try:
         value: Value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -55,7 +55,7 @@ def parse_value(text: str) -> Value:
 
 
 def read(path: Path) -> Source:
-    """Parses `path`; raises `ConfigError` for a missing file, bad YAML, a key given twice or no mapping."""
+    """Parses `path`; raises `ConfigError` for a missing file, bad YAML, a duplicate key, or content without keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read(path: Path) -> Source:
     try:
         _collect(node, path, "", places)
     except RecursionError:
-        raise ConfigError(f"{path}: an alias (*name) stands inside its own anchor (&name); remove it") from None
+        raise ConfigError(f"{path}: an alias (*name) is inside its own anchor (&name); remove it") from None
     return Source(values=values, places=places)
 
 
@@ -102,13 +102,13 @@ def _collect(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, 
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """What is wrong and on which line, with what to do where it is the usual mistake."""
+    """The error, its line and column, and the fix of usual mistakes."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
-    mark, begun = error.problem_mark, error.context_mark
+    mark, start = error.problem_mark, error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}"
     if "'\\t'" in str(error.problem):
         return f"{where}: a tab; indent with spaces"
-    since = f" (in what begins on line {begun.line + 1})" if begun is not None and begun.line != mark.line else ""
-    hint = "; keys of one block stand in the same column" if "block" in str(error.context) else ""
-    return f"{where}: {error.problem}{since}{hint}"
+    block = f" (in the block from line {start.line + 1})" if start is not None and start.line != mark.line else ""
+    hint = "; keys of one block need the same column" if "block" in str(error.context) else ""
+    return f"{where}: {error.problem}{block}{hint}"

@@ -1,1 +1,1 @@
-"""How a command ends: the kinds of endings, their exit codes and the screen that explains one."""
+"""Endings of commands: their kinds, exit codes and the screen that explains a failure."""

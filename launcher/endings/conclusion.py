@@ -1,7 +1,7 @@
-"""Ends a command that failed: writes the log, prints one screen, returns the exit code. SIGTERM becomes an error.
+"""Ends a failed command: writes the log, prints one screen, returns the exit code. SIGTERM becomes an error.
 
-The log is `logs/driver-0.log` of the run directory, a file beside the command's output, or one in the temporary
-directory, the first of them that can be written.
+The log is the first writable file of: `logs/driver-0.log` of the run directory, a file beside the command's output, a
+file in the temporary directory.
 """
 
 import os
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.cluster.node import memory_kills
-from launcher.endings.kept import kept
 from launcher.endings.kinds import Ending, Verdict, causes, judge
-from launcher.endings.screen import first_traceback, log_of, one_line, screen
+from launcher.endings.saved_work import saved_work
+from launcher.endings.screen import first_traceback, one_line, process_log_path, screen
 from launcher.errors import LaunchError, Terminated
 from rollout.failures import plain
 
@@ -30,56 +30,55 @@ DRIVER_LOG = Path("logs") / "driver-0.log"
 
 @dataclass(slots=True, kw_only=True)
 class Command:
-    """What is known of the command that runs; the command fills it in as soon as the configuration is read."""
+    """Facts about the running command; the command sets the paths as soon as the configuration is read."""
 
     name: str
     run_dir: Path | None = None
-    """Directory of the run; None for a command that has none."""
+    """Directory of the run; None for a command without one."""
     output: Path | None = None
-    """What the command writes; its log lies beside it."""
+    """File or directory that the command writes; the log is written beside it."""
     kills_before: int = field(default_factory=memory_kills)
-    """Processes that the memory killer had ended before."""
+    """Processes killed by the kernel's out-of-memory killer before the command started."""
 
     def logs(self) -> list[Path]:
-        """Where the log may be, the best place first."""
-        name = f"megatron-rl-{self.name}-{os.getpid()}.log"
-        found = [Path(tempfile.gettempdir()) / name]
-        if self.output is not None:
-            found.insert(0, self.output.with_name(f"{self.output.name}.log"))
+        """Possible paths of the log, in order of preference."""
+        paths = []
         if self.run_dir is not None:
-            found.insert(0, self.run_dir / DRIVER_LOG)
-        return found
+            paths.append(self.run_dir / DRIVER_LOG)
+        if self.output is not None:
+            paths.append(self.output.with_name(f"{self.output.name}.log"))
+        return [*paths, Path(tempfile.gettempdir()) / f"megatron-rl-{self.name}-{os.getpid()}.log"]
 
 
 def conclude(error: BaseException, command: Command) -> int:
-    """Write the log, print what a person has to know, and return the exit code."""
-    launch = next((one for one in causes(error) if isinstance(one, LaunchError)), None)
+    """Write the log, print the screen and return the exit code."""
+    launch_error = next((cause for cause in causes(error) if isinstance(cause, LaunchError)), None)
     verdict = judge(error, memory_kills=memory_kills() - command.kills_before)
-    if launch is not None and verdict.ending is Ending.USER_INPUT:
-        print(f"megatron-rl {command.name}: {launch}", file=sys.stderr)
+    if launch_error is not None and verdict.ending is Ending.USER_INPUT:
+        print(f"megatron-rl {command.name}: {launch_error}", file=sys.stderr)
         return verdict.ending.code
-    rest = kept(command.run_dir)
+    saved = saved_work(command.run_dir)
     if verdict.ending in (Ending.INTERRUPTED, Ending.TERMINATED):
-        print(one_line(verdict, command=command.name, kept=rest), file=sys.stderr)
+        print(one_line(verdict, command=command.name, saved=saved), file=sys.stderr)
         return verdict.ending.code
     log = _append(command.logs(), _record(error, verdict))
     if verdict.ending is Ending.DEFECT:
         print(first_traceback(error), file=sys.stderr)
     log_dir = command.run_dir / DRIVER_LOG.parent if command.run_dir is not None else None
-    text = screen(verdict, command=command.name, kept=rest, log=log, process_log=log_of(log_dir, verdict))
+    text = screen(verdict, command=command.name, saved=saved, log=log, process_log=process_log_path(log_dir, verdict))
     print(text, file=sys.stderr)
     return verdict.ending.code
 
 
 def _record(error: BaseException, verdict: Verdict) -> str:
-    """What the log is told: when, what was started, how it ended, every traceback."""
+    """Text for the log: time, command line, ending, all tracebacks."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = plain("".join(traceback.format_exception(error)))
     return f"\n== {when} {' '.join(sys.argv)}: {verdict.ending.title} (exit code {verdict.ending.code})\n{trace}\n"
 
 
 def _append(paths: Sequence[Path], text: str) -> str:
-    """Append to the first of `paths` that can be written and return its path, or why there is no log."""
+    """Append to the first writable file of `paths`; returns its path, or the reason why there is no log."""
     failure = ""
     for path in paths:
         if not path.parent.is_dir():
@@ -96,7 +95,7 @@ def _append(paths: Sequence[Path], text: str) -> str:
 
 @contextmanager
 def termination_raises() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in the body, so that processes are ended as after an error; once."""
+    """Raises `Terminated` in the body on the first SIGTERM, so that processes are ended as after an error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
-"""The ways a command ends, each with an exit code, and which of them an error is.
+"""Kinds of endings, each with an exit code, and the function that finds the kind of an error.
 
-An error is judged by everything that led to it: the remote error inside Ray's wrapping, `raise ... from`, and the error
-that was being handled. What a machine lacks comes first (a publish that fails for want of memory is out of memory, not
-refused); then the kinds in the order of `_JUDGES`. Some errors cross a process border as text, so that their text is
-read as well. Pure: imports neither ray nor torch.
+The whole chain of an error is read: the remote error inside Ray's wrapping, `raise ... from`, and the error that was
+being handled. Kinds are tried in the order of `_JUDGES`. Lack of disk and memory comes first: a publish that fails for
+lack of memory counts as out of memory, not as refused. Some errors cross a process border as text, so their text is
+read too. Pure: imports neither ray nor torch.
 """
 
 import errno
@@ -36,14 +36,14 @@ _DEATH_CLASSES = {"RayActorError", "WorkerCrashedError", "NodeDiedError", "Local
 
 
 class Ending(Enum):
-    """Exit code, title and advice of each way to end other than well."""
+    """Exit code, title and advice of each kind of failure."""
 
     USER_INPUT = (2, "the input cannot be used", "")
     PUBLISH_REFUSED = (
         3,
         "a publish of weights was refused",
-        "No token was sampled from these weights. If it happens again, `engine.format=bf16` tells whether the 8-bit "
-        "kernels of this machine are at fault; docs/faults.md lists what each proof finds.",
+        "No token was sampled from these weights. If it happens again, run with `engine.format=bf16`: if that works, "
+        "the 8-bit kernels of this machine are wrong. docs/faults.md lists the faults that each proof detects.",
     )
     ENGINES_LOST = (
         4,
@@ -54,30 +54,30 @@ class Ending(Enum):
     DEADLINE = (
         5,
         "a deadline passed",
-        "Read the log of the late process. If it was only slow, raise `trainer.timeout_s`, `publish.timeout_s` or "
-        "`engine.update_timeout_s`.",
+        "Read the log of the late process. If the process was only slow, raise `trainer.timeout_s`, "
+        "`publish.timeout_s` or `engine.update_timeout_s`.",
     )
     REWARD_BROKEN = (
         6,
         "the reward function is broken",
-        "Mend the function that `reward.function` names; call it alone with one row of the data set first.",
+        "Fix the function that `reward.function` names; first call it alone with one row of the data set.",
     )
     DISK_FULL = (
         7,
         "the disk is full",
-        "Free space on that file system. `checkpoint.keep_last`, `history.record_traces=false` and another `run_dir` "
-        "lower what a run writes there.",
+        "Free space on that file system, or name another `run_dir`. A lower `checkpoint.keep_last` and "
+        "`history.record_traces=false` write less.",
     )
     OUT_OF_MEMORY = (
         8,
         "memory ran out",
         "Lower `engine.kv_cache_bytes`, `engine.max_num_seqs` or `trainer.max_micro_batch_tokens`; "
-        "`megatron-rl run CONFIG --dry-run` prints what each takes.",
+        "`megatron-rl run CONFIG --dry-run` prints the memory of each.",
     )
     PROCESS_LOST = (
         9,
         "a process was lost",
-        "Read the log of that process. Somebody may have killed it, or the memory killer of the machine has "
+        "Read the log of that process. A person or the machine's out-of-memory killer may have killed it "
         "(`dmesg | grep -i oom`).",
     )
     DEFECT = (
@@ -95,51 +95,51 @@ class Ending(Enum):
 
     @property
     def title(self) -> str:
-        """What happened, in a few words."""
+        """The failure in a few words."""
         return self.value[1]
 
     @property
     def advice(self) -> str:
-        """What to do; empty where nothing has to be done."""
+        """Advice to the user; empty if nothing has to be done."""
         return self.value[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an error is and where it happened."""
+    """Kind, message and place of an error."""
 
     ending: Ending
-    what: str
+    message: str
     place: Place
 
 
 def judge(error: BaseException, *, memory_kills: int = 0) -> Verdict:
-    """The kind of `error`; `memory_kills` processes were ended by the memory killer while the command ran."""
+    """The kind of `error`; the out-of-memory killer ended `memory_kills` processes while the command ran."""
     chain = list(causes(error))
-    hits = ((ending, one) for ending, holds in _JUDGES.items() for one in chain if holds(one))
-    ending, found = next(hits, (Ending.DEFECT, root(error)))
+    matches = ((ending, cause) for ending, holds in _JUDGES.items() for cause in chain if holds(cause))
+    ending, decisive = next(matches, (Ending.DEFECT, root(error)))
     if memory_kills and ending in (Ending.PROCESS_LOST, Ending.ENGINES_LOST, Ending.DEADLINE):
-        kills = f"the memory killer has ended {memory_kills} process(es) meanwhile; "
-        return Verdict(ending=Ending.OUT_OF_MEMORY, what=kills + brief(found), place=_place(chain))
-    return Verdict(ending=ending, what=_what(ending, found, chain), place=_place(chain))
+        kills = f"the out-of-memory killer ended {memory_kills} process(es) during the command; "
+        return Verdict(ending=Ending.OUT_OF_MEMORY, message=kills + brief(decisive), place=_place(chain))
+    return Verdict(ending=ending, message=_message(ending, decisive, chain), place=_place(chain))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that led to it, outermost first, each once."""
+    """The error and every error that led to it, outermost first, each once."""
     waiting, seen = [error], set[int]()
     while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
+        current = waiting.pop(0)
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        remote = getattr(one, "cause", None)
-        led_to_it = (remote, one.__cause__, None if one.__suppress_context__ else one.__context__)
-        waiting += [earlier for earlier in led_to_it if isinstance(earlier, BaseException)]
+        seen.add(id(current))
+        yield current
+        remote = getattr(current, "cause", None)
+        earlier = (remote, current.__cause__, None if current.__suppress_context__ else current.__context__)
+        waiting += [cause for cause in earlier if isinstance(cause, BaseException)]
 
 
 def root(error: BaseException) -> BaseException:
-    """The first error of the chain that led to `error`; the one whose traceback shows the fault."""
+    """The first error of the chain that led to `error`; its traceback shows the fault."""
     seen = {id(error)}
     while True:
         remote = getattr(error, "cause", None)
@@ -153,21 +153,20 @@ def root(error: BaseException) -> BaseException:
 
 
 def _place(chain: list[BaseException]) -> Place:
-    placed = [one.place for one in chain if isinstance(one, PlacedError) and one.place != NOWHERE]
-    if placed:
-        return placed[0]
-    return Place(node=next((node for one in chain if (node := node_of(one))), ""))
+    places = [cause.place for cause in chain if isinstance(cause, PlacedError) and cause.place != NOWHERE]
+    if places:
+        return places[0]
+    return Place(node=next((node for cause in chain if (node := node_of(cause))), ""))
 
 
-def _what(ending: Ending, found: BaseException, chain: list[BaseException]) -> str:
-    """The kind's own error; before it the outermost one, which says what was being done, where that is another."""
-    own = brief(found)
-    if isinstance(found, OSError) and found.filename:
-        own = f"{found.strerror}: {found.filename}"
-    outer = brief(chain[0])
-    return (
-        own if ending is Ending.DEFECT or own in outer or not isinstance(chain[0], PlacedError) else f"{outer}; {own}"
-    )
+def _message(ending: Ending, decisive: BaseException, chain: list[BaseException]) -> str:
+    """The message of the error that decided the kind, after that of the outermost error if the two differ."""
+    inner, outer = brief(decisive), brief(chain[0])
+    if isinstance(decisive, OSError) and decisive.filename:
+        inner = f"{decisive.strerror}: {decisive.filename}"
+    if ending is Ending.DEFECT or inner in outer or not isinstance(chain[0], PlacedError):
+        return inner
+    return f"{outer}; {inner}"
 
 
 def _is_named(error: BaseException, names: set[str]) -> bool:
@@ -187,7 +186,7 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _is_deadline(error: BaseException) -> bool:
-    # raised inside vLLM's process it comes as text
+    # an error raised inside vLLM's process arrives as text
     is_late = isinstance(error, DeadlineError) or _is_named(error, {"GetTimeoutError"})
     return is_late or "DeadlineError: " in str(error)
 
@@ -204,4 +203,4 @@ _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.PUBLISH_REFUSED: lambda error: isinstance(error, PublishRefusedError),
     Ending.PROCESS_LOST: lambda error: isinstance(error, ProcessLostError) or _is_named(error, _DEATH_CLASSES),
 }
-"""What holds of an error of each kind, in the order in which kinds are tried."""
+"""Condition of each kind, in the order in which kinds are tried."""

@@ -1,1 +1,1 @@
-"""Reports and timelines made from a run directory."""
+"""Report and timeline of a run, generated from its run directory."""

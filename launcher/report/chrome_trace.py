@@ -1,11 +1,11 @@
 """`timeline.json`: a run in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-One row for each engine, with what it did and what it waited for, then one each for trainer, publisher, the controller's
-wait for responses, checkpoints and evaluations, and steps; a counter for each engine's running requests. Forwards that
-follow each other are one slice, so that a run of days stays a file that a browser opens.
+Each engine has a row with its work and its waits, and a counter of running requests. Further rows: trainer, publisher,
+the controller's wait for responses, checkpoints and evaluations, steps. Consecutive forwards form one slice, so that a
+browser can open the file of a run of days.
 
-Invariants: events are sorted by time; no duration is negative; slices of a row do not overlap by rounding, since starts
-and ends are rounded alike (microseconds since the run's first event).
+Invariants: events are sorted by time; no duration is negative; slices of a row do not overlap by rounding, because
+starts and ends are rounded alike (microseconds since the run's first event).
 """
 
 import json
@@ -21,7 +21,7 @@ from rollout.tracing.forwards import Forwards
 from rollout.tracing.timeline import GAP_S, PARTS, EngineTimeline, Part, Span
 
 MAX_COUNTER_POINTS = 20_000
-"""Of one engine; a longer run shows every second forward, or every third, ..."""
+"""Counter points of one engine; a longer run shows every second forward, every third, and so on."""
 WAITS = {
     Part.TAIL_WAIT: "waits: others sample",
     Part.TRAINER_WAIT: "waits: trainer",
@@ -30,14 +30,14 @@ WAITS = {
 }
 SAMPLING = "samples"
 MAX_SKEW_S = 1e-3
-"""Spans that overlap by less follow each other: their ends are of another clock than their starts."""
+"""Smallest real overlap of spans; a smaller one comes from different clocks for starts and ends."""
 _AT_WORK = (Part.SATURATED, Part.UNDERFILLED, Part.GAP)
 _PID = 1
 Event = dict[str, object]
 
 
 def write_trace(run_dir: Path, run: RunTimeline) -> Path | None:
-    """Write `timeline.json` into `run_dir` and return its path; None, and no file, where nothing was recorded."""
+    """Write `timeline.json` into `run_dir` and return its path; None, without a file, if nothing was recorded."""
     if run.bounds_s is None:
         return None
     target = run_dir / "timeline.json"
@@ -48,25 +48,26 @@ def write_trace(run_dir: Path, run: RunTimeline) -> Path | None:
 def chrome_trace(run: RunTimeline) -> Event:
     """The whole file as one JSON object."""
     if run.bounds_s is None:
-        raise ValueError("nothing was recorded, so there is no timeline")
+        raise ValueError("the run recorded neither spans nor forwards, so it has no timeline")
     origin_s, end_s = run.bounds_s
     rows: dict[str, int] = {f"engine {number}": number for number in range(len(run.forwards))}
     events: list[Event] = []
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
         events += _slices(timeline, forwards, row=number, origin_s=origin_s)
         events += _running(forwards, engine=number, origin_s=origin_s)
-    for name, what, start_s, stop_s in _lanes(run.spans):
+    for name, activity, start_s, stop_s in _lanes(run.spans):
         row = rows.setdefault(name, len(rows))
-        events.append(_slice(what, start_s, stop_s, row=row, origin_s=origin_s))
+        events.append(_slice(activity, start_s, stop_s, row=row, origin_s=origin_s))
     for step in run.steps:
         row = rows.setdefault("steps", len(rows))
-        # a step's row is written a moment after its last span has ended
+        # the metrics row of a step is written shortly after its last span
         start_s, stop_s = max(step.start_s, origin_s), min(step.end_s, end_s)
         if stop_s > start_s:
             events.append(_slice(f"step {step.number + 1}", start_s, stop_s, row=row, origin_s=origin_s))
-    names = [_about("process_name", 0, {"name": "run"})]
+    names = [_metadata("process_name", 0, {"name": "run"})]
     for name, row in rows.items():
-        names += [_about("thread_name", row, {"name": name}), _about("thread_sort_index", row, {"sort_index": row})]
+        names.append(_metadata("thread_name", row, {"name": name}))
+        names.append(_metadata("thread_sort_index", row, {"sort_index": row}))
     events.sort(key=lambda event: (event["ts"], event["tid"]))
     return {
         "displayTimeUnit": "ms",
@@ -76,7 +77,7 @@ def chrome_trace(run: RunTimeline) -> Event:
 
 
 def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Row, what, start and end of each span; a row's spans that overlap lie in further rows."""
+    """Row, activity, start and end of each span; overlapping spans of a row get further rows."""
     ended_s: dict[str, float] = {}
     for span in spans:
         first = lane = _row_of(span)
@@ -97,7 +98,7 @@ def _row_of(span: Span) -> str:
 
 
 def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s: float) -> Iterator[Event]:
-    """What one engine did, moments of one kind joined; nothing where it simply had nothing to do."""
+    """Work and waits of one engine, neighbouring intervals of one kind joined; no slice while it has no work at all."""
     kinds = np.array([0 if part in _AT_WORK else 1 + index for index, part in enumerate(PARTS)])
     kind = kinds[timeline.shares.argmax(axis=1)]
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(kind)) + 1])
@@ -119,7 +120,7 @@ def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s:
 
 
 def _running(forwards: Forwards, *, engine: int, origin_s: float) -> Iterator[Event]:
-    """Requests of each forward from its start on, and none from the end of a forward that is followed by a pause."""
+    """Counter of running requests: set at the start of each forward, 0 from the end of a forward before a pause."""
     starts = forwards["started_at_s"]
     ends = starts + forwards["seconds"]
     is_last = np.append(starts[1:] - ends[:-1] >= GAP_S, True)[: len(forwards)]
@@ -149,5 +150,5 @@ def _microseconds(at_s: float, origin_s: float) -> int:
     return round((at_s - origin_s) * 1e6)
 
 
-def _about(kind: str, row: int, arguments: Event) -> Event:
+def _metadata(kind: str, row: int, arguments: Event) -> Event:
     return {"name": kind, "ph": "M", "pid": _PID, "tid": row, "args": arguments}

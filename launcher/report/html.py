@@ -1,4 +1,4 @@
-"""The report's HTML: one self-contained page with its style inside. Text is escaped here unless it is a fragment."""
+"""The report's HTML: one self-contained page with inline style. Text is escaped here, HTML fragments are not."""
 
 import html
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ details { margin-bottom: 8px; } summary { cursor: pointer; }
 
 
 def page(*, title: str, subtitle: str, body: str) -> str:
-    """The whole document; `body` is a fragment."""
+    """The whole document; `body` is an HTML fragment."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -42,12 +42,12 @@ def page(*, title: str, subtitle: str, body: str) -> str:
 
 
 def section(title: str, body: str) -> str:
-    """A heading and a fragment."""
+    """A heading and an HTML fragment."""
     return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
 
 
 def tiles(items: Sequence[tuple[str, str, str]]) -> str:
-    """A row of figures: label, value, note."""
+    """A row of tiles: label, value, note."""
     cells = "".join(
         f'<div class="tile"><div class="label">{html.escape(label)}</div>'
         f'<div class="value">{html.escape(value)}</div><div class="note">{html.escape(note)}</div></div>'
@@ -57,7 +57,7 @@ def tiles(items: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int) -> str:
-    """A table whose columns from `numbers_from` on are aligned as numbers."""
+    """A table; columns from index `numbers_from` on are aligned as numbers."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = ('class="number"' if index >= numbers_from else "" for index in range(len(row)))
@@ -68,6 +68,6 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from
 
 
 def grid(charts: Sequence[tuple[str, str]]) -> str:
-    """Titles and fragments side by side; a chart without a fragment is left out."""
+    """Charts side by side, each a title and an HTML fragment; a chart with an empty fragment is left out."""
     figures = "".join(f"<figure><figcaption>{title}</figcaption>{chart}</figure>" for title, chart in charts if chart)
     return f'<div class="grid">{figures}</div>'

@@ -1,7 +1,7 @@
 """Draws the report's charts as inline SVG text: no files, no fonts to load, no links.
 
-Each function takes plain series and returns one `<svg>` element; a chart whose metric was never recorded is left out by
-the caller. matplotlib is imported with its file backend only, so no display is needed.
+Each function returns one `<svg>` element. Callers leave out charts of metrics that were never recorded. matplotlib uses
+its file backend, so no display is needed.
 """
 
 import io
@@ -48,12 +48,14 @@ def lines(
     limit: float | None = None,
     over: str = "step",
 ) -> str:
-    """Lines over steps (or `over` something else); `limit` draws a dashed bound. `name` must be unique in the page."""
+    """Lines over steps, or over the quantity `over`; `limit` draws a dashed line. `name` must be unique in the page."""
 
     def draw(axes: Axes) -> None:
-        for colour, one in zip(COLOURS, series, strict=False):
-            marker = "o" if len(one.steps) <= 40 else ""
-            axes.plot(one.steps, one.values, color=colour, label=one.label, linewidth=1.8, marker=marker, markersize=3)
+        for colour, line in zip(COLOURS, series, strict=False):
+            marker = "o" if len(line.steps) <= 40 else ""
+            axes.plot(
+                line.steps, line.values, color=colour, label=line.label, linewidth=1.8, marker=marker, markersize=3
+            )
         if limit is not None:
             axes.axhline(limit, color=COLOURS[4], linestyle="--", linewidth=1)
         if log:
@@ -64,7 +66,7 @@ def lines(
 
 
 def _decades(axes: Axes) -> None:
-    """A logarithmic axis over whole decades, labelled at those alone."""
+    """A logarithmic axis over whole decades, with labels at decades only."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))

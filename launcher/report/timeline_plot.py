@@ -1,8 +1,8 @@
-"""Draws where the engines' time went: one row for each engine, then everybody else, over the last few steps.
+"""Draws the engines' time over the last few steps: a row per engine, then trainer, publisher and evaluation.
 
-A row of an engine is filled from below by what the engine did in each instant, so that a full engine is a dark block, a
-draining one a dark block that shrinks below light blue, and a bubble is a block of another colour that says what was
-waited for. Rows of trainer, publisher and evaluation are blank where nothing of theirs goes on.
+The height of a colour in an engine's row is the share of the engine's time at that instant. A saturated engine is dark
+blue, an under-filled one partly light blue; each kind of wait has a colour of its own. Rows of trainer, publisher and
+evaluation are blank between their spans.
 """
 
 import io
@@ -28,9 +28,9 @@ Floats = npt.NDArray[np.float64]
 
 NUM_BINS = 400
 NUM_LEVELS = 50
-"""Heights inside a row: more would not be seen, and equal neighbours are one corner less."""
+"""Distinct heights inside a row: more are not visible, and equal neighbours need fewer corners."""
 MAX_ENGINES = 12
-"""Rows that stay readable; further engines are in `timeline.json`."""
+"""Most readable rows; further engines are in `timeline.json`."""
 COLOURS: Mapping[Part, str] = {
     Part.SATURATED: "#1d4ed8",
     Part.UNDERFILLED: "#93c5fd",
@@ -51,21 +51,21 @@ LABELS: Mapping[Part, str] = {
     Part.CHECKPOINT: "idle: checkpoint",
     Part.OTHER: "idle: other",
 }
-DONE = {
+ACTIVITIES = {
     "train": ("trains", "#059669"),
     "publish": ("publishes", "#7c3aed"),
     "checkpoint": ("saves", "#475569"),
     "switch": ("changes memory", "#f59e0b"),
     "evaluate": ("evaluates", "#0e7490"),
 }
-"""Label and colour of what is done beside sampling, by span."""
+"""Label and colour of activities other than sampling, by the activity of their spans."""
 
 
 def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
-    """One `<svg>` of `steps`, which follow each other; `name` must be unique in the page."""
+    """One `<svg>` of consecutive `steps`; `name` must be unique in the page."""
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     engines = run.engines(start_s, end_s)[:MAX_ENGINES]
-    spans = [span for span in run.spans if span.what in DONE and span.end_s > start_s and span.start_s < end_s]
+    spans = [span for span in run.spans if span.what in ACTIVITIES and span.end_s > start_s and span.start_s < end_s]
     actors = ["trainer", "publisher", *(["evaluation"] if any(span.what == "evaluate" for span in spans) else [])]
     rows = [*(f"engine {number}" for number in range(len(engines))), *actors]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -80,7 +80,7 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
         for span in spans:
             begin, end = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
             bottom = rows.index(_actor(span)) - 0.4
-            axes.broken_barh([(begin, end - begin)], (bottom, 0.8), color=DONE[span.what][1], linewidth=0)
+            axes.broken_barh([(begin, end - begin)], (bottom, 0.8), color=ACTIVITIES[span.what][1], linewidth=0)
         _steps(axes, steps, start_s)
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -88,17 +88,17 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
         axes.set_xlabel("seconds")
         axes.tick_params(length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        # without a speed nobody knows how full an engine was that ran
+        # without a fitted speed, saturated and under-filled forwards cannot be told apart
         labels = LABELS if run.speed is not None else {**LABELS, Part.SATURATED: "runs forwards"}
         handles = [Patch(color=COLOURS[part], label=labels[part]) for part in PARTS if part in seen]
-        done = {span.what for span in spans}
-        handles += [Patch(color=colour, label=label) for what, (label, colour) in DONE.items() if what in done]
+        shown = {span.what for span in spans}
+        handles += [Patch(color=colour, label=label) for what, (label, colour) in ACTIVITIES.items() if what in shown]
         figure.legend(handles=handles, frameon=False, fontsize=8, ncols=6, loc="outside upper left")
         return _svg(figure)
 
 
 def _fill_row(axes: Axes, row: int, edges: Floats, shares: Floats) -> None:
-    """One engine as parts on top of each other, between `row - 0.4` and `row + 0.4`."""
+    """Draw one engine's parts stacked between `row - 0.4` and `row + 0.4`."""
     until = np.concatenate([np.zeros((len(shares), 1)), np.cumsum(shares, axis=1)], axis=1)
     levels = row + 0.4 - 0.8 * np.round(until * NUM_LEVELS) / NUM_LEVELS
     for index, part in enumerate(PARTS):
@@ -108,13 +108,13 @@ def _fill_row(axes: Axes, row: int, edges: Floats, shares: Floats) -> None:
 
 
 def _runs(holds: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Longest stretches in which it holds, as (first, one behind the last)."""
+    """Maximal intervals of true values, as (first, last + 1)."""
     changes = np.flatnonzero(np.diff(holds, prepend=False, append=False)).tolist()
     return list(zip(changes[::2], changes[1::2], strict=True))
 
 
 def _outline(edges: Floats, bottom: Floats, top: Floats, first: int, last: int) -> Floats:
-    """The steps of bins `first` to `last` as one polygon, corners only, [corners, 2]."""
+    """The area between `bottom` and `top` of bins `first` to `last` as one polygon, [corners, 2]."""
     return np.concatenate([_steps_of(edges, bottom, first, last), _steps_of(edges, top, first, last)[::-1]])
 
 
@@ -125,14 +125,14 @@ def _steps_of(edges: Floats, level: Floats, first: int, last: int) -> Floats:
 
 
 def _actor(span: Span) -> str:
-    """The row of a span; engines change their memory for a publish."""
+    """The row of a span; memory changes of engines belong to a publish."""
     if span.what == "evaluate":
         return "evaluation"
     return "trainer" if span.who == "trainer" else "publisher"
 
 
 def _steps(axes: Axes, steps: Sequence[Step], start_s: float) -> None:
-    """A line where a step begins, and its number above the rows."""
+    """Draw a line at the start of each step, and its number above the rows."""
     for step in steps:
         axes.axvline(step.start_s - start_s, color=GRID, linewidth=1, zorder=0)
         middle = (step.start_s + step.end_s) / 2 - start_s
@@ -154,5 +154,5 @@ def _svg(figure: Figure) -> str:
 
 
 def _shortened(path: str) -> str:
-    """Matplotlib writes six digits; a hundredth of a point is not seen."""
+    """Shorten matplotlib's six digits to hundredths of a point, which are not visible."""
     return re.sub(r"(\.\d\d)\d+", r"\1", path)

@@ -1,4 +1,4 @@
-"""The report's section on time: who did what, and how much of the engines' time was a bubble."""
+"""The report's section on time: timeline of all actors, and the bubble of the engines' time."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,24 @@ from rollout.tracing.timeline import Part
 
 NUM_STEPS_SHOWN = 3
 ABOUT = (
-    "timeline.json opens in ui.perfetto.dev and holds the whole run. A saturated engine is one with as many requests "
-    "as engines of this run were seen to serve at once; the bubble is the time that the same tokens would not have "
-    "taken there."
+    "timeline.json holds the whole run and opens in ui.perfetto.dev. A saturated engine runs as many requests as the "
+    "engines of this run ran at most. The bubble is the time that saturated engines would have saved for the same "
+    "tokens."
 )
 
 
 def timeline_section(run: RunTimeline, metrics: Sequence[Mapping[str, float]]) -> str:
-    """Picture and charts; empty for a run that recorded neither spans nor forwards."""
+    """Timeline and charts; empty for a run that recorded neither spans nor forwards."""
     if run.bounds_s is None:
         return ""
-    said = "".join(f"<p>{html.escape(note)}</p>" for note in [ABOUT, *run.notes, *_left_out(run)])
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in [ABOUT, *run.notes, *_left_out(run)])
     charts = grid(
         [
             ("Where the engines' time went", _decomposition(metrics)),
-            ("Bubble, and the part of it in which an engine runs nothing", _bubble(metrics)),
+            ("Bubble, and its part without a running request", _bubble(metrics)),
         ]
     )
-    return section("Timeline", said + _picture(run) + charts)
+    return section("Timeline", notes + _picture(run) + charts)
 
 
 def _left_out(run: RunTimeline) -> list[str]:
@@ -46,7 +46,7 @@ def _picture(run: RunTimeline) -> str:
 
 
 def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """The last few steps without a long pause between them: between two starts of a run may lie days."""
+    """The last few steps without a long pause between them; two starts of a run can be days apart."""
     first = len(steps)
     while first > 0 and len(steps) - first < NUM_STEPS_SHOWN:
         step = steps[first - 1]
@@ -57,7 +57,7 @@ def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def _decomposition(metrics: Sequence[Mapping[str, float]]) -> str:
-    """Shares of each step's time that sum to one; nothing where the run was too short to say how full engines were."""
+    """Shares of each step's time that sum to one; empty if no speed could be fitted to the run's forwards."""
     rows = [row for row in metrics if "timeline/bubble" in row]
     if not rows:
         return ""
@@ -65,13 +65,13 @@ def _decomposition(metrics: Sequence[Mapping[str, float]]) -> str:
     parts |= {
         part: [row.get(f"timeline/{part.value}_share", 0.0) for row in rows] for part in Part if part not in parts
     }
-    known = {part: shares for part, shares in parts.items() if any(share > 0 for share in shares)}
+    nonzero = {part: shares for part, shares in parts.items() if any(share > 0 for share in shares)}
     return stacked(
         "decomposition",
         [row["step"] + 1 for row in rows],
-        {part.value.replace("_", " "): shares for part, shares in known.items()},
+        {part.value.replace("_", " "): shares for part, shares in nonzero.items()},
         unit="share of the step's time",
-        colours=[COLOURS[part] for part in known],
+        colours=[COLOURS[part] for part in nonzero],
     )
 
 

@@ -1,10 +1,10 @@
-"""Writes `report.html` into a run directory: one page that opens without a network and says what a run did.
+"""Writes `report.html` into a run directory: one page with the results of a run, which opens without a network.
 
     python -m launcher.report RUN_DIR
 
-Beside it goes `timeline.json`, for ui.perfetto.dev. Reads only what the run recorded (`metrics.jsonl`, `events.jsonl`,
-`evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`), so it can be made again at any time, also
-while the run is going on. What was not recorded is left out of the page.
+It also writes `timeline.json`, for ui.perfetto.dev. It reads the run's records only (`metrics.jsonl`, `events.jsonl`,
+`evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`), so it can run at any time, also during
+the run. The page leaves out charts without records.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from launcher.run_dir.atomic_files import read_rows, replace_text
 from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
-"""Above this the gap between sampler and trainer is not healthy (docs/observability.md)."""
+"""Largest healthy gap between sampler and trainer (docs/observability.md)."""
 PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
@@ -36,20 +36,20 @@ Metrics = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a run directory holds, read once."""
+    """Records of a run directory, read once."""
 
     name: str
     metrics: Metrics
     timeline: RunTimeline
     evaluation: Sequence[EvaluationRow]
     samples: Mapping[int, Sequence[Mapping[str, object]]]
-    """Of the first and the last step."""
+    """Rows of the first and the last step, by step."""
     config_text: str
     environment: Mapping[str, object]
 
 
 def read_record(run_dir: Path) -> Record:
-    """Reads `run_dir`; raises `FileNotFoundError` if it holds no metrics."""
+    """The records of `run_dir`; raises `FileNotFoundError` if it holds no metrics."""
     if not (run_dir / "metrics.jsonl").exists():
         raise FileNotFoundError(
             f"{run_dir} holds no metrics.jsonl; name the run directory of a run that has finished a step"
@@ -70,9 +70,9 @@ def read_record(run_dir: Path) -> Record:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html`, whose path it returns, and `timeline.json`.
+    """Writes `report.html` and `timeline.json`; returns the path of the report.
 
-    Raises `FileNotFoundError` if nothing was recorded.
+    Raises `FileNotFoundError` if the directory holds no metrics.
     """
     record = read_record(run_dir)
     target = run_dir / "report.html"
@@ -112,8 +112,8 @@ def _subtitle(record: Record) -> str:
 
 
 def _summary(record: Record) -> str:
-    """Tiles: what changed, and at what price."""
-    found = [
+    """Tiles: main metrics of the first and the last step, and the time of the run."""
+    items = [
         (f"{change.label} accuracy, {change.format_label}", _change(change), f"{change.points:+.1f} points")
         for change in changes(record.evaluation)
         if change.before.data_source == "all"
@@ -126,10 +126,10 @@ def _summary(record: Record) -> str:
         ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
         if values := _values(record.metrics, metric):
-            found.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
+            items.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
     if seconds := _values(record.metrics, "timing_s/step"):
-        found.append(("seconds a step", f"{sum(seconds) / len(seconds):.1f}", f"{sum(seconds):.0f} s in all"))
-    return tiles(found)
+        items.append(("seconds a step", f"{sum(seconds) / len(seconds):.1f}", f"{sum(seconds):.0f} s in total"))
+    return tiles(items)
 
 
 def _change(change: Change) -> str:
@@ -159,7 +159,7 @@ def _evaluation(record: Record) -> str:
 
 
 def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
-    """avg@k over steps, where there are more evaluations than before and after."""
+    """avg@k over steps, for sets with more than two evaluations."""
     curves: dict[str, list[EvaluationRow]] = {}
     for row in sorted(rows, key=lambda row: row.step):
         if row.data_source == "all":
@@ -198,7 +198,7 @@ def _charts(metrics: Metrics) -> str:
 
 
 def _drafts(metrics: Metrics) -> str:
-    """What the history was good for; nothing in a run without drafts."""
+    """Charts of drafts from history; empty for a run without drafts."""
     if not _values(metrics, "history/tokens_per_forward"):
         return ""
     charts = [
@@ -208,11 +208,11 @@ def _drafts(metrics: Metrics) -> str:
         ),
         ("Accepted draft tokens by source", _sources(metrics)),
         (
-            "Tokens that the prompts' last visit already had",
+            "Tokens reusable from the prompts' last visit",
             _chart(metrics, "reuse", {"history/reusable_share": "share"}, unit="share of tokens"),
         ),
         (
-            "Prompts' mean lengths, this visit and the last",
+            "Mean lengths of prompts: this visit against the last",
             _chart(metrics, "ranks", {"history/length_rank_correlation": "rank"}, unit="rank correlation"),
         ),
         (
@@ -233,15 +233,15 @@ def _drafts(metrics: Metrics) -> str:
 
 
 def _publishing(metrics: Metrics) -> str:
-    """What it took to bring the weights to the engines, and what 8 bits cost them."""
+    """Charts of publishes: time, bytes and quantisation error."""
     steps = [row["step"] + 1 for row in metrics]
     stages = {stage: [row.get(f"timing_s/publish_{stage}", 0.0) for row in metrics] for stage in PUBLISH_STAGES}
-    known = {stage: seconds for stage, seconds in stages.items() if any(seconds)}
-    seconds = stacked("publish", steps, known, unit="seconds") if known else ""
+    nonzero = {stage: seconds for stage, seconds in stages.items() if any(seconds)}
+    seconds = stacked("publish", steps, nonzero, unit="seconds") if nonzero else ""
     charts = [
-        ("Seconds by stage, the slowest rank's each", seconds),
+        ("Seconds by stage, slowest rank of each", seconds),
         ("Bytes sent", _chart(metrics, "wire", {"publish/wire_bytes": "bytes"}, unit="bytes")),
-        ("Weights over what 8 bits lose of them, by layer, after the last step", _losses(metrics)),
+        ("SQNR of 8-bit weights by layer, after the last step", _sqnr(metrics)),
         (
             "Share of codes that a step changed",
             _chart(metrics, "changed", {"publish/changed_share": "share"}, unit="share of codes"),
@@ -250,7 +250,7 @@ def _publishing(metrics: Metrics) -> str:
     return section("Publishing", grid(charts)) if any(chart for _, chart in charts) else ""
 
 
-def _losses(metrics: Metrics) -> str:
+def _sqnr(metrics: Metrics) -> str:
     prefix = "publish/sqnr_db/layer_"
     last = {int(key.removeprefix(prefix)): value for key, value in metrics[-1].items() if key.startswith(prefix)}
     layers = sorted(last)
@@ -271,14 +271,14 @@ def _sources(metrics: Metrics) -> str:
 def _chart(
     metrics: Metrics,
     name: str,
-    wanted: Mapping[str, str],
+    labels: Mapping[str, str],
     *,
     unit: str = "",
     log: bool = False,
     limit: float | None = None,
 ) -> str:
     series = []
-    for metric, label in wanted.items():
+    for metric, label in labels.items():
         rows = [row for row in metrics if metric in row and (row[metric] > 0 or not log)]
         if rows:
             steps = [row["step"] + 1 for row in rows]
@@ -289,8 +289,8 @@ def _chart(
 def _phases(metrics: Metrics) -> str:
     steps = [row["step"] + 1 for row in metrics]
     parts = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in metrics] for phase in PHASES}
-    known = {phase: seconds for phase, seconds in parts.items() if any(seconds)}
-    return stacked("phases", steps, known, unit="seconds") if known else ""
+    nonzero = {phase: seconds for phase, seconds in parts.items() if any(seconds)}
+    return stacked("phases", steps, nonzero, unit="seconds") if nonzero else ""
 
 
 def _values(metrics: Metrics, metric: str) -> list[float]:

@@ -1,1 +1,1 @@
-"""Everything that a run writes while it runs."""
+"""Files that a run writes: metrics, samples, traces, checkpoints, wandb, console lines."""

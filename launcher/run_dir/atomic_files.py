@@ -1,7 +1,7 @@
 """Small files that survive `kill -9`: whole-file replacement, and line-by-line appending.
 
-A reader sees the old text or the new one, never a half; of an appended file at most the last line is torn, and
-`drop_torn_line` removes it before anybody appends again.
+A reader of a replaced file sees the old text or the new text, never a part. In an appended file at most the last line
+is incomplete; `drop_torn_line` removes it before the next append.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Atomically makes `text` the content of `path`."""
+    """Replaces the content of `path` by `text`, atomically."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -37,14 +37,14 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
 
 
 def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Atomically makes `rows`, one JSON line each, the content of `path`."""
+    """Replaces the content of `path` by `rows`, one JSON line each, atomically."""
     replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
     """All rows of a JSON-lines file; none if it does not exist.
 
-    A last line without its end is being written, even if by a single write: readers see it page by page.
+    A last line without newline is left out: a process is writing it. A reader can see part of a single write.
     """
     if not path.exists():
         return []
@@ -53,7 +53,7 @@ def read_rows(path: Path) -> list[dict[str, object]]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes the bytes after the last newline, left by a process that was killed while it wrote."""
+    """Removes the bytes after the last newline, which a process left that was killed during a write."""
     if not path.exists():
         return
     content = path.read_bytes()

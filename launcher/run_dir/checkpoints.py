@@ -1,7 +1,7 @@
-"""The `checkpoints/` folder of a run: written aside, renamed when whole, named by `latest`.
+"""The `checkpoints/` folder of a run: checkpoints are written to a partial folder, renamed, then named by `latest`.
 
-Invariants: `latest` names a folder that was complete when it was renamed; whatever else bears `.partial` was never
-finished; older checkpoints are removed only after `latest` points at a newer one.
+Invariants: `latest` names a folder that was complete when it was renamed; a folder with the suffix `.partial` is
+incomplete; older checkpoints are removed only after `latest` names a newer one.
 """
 
 import os
@@ -13,13 +13,13 @@ from launcher.run_dir.atomic_files import replace_text, sync_folder
 
 
 class Checkpoints:
-    """Steps saved under one folder."""
+    """Checkpoints by step, under one folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the checkpoint of `step`, not yet visible to `latest`."""
+        """An empty partial folder for the checkpoint of `step`."""
         for leftover in self._path.glob("*.partial"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -28,7 +28,7 @@ class Checkpoints:
         return partial
 
     def finish(self, step: int, keep_last: int) -> Path:
-        """Makes the folder of `begin(step)` the newest checkpoint and removes all but `keep_last`."""
+        """Makes the folder of `begin(step)` the newest checkpoint and removes all but the newest `keep_last`."""
         partial, final = self._path / f"{step}.partial", self._path / str(step)
         _sync_tree(partial)
         replaced = self._path / f"{step}.replaced.partial"
@@ -44,12 +44,12 @@ class Checkpoints:
         return final
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; None before the first."""
+        """Step and folder of the newest complete checkpoint; None if there is none."""
         pointer = self._path / "latest"
         text = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
         if text and not text.isdecimal():
             raise RunDirectoryError(
-                f"{pointer} holds {text[:40]!r}, no step; remove it to resume the newest checkpoint"
+                f"{pointer} holds {text[:40]!r}, not a step; remove the file to resume the newest checkpoint"
             )
         named = [int(text)] if text else []
         existing = [step for step in (named or self.steps()[-1:]) if (self._path / str(step)).is_dir()]
@@ -61,7 +61,7 @@ class Checkpoints:
 
 
 def _sync_tree(path: Path) -> None:
-    """Flushes every file below `path` to disk, before a rename declares it whole."""
+    """Flushes every file below `path` to disk; a rename must not precede the data."""
     for child in path.rglob("*"):
         if child.is_file():
             descriptor = os.open(child, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""What a person sees of a run: one line per step, a bar in long phases, a table before/after.
+"""Console output of a run: a line per step, a progress bar in long phases, a table of evaluations before and after.
 
-On a terminal bars move in place below the lines; elsewhere (a file, a pipe) there are no bars and no control
-characters, only the lines. Numbers that a step does not have are left out, never shown as zero.
+On a terminal, bars are drawn below the lines. A file or a pipe gets the lines only, without control characters. Metrics
+that a step does not have are left out, never shown as zero.
 """
 
 import sys
@@ -17,12 +17,12 @@ from rollout.evaluation import Change, EvaluationRow, changes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One figure of the step's line."""
+    """A metric in the line of a step."""
 
     metric: str
     label: str
     form: str
-    """A format specification; `k` for thousands."""
+    """Format specification of the value."""
 
 
 FIELDS = (
@@ -44,11 +44,11 @@ TROUBLE = {
     "batch/aborted_responses": "aborted responses",
     "history/lost_calls": "lost history calls",
 }
-"""Counters that a healthy step has at zero; shown only when they are not."""
+"""Counters that are zero in a healthy step; others are shown."""
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The line of `step` (counted from 0) of `num_steps`: its figures, then seconds by phase."""
+    """The line of `step` (counted from 0) of `num_steps`: its metrics, then seconds by phase."""
     width = len(str(num_steps))
     figures = [f"{field.label} {metrics[field.metric]:{field.form}}" for field in FIELDS if field.metric in metrics]
     seconds = [f"{phase} {metrics[key]:.1f}" for phase in PHASES if (key := f"timing_s/{phase}") in metrics]
@@ -60,7 +60,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def before_after_table(rows: Iterable[EvaluationRow]) -> Table:
-    """The final table: avg@k and pass@k of the first and the last evaluation, labelled with the engine's format."""
+    """The final table: avg@k and pass@k of the first and the last evaluation, by engine format."""
     table = Table(title="evaluation before and after", title_justify="left")
     for heading in ("set", "engine", "k", "prompts"):
         table.add_column(heading)
@@ -93,18 +93,18 @@ class RunProgress:
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
-        # a file or a pipe has no width of its own; tables and lines must not be squeezed into 80 columns there
+        # a file or a pipe has no width; without one, rich wraps tables and lines at 80 columns
         self._console = console or Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
         self._bars: Progress | None = None
         self._task: TaskID | None = None
 
     def say(self, text: str) -> None:
-        """One line of plain text."""
+        """Print one line of plain text."""
         self._end_bar()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """A long phase has come to `done` of `total`; its bar disappears when they are equal."""
+        """Move the bar of a phase to `done` of `total`; a finished bar disappears."""
         if not self._console.is_terminal:
             return
         if self._bars is None:
@@ -124,11 +124,11 @@ class RunProgress:
             self._end_bar()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of a finished step, counted from 0."""
+        """Print the line of a finished step, counted from 0."""
         self.say(step_line(step, self._num_steps, metrics))
 
     def evaluation(self, rows: Iterable[EvaluationRow]) -> None:
-        """One line per evaluated set."""
+        """Print one line per evaluated set."""
         for row in rows:
             k = row.samples_per_prompt
             self.say(
@@ -138,12 +138,12 @@ class RunProgress:
             )
 
     def table(self, rows: Iterable[EvaluationRow]) -> None:
-        """The final before/after table."""
+        """Print the final table of evaluations before and after."""
         self._end_bar()
         self._console.print(before_after_table(rows))
 
     def close(self) -> None:
-        """Removes a bar that is still there."""
+        """Remove the bar, if one is shown."""
         self._end_bar()
 
     def _end_bar(self) -> None:

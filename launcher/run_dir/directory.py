@@ -1,18 +1,16 @@
-"""The directory of one run: who holds it, what it records, which checkpoint is the newest.
+"""The directory of one run: its lock, its records and its checkpoints.
 
     config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
     samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
     wandb/  report.html  timeline.json  LOCK
 
-Invariants: one process writes at a time (`LOCK` is an advisory lock of the kernel, so a killed run leaves none behind);
-`metrics.jsonl` holds each step at most once, in order; rows of steps that a resume repeats are moved aside, never lost;
-`checkpoints/latest` names a complete checkpoint or does not exist; a checkpoint being written bears `.partial`.
+Invariants: one process writes at a time (`LOCK`); `metrics.jsonl` holds each step at most once, in order; rows of steps
+that a resume repeats move to `*.abandoned.jsonl`, none is lost; `checkpoints/latest` names a complete checkpoint or
+does not exist; an incomplete checkpoint has the suffix `.partial`.
 
-`RunLock`: one living process per run directory.
-
-The lock is the kernel's (`flock`), so it ends with its holder, however that ends: a stale LOCK file is simply taken
-over. The file's text (process id, host) is for people and for the message of a refusal. Descriptors are closed on
-exec, so that engines and workers started by a run do not keep its lock alive.
+`RunLock` is a lock of the kernel (`flock`), which ends with its process, so a stale LOCK file does not block a start.
+The file's text (process id, host) is for people and for the message of a refusal. Descriptors are closed on exec, so
+that engines and workers of a run do not hold its lock.
 """
 
 import fcntl
@@ -37,7 +35,7 @@ class RunLock:
     """Holds the lock of `path` from construction to `release`."""
 
     def __init__(self, path: Path) -> None:
-        """Takes the lock; raises `RunDirectoryError` naming the process that has it."""
+        """Acquires the lock; raises `RunDirectoryError`, which names the holder, if another process has it."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,10 +50,10 @@ class RunLock:
         os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
     def release(self) -> None:
-        """Gives the lock back; a second call does nothing. The file stays, so that a waiting opener locks the same."""
+        """Releases the lock; a second call does nothing. The file stays, so that every opener locks the same file."""
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing alone would wait for a child between fork and exec
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough while a child is between fork and exec
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -76,9 +74,9 @@ class RunDirectory:
     """An open run directory; a context manager that holds its lock."""
 
     def __init__(self, path: str | Path) -> None:
-        """Creates the directory where it is missing and takes its lock.
+        """Creates the directory if it is missing and acquires its lock.
 
-        Raises `RunDirectoryError` if a living process holds it, naming that process.
+        Raises `RunDirectoryError` if it cannot be created, or if a living process, which the message names, holds it.
         """
         self.path = Path(path).absolute()
         if problems := folder_problems("run_dir", str(path)):
@@ -86,7 +84,9 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileNotFoundError, PermissionError) as error:
-            raise RunDirectoryError(f"`run_dir` = {path} cannot be made: {error.strerror}; name another one") from error
+            raise RunDirectoryError(
+                f"`run_dir` = {path} cannot be created: {error.strerror}; name another directory"
+            ) from error
         self._lock = RunLock(self.path / "LOCK")
         self._checkpoints = Checkpoints(self.path / "checkpoints")
         for folder in FOLDERS:
@@ -104,7 +104,7 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         self._lock.release()
 
     def write_config(self, text: str) -> None:
@@ -112,7 +112,7 @@ class RunDirectory:
         replace_text(self.path / "config.yaml", text)
 
     def write_environment(self, environment: Row) -> None:
-        """Saves versions and machine; those of an earlier start of the same run stay, under `earlier`."""
+        """Saves versions and machine; those of earlier starts of the same run move to `earlier`."""
         target = self.path / "environment.json"
         earlier: list[object] = []
         if target.exists():
@@ -121,7 +121,7 @@ class RunDirectory:
         replace_text(target, json.dumps({**environment, "earlier": earlier}, indent=2) + "\n")
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of `metrics.jsonl`: the step, the wall clock, the metrics."""
+        """Appends a row to `metrics.jsonl`: the step, the wall clock, the metrics."""
         append_line(self.path / "metrics.jsonl", {"step": step, "time_s": time.time(), **metrics})
 
     def metrics(self) -> list[dict[str, float]]:
@@ -129,30 +129,30 @@ class RunDirectory:
         return _floats(read_rows(self.path / "metrics.jsonl"))
 
     def resume_at(self, step: int) -> int:
-        """Makes the record end before `step`, the next one to run; returns how many rows were abandoned.
+        """Ends the records before `step`, the next step to run; returns the number of abandoned rows.
 
-        Rows of `metrics.jsonl` and `evaluation.jsonl` that the run will write again move to `*.abandoned.jsonl`; the
-        evaluation of a checkpoint's weights was finished before the checkpoint, so it stays.
+        Rows of `metrics.jsonl` and `evaluation.jsonl` that the run will write again move to `*.abandoned.jsonl`. The
+        evaluation of the checkpoint's weights ended before the checkpoint was written, so it stays.
         """
         moved = 0
         for name, first in (("metrics", step), ("evaluation", step + 1 if step else 0)):
             rows = read_rows(self.path / f"{name}.jsonl")
-            kept = [row for row in rows if _step(row) < first]
+            remaining = [row for row in rows if _step(row) < first]
             abandoned = [row for row in rows if _step(row) >= first]
             for row in abandoned:
                 append_line(self.path / f"{name}.abandoned.jsonl", row)
             if abandoned:
-                replace_rows(self.path / f"{name}.jsonl", kept)
+                replace_rows(self.path / f"{name}.jsonl", remaining)
             moved += len(abandoned)
         return moved
 
     def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """One row of `events.jsonl`: `who` did `what` from `start_s` to `end_s` (wall clock)."""
+        """Appends a row to `events.jsonl`: `who` did `what` from `start_s` to `end_s` (wall clock)."""
         append_line(self.path / "events.jsonl", {"who": who, "what": what, "start_s": start_s, "end_s": end_s})
 
     @contextmanager
     def span(self, who: str, what: str) -> Iterator[None]:
-        """Records the time of the body as a span, also when it raises."""
+        """Records the time of the body as a span, also if it raises."""
         start_s = time.time()
         try:
             yield
@@ -160,7 +160,7 @@ class RunDirectory:
             self.record_span(who, what, start_s, time.time())
 
     def append_evaluation(self, rows: Iterable[Row]) -> None:
-        """Rows of `evaluation.jsonl`; see `rollout.evaluation.EvaluationRow`."""
+        """Appends rows to `evaluation.jsonl`; see `rollout.evaluation.EvaluationRow`."""
         for row in rows:
             append_line(self.path / "evaluation.jsonl", row)
 
@@ -169,23 +169,23 @@ class RunDirectory:
         return read_rows(self.path / "evaluation.jsonl")
 
     def samples_path(self, step: int) -> Path:
-        """`samples/step-N.jsonl`, one row per response; a repeated step replaces its file."""
+        """Path `samples/step-N.jsonl`, one row per response; a repeated step replaces its file."""
         return self.path / "samples" / f"step-{step}.jsonl"
 
     def traces_path(self, step: int) -> Path:
-        """`traces/step-N.jsonl`, token ids of the step's responses (`history.store.traces`)."""
+        """Path `traces/step-N.jsonl`, token ids of the step's responses (`history.store.traces`)."""
         return self.path / "traces" / f"step-{step}.jsonl"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into; leftovers of an unfinished one are removed."""
+        """An empty partial folder for the checkpoint of `step`; incomplete checkpoints are removed."""
         return self._checkpoints.begin(step)
 
     def finish_checkpoint(self, step: int, keep_last: int) -> Path:
-        """Gives the folder its final name, points `latest` at it, then removes all but the newest `keep_last`."""
+        """Renames the folder, lets `latest` name it, then removes all but the newest `keep_last` checkpoints."""
         return self._checkpoints.finish(step, keep_last)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; None before the first."""
+        """Step and folder of the newest complete checkpoint; None if there is none."""
         return self._checkpoints.latest()
 
 

@@ -1,10 +1,10 @@
 """`traces/engine-N.forwards`: every forward of one engine over a run, 28 bytes each
 (`rollout.tracing.forwards.FORWARD`).
 
-They are drained from the engines at the end of each step and of each evaluation, and are appended as they come.
+The run fetches forwards from the engines after each step and each evaluation, and appends them.
 
-Invariant: a file that somebody appends to is a whole number of records; a kill in the middle of one is mended before
-that (`drop_torn_record`), since every record behind it would be read at the wrong place.
+Invariant: a file is a whole number of records before an append. A kill can leave an incomplete record, which would
+shift all later ones, so `drop_torn_record` removes it first.
 """
 
 import os
@@ -22,26 +22,26 @@ def append_forwards(traces: Path, engine: int, forwards: Forwards) -> None:
 
 
 def read_forwards(traces: Path, *, max_bytes: int) -> tuple[list[Forwards], bool]:
-    """Forwards of each engine, by its number, and whether older ones were left out to stay within `max_bytes` in all.
+    """Forwards of each engine, by its number, and whether older ones were left out to stay within `max_bytes` in total.
 
-    Empty for an engine without a file. A record that is torn is left out.
+    Empty for an engine without a file. An incomplete record is left out.
     """
-    found: dict[int, Forwards] = {}
+    by_engine: dict[int, Forwards] = {}
     paths = _paths(traces)
     for path in paths:
         size = _whole(path.stat().st_size)
-        kept = min(size, _whole(max_bytes // len(paths)))
+        num_read = min(size, _whole(max_bytes // len(paths)))
         with path.open("rb") as file:
-            file.seek(size - kept)
-            found[int(path.stem.rpartition("-")[2])] = decode_forwards(file.read(kept))
+            file.seek(size - num_read)
+            by_engine[int(path.stem.rpartition("-")[2])] = decode_forwards(file.read(num_read))
     total = sum(_whole(path.stat().st_size) for path in paths)
-    is_cut = sum(forwards.nbytes for forwards in found.values()) < total
+    is_cut = sum(forwards.nbytes for forwards in by_engine.values()) < total
     empty = np.zeros(0, dtype=FORWARD)
-    return [found.get(number, empty) for number in range(max(found, default=-1) + 1)], is_cut
+    return [by_engine.get(number, empty) for number in range(max(by_engine, default=-1) + 1)], is_cut
 
 
 def drop_torn_record(traces: Path) -> None:
-    """Cut every engine's file after its last whole record."""
+    """Truncate every engine's file after its last complete record."""
     for path in _paths(traces):
         size = path.stat().st_size
         if size != _whole(size):

@@ -1,8 +1,8 @@
-"""Writes a run down as it goes: the one place where the loop meets the run directory, wandb and the console.
+"""Records a run: connects the training loop with the run directory, wandb and the console.
 
-A step's row goes to `metrics.jsonl` first, then to wandb, then to the console; its samples are written
-by the scorer's process (the controller holds no text) while the next step runs, and are waited for
-before the next step's samples and before a checkpoint.
+A step's metrics go to `metrics.jsonl`, then to the console. The scorer's process writes the step's samples (the
+controller holds no text) while the next step runs. The recorder waits for them before the next step's samples and
+before a checkpoint, and then logs the step to wandb.
 """
 
 import json
@@ -34,13 +34,13 @@ STATE = "state.json"
 """The controller's part of a checkpoint."""
 
 LENGTHS = "lengths.npz"
-"""The lengths of each prompt's responses; absent in checkpoints of older versions."""
+"""Response lengths of each prompt; absent in checkpoints of older versions."""
 
 HISTORY = "history"
-"""The folder of a checkpoint that holds a snapshot of the history; absent where nothing is remembered."""
+"""Folder of a checkpoint with a snapshot of the history; absent if no engine drafts."""
 
 TRACE_TIMEOUT_S = 120.0
-"""For which engines are waited for when they are asked for their forwards."""
+"""Deadline for engines to return their forwards."""
 
 
 class RunRecorder:
@@ -60,9 +60,9 @@ class RunRecorder:
         record_traces: bool,
         keep_last: int,
     ) -> None:
-        """`table_rows` responses of each step go into wandb's table; `keep_last` checkpoints stay.
+        """`table_rows` is the number of responses per step in wandb's table, `keep_last` that of checkpoints to keep.
 
-        `baseline_engines` are those that the drafting ones are compared with.
+        `baseline_engines` do not draft; the saving of the drafting engines is measured against them.
         """
         self._directory = directory
         self._tracker = tracker
@@ -83,14 +83,14 @@ class RunRecorder:
         self._progress.phase(phase, done, total)
 
     def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """Keep a span (`megatron_rl.controller.phases.RecordSpan`)."""
+        """Record a span (`megatron_rl.controller.phases.RecordSpan`)."""
         self._directory.record_span(who, what, start_s, end_s)
         self._timeline.add_span(who, what, start_s, end_s)
 
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
-        """Keep a step's metrics, samples, traces and forwards."""
+        """Record a step's metrics, samples, traces and forwards."""
         ended_s = time.time()
-        forwards = self._keep_forwards()
+        forwards = self._record_forwards()
         metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
@@ -105,7 +105,7 @@ class RunRecorder:
         )
         self._unlogged = (step, metrics)
 
-    def _keep_forwards(self) -> list[Forwards]:
+    def _record_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last call to its file in `traces/`."""
         drained = [np.zeros(0, dtype=FORWARD)] * len(self._engines)
         for number, forwards in self._engines.drain_trace(timeout_s=TRACE_TIMEOUT_S).items():
@@ -117,11 +117,11 @@ class RunRecorder:
 
     @property
     def engine_speed(self) -> EngineSpeed | None:
-        """What forwards cost, as of the last step; None while there is too little evidence."""
+        """Cost of forwards, fitted after the last step; None while there are too few forwards."""
         return self._timeline.speed
 
     def flush(self) -> None:
-        """Wait for the samples that are being written, and log their step."""
+        """Wait for samples that are being written, and log their step to wandb."""
         if self._pending is None or self._unlogged is None:
             return
         rows: list[dict[str, object]] = ray.get(self._pending)
@@ -130,8 +130,8 @@ class RunRecorder:
         self._pending = self._unlogged = None
 
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
-        """Keep an evaluation, and the forwards that it took: after the last one no step comes to fetch them."""
-        self._keep_forwards()
+        """Record an evaluation and its forwards; after the last evaluation no step would fetch them."""
+        self._record_forwards()
         self._directory.append_evaluation([row.as_row() for row in rows])
         self._progress.evaluation(rows)
 

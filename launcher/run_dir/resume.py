@@ -1,8 +1,7 @@
-"""What may change between the starts of one run, and what may not.
+"""Configuration changes between two starts of a run: some are refused, all others are reported.
 
-A resumed run continues the same prompt order, the same seeds and the same weights; a configuration that says otherwise
-belongs into another run directory. Everything else may change (more steps, other engines, another partition), and is
-said.
+A resumed run continues the same prompt order, seeds and weights; a configuration with another one needs another run
+directory. Everything else may change (more steps, other engines, another partition).
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,15 @@ from launcher.errors import RunDirectoryError
 from megatron_rl.built_in import ADVANTAGES, LOSSES
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
-"""Keys that a resume must find as they were."""
+"""Keys that must not change."""
 
 
 def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
-    """`key: before -> now` for each key of the saved configuration that differs from `config`; none before a first run.
+    """`key: before -> now` for each key of the saved configuration that differs from `config`; none before the first
+    start.
 
-    Raises `RunDirectoryError` if one of `FIXED` differs, or if the saved file names a function as earlier versions did.
+    Raises `RunDirectoryError` if one of `FIXED` differs, or if the saved file has a function's name of an earlier
+    version.
     """
     saved = run_dir / "config.yaml"
     if not saved.exists():
@@ -35,13 +36,13 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     if fixed := [line for key, line in zip(changed, lines, strict=True) if key in FIXED]:
         raise RunDirectoryError(
             f"run_dir `{run_dir}` holds a run with another configuration: {'; '.join(fixed)}; "
-            "give another run_dir, or the old values to resume it"
+            "name another run_dir, or restore the old values to resume"
         )
     return lines
 
 
 def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:
-    """Raises if the saved configuration names a built-in loss or advantage as earlier versions did."""
+    """Raises if the saved configuration has the name of a built-in loss or advantage of an earlier version."""
     for built_ins in (LOSSES, ADVANTAGES):
         value = before.get(built_ins.key)
         if isinstance(value, str) and (problem := built_ins.problem(value)):
@@ -52,4 +53,4 @@ def _flat(value: Value, prefix: str = "") -> dict[str, Value]:
     """Dotted keys of nested tables; lists stay whole."""
     if not isinstance(value, dict):
         return {prefix.rstrip("."): value}
-    return {key: one for name, inner in value.items() for key, one in _flat(inner, f"{prefix}{name}.").items()}
+    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}{name}.").items()}

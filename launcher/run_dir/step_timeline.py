@@ -1,9 +1,9 @@
-"""The timeline of a run while it goes on: what a step's metrics say of its engines' time.
+"""Timeline metrics of a running run, one step after another.
 
-Steps follow each other without a gap: one lasts from the record of the step before to its own, and so holds the
-evaluation and the checkpoint that came before it; the first begins with its rollout, and what comes before that is
-set-up. Spans and forwards are forgotten when they have ended with a step; a span that is still open when a step is
-recorded counts in the next one from where that begins.
+Steps have no gaps between them: a step lasts from the record of the previous step to its own, and includes the
+evaluation and the checkpoint before it. The first step begins with its rollout; earlier time is set-up. Spans and
+forwards are dropped after the step in which they end. A span that is open at the end of a step counts in the next step
+from the start of that step.
 """
 
 from collections.abc import Sequence
@@ -15,49 +15,49 @@ from rollout.tracing.forwards import FORWARD, Forwards
 from rollout.tracing.timeline import Span, engine_timelines, timeline_metrics
 
 FITTED_PER_STEP = MAX_FITTED // 8
-"""Forwards of a step, evenly spread over it, that the speed of later steps is fitted to, too."""
+"""Forwards of a step, evenly spaced, that the speed fits of later steps use."""
 
 
 class StepTimeline:
-    """Collects what actors did, and closes one step after another."""
+    """Collects spans and forwards, and computes the metrics of one step after another."""
 
     def __init__(self, num_engines: int) -> None:
         self._forwards: list[Forwards] = [np.zeros(0, dtype=FORWARD) for _ in range(num_engines)]
         self._spans: list[Span] = []
         self._evidence: Forwards = np.zeros(0, dtype=FORWARD)
-        """The newest forwards of this process, at most `MAX_FITTED`."""
+        """The newest sampled forwards, at most `MAX_FITTED`."""
         self._closed_s: float | None = None
         self.speed: EngineSpeed | None = None
-        """As of the last step that was closed; None while there is too little evidence."""
+        """Fitted at the end of the last step; None while there are too few forwards."""
 
     def add_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """Somebody did something; wall clock."""
+        """Add the span of actor `who` doing `what`; wall clock."""
         self._spans.append(Span(who=who, what=what, start_s=start_s, end_s=end_s))
 
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
-        """What each engine has run since the last call."""
+        """Add the forwards of each engine since the last call."""
         self._forwards = [np.concatenate(pair) for pair in zip(self._forwards, forwards, strict=True)]
         new = np.concatenate(forwards)
         thinned = new[:: max(1, -(-len(new) // FITTED_PER_STEP))]
         self._evidence = np.concatenate([self._evidence, thinned])[-MAX_FITTED:]
 
     def close(self, end_s: float, step_s: float) -> dict[str, float]:
-        """Metrics of the step that ends at `end_s`; `step_s` is how long it took by itself.
+        """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
 
         See `rollout.tracing.timeline.timeline_metrics`.
         """
         start_s = end_s - step_s if self._closed_s is None else self._closed_s
         self._closed_s = end_s
-        if not end_s > start_s:  # somebody has set the clock back
+        if not end_s > start_s:  # the wall clock was set back
             return {}
         self.speed = fit_speed(self._evidence)
         engines = engine_timelines(self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed)
         self._spans = [span for span in self._spans if span.end_s > end_s]
-        self._forwards = [of_one[_first_kept(of_one, end_s) :] for of_one in self._forwards]
+        self._forwards = [forwards[_first_of_next(forwards, end_s) :] for forwards in self._forwards]
         return timeline_metrics(engines, self.speed)
 
 
-def _first_kept(forwards: Forwards, end_s: float) -> int:
-    """The last forward that ended before `end_s`: the next step must see how long ago that was."""
-    going_on = np.flatnonzero(forwards["started_at_s"] + forwards["seconds"] > end_s)
-    return max(0, int(going_on[0] if len(going_on) else len(forwards)) - 1)
+def _first_of_next(forwards: Forwards, end_s: float) -> int:
+    """Index of the last forward that ended before `end_s`, from which the next step measures its first gap."""
+    unfinished = np.flatnonzero(forwards["started_at_s"] + forwards["seconds"] > end_s)
+    return max(0, int(unfinished[0] if len(unfinished) else len(forwards)) - 1)

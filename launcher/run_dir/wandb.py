@@ -1,11 +1,10 @@
-"""Weights & Biases for a run: offline unless told otherwise, one wandb run per run directory, no step twice.
+"""Weights & Biases for a run: offline by default, one wandb run per run directory, no step twice.
 
-The wandb run id and the last logged step lie in `wandb/tracking.json`. A resumed run continues under the same id and
-skips the steps that were logged before it was interrupted, since wandb keeps the first value of a step for ever. The
-step is written down before it is logged: after a kill in between it is missing in wandb, never double; `metrics.jsonl`
-has it in either case.
+`wandb/tracking.json` holds the wandb run id and the last logged step. A resumed run continues under the same id and
+skips logged steps, because wandb keeps the first value of a step. The step is saved before it is logged: a kill between
+the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the step in either case.
 
-wandb is imported here, lazily, and nowhere else. In offline mode it neither asks anything nor opens a connection.
+Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection.
 """
 
 import json
@@ -22,7 +21,7 @@ SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "lengt
 
 
 class _WandbRun(Protocol):
-    """The part of `wandb.Run` that is used."""
+    """The methods of `wandb.Run` that `Tracker` calls."""
 
     def log(self, data: Mapping[str, object], step: int) -> None: ...
 
@@ -33,7 +32,7 @@ class Tracker:
     """A wandb run; does nothing in mode `disabled`."""
 
     def __init__(self, run: _WandbRun | None, state_path: Path, last_step: int, run_id: str) -> None:
-        """Use `Tracker.start`."""
+        """Call `Tracker.start` instead."""
         self._run = run
         self._state_path = state_path
         self._last_step = last_step
@@ -54,7 +53,7 @@ class Tracker:
         return tracker
 
     def log_step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> bool:
-        """Logs the metrics and a table of `samples` of `step`; False if that step was logged before."""
+        """Logs the metrics and a table of `samples` of `step`; False if the step was logged before."""
         if self._run is None or step <= self._last_step:
             return False
         self._last_step = step
@@ -63,7 +62,7 @@ class Tracker:
         return True
 
     def finish(self) -> None:
-        """Ends the wandb run; what was logged is on disk (offline) or uploaded (online)."""
+        """Ends the wandb run; its data are on disk (offline) or uploaded (online)."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -75,7 +74,7 @@ class Tracker:
 
 def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    # a service inherited from a parent process outlives us, and keeps the id of a killed run in use
+    # a wandb service inherited from a parent process outlives this one and keeps the id of a killed run in use
     os.environ.pop("WANDB_SERVICE", None)
     import wandb
 

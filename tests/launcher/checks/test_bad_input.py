@@ -98,7 +98,7 @@ CASES = {
     "not UTF-8": Case(
         ("is not UTF-8: byte 0xff at position 0; save it as UTF-8",), write("run.yaml", b"\xff\xfea\x00")
     ),
-    "an alias in itself": Case(("stands inside its own anchor",), edit("num_steps: 3", "num_steps: &a [*a]")),
+    "an alias in itself": Case(("is inside its own anchor",), edit("num_steps: 3", "num_steps: &a [*a]")),
     "a key twice": Case(("key `num_steps` is given twice",), edit("num_steps: 3", "num_steps: 3\nnum_steps: 4")),
     "an unknown key": Case(("unknown key `num_stepz`; did you mean `num_steps`?",), edit("num_steps", "num_stepz")),
     # overrides
@@ -200,7 +200,7 @@ CASES = {
         overrides=("reward.function=rollout.rewards.exact.compute_scores",),
     ),
     "a reward that is a number": Case(
-        ("`_TOLERANCE` is 1e-06, but a function is needed",),
+        ("`_TOLERANCE` is 1e-06, not a function",),
         overrides=("reward.function=rollout.rewards.exact._TOLERANCE",),
     ),
     # losses and advantages
@@ -298,7 +298,10 @@ def test_a_run_directory_that_another_process_holds_is_refused(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: (folder / "latest").write_text("newest\n"), "latest holds 'newest', no step; remove it"),
+        (
+            lambda folder: (folder / "latest").write_text("newest\n"),
+            "holds 'newest', not a step; remove the file",
+        ),
         (lambda folder: (folder / "2" / "state.json").write_text("{"), "2 has no readable state (JSONDecodeError"),
     ],
 )
@@ -325,7 +328,7 @@ def test_an_export_over_something_is_refused(
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(resolved_yaml(load(RunConfig, write_config(""))))
     text = refused(["export", str(tmp_path / "run"), str(tmp_path / "model")], capsys)
-    assert f"`output_dir` = {tmp_path / 'model'} exists; an export does not overwrite" in text
+    assert f"`output_dir` = {tmp_path / 'model'} exists; an export overwrites nothing" in text
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         (["deterministic=true", "engine.num_engines=2"], ["`deterministic` = true", "`engine.num_engines` = 2"]),
         (["algorithm.num_mini_batches=7"], ["64 x 8 = 512", "`algorithm.num_mini_batches` = 7"]),
         (["trainer.parallel.data=3"], ["512", "`trainer.parallel.data` = 3"]),
-        (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "at least 2"]),
+        (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "2 or more"]),
         (
             ["algorithm.correction.mode=icepop", "algorithm.correction.low=3"],
             ["`algorithm.correction.low` = 3.0", "`algorithm.correction.cap` = 2.0"],
@@ -137,7 +137,7 @@ def test_a_directory_without_weights_or_tokenizer_is_refused(
 def test_making_room_where_there_is_none_to_make_is_refused(write_config: Write, node: NodeResources) -> None:
     text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true")
     assert "`engine.sleep_level` = 2: only engines on GPUs sleep" in text
-    assert "`trainer.offload` = all: on a CPU there is nowhere to go" in text
+    assert "`trainer.offload` = all: a trainer on a CPU cannot be offloaded" in text
     assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
 
 

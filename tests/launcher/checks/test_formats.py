@@ -87,7 +87,8 @@ def test_experts_are_excepted_together_and_cut_into_whole_blocks() -> None:
     assert problems(QWEN_30B_A3B, CPU, format="bf16") == []
     (found,) = problems(QWEN_30B_A3B, format="int8", bf16_modules=("*.experts.down_proj",))
     assert (
-        "excepts down_proj of model.layers.1.mlp.experts, but vLLM holds gate_proj, up_proj, down_proj as one" in found
+        "excepts down_proj of model.layers.1.mlp.experts, but vLLM fuses gate_proj, up_proj, down_proj into one"
+        in found
     )
     assert problems(QWEN_30B_A3B, format="int8", bf16_modules=("*.experts.*",)) == []
     found = problems(QWEN_30B_A3B, format="fp8_block", tensor_parallel=4)

@@ -74,7 +74,7 @@ def test_hidden_sizes_that_cannot_be_gathered_in_blocks_are_refused_under_tensor
 
 
 def test_a_run_on_a_cpu_is_refused_with_the_rest(write_config: Callable[[str], Path], node: NodeResources) -> None:
-    with pytest.raises(ConfigError, match=r"`trainer\.fp8` = blockwise: there are no FP8 products"):
+    with pytest.raises(ConfigError, match=r"`trainer\.fp8` = blockwise: a trainer on a CPU has no FP8 products"):
         check_run(load(RunConfig, write_config(""), ["trainer.fp8=blockwise"]), node)
 
 
@@ -88,4 +88,4 @@ def test_weights_that_are_rounded_twice_are_warned_of() -> None:
     (found,) = warnings("int8")
     assert "`engine.format` = int8" in found and "fp8_block sends" in found
     (found,) = warnings("fp8_block", spec=replace(QWEN_7B, head_dim=64, num_heads=56))
-    assert "blockwise_param: k_proj, v_proj lie in other blocks" in found
+    assert "blockwise_param: k_proj, v_proj have other blocks" in found

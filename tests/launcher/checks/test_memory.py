@@ -124,7 +124,7 @@ def phases_of(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
     return {phase: {item.what: item.num_bytes for item in items} for phase, items in found.items()}
 
 
-SAMPLES, TRAINS, TRAVELS = "while engines sample", "while the trainer trains", "while weights travel"
+SAMPLES, TRAINS, TRAVELS = "while engines sample", "while the trainer trains", "during a publish"
 
 
 def test_whoever_makes_room_is_not_on_the_device_when_the_other_works(tmp_path: Path) -> None:
@@ -141,15 +141,15 @@ def test_whoever_makes_room_is_not_on_the_device_when_the_other_works(tmp_path: 
 
 def test_what_travels_is_staged_or_two_buckets_and_what_changes_only_is_kept_twice(tmp_path: Path) -> None:
     staged = phases_of(tmp_path)[TRAVELS]
-    assert staged["weights on their way"] == staged["engine weights"]
-    assert "weights on their way" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
+    assert staged["weights in transit"] == staged["engine weights"]
+    assert "weights in transit" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
     publish = {"transport": "auto", "delta": True, "bucket_bytes": 1 << 20}
     apart = phases_of(tmp_path, publish=publish, placement={"mode": "disaggregated"})
-    assert set(apart) == {"where engines are", "where the trainer is"}
+    assert set(apart) == {"an engine's device", "a trainer rank's device"}
     for items in apart.values():
-        assert items["buckets on their way"] == 2 << 20
+        assert items["buckets in transit"] == 2 << 20
         assert items["publish baselines"] == staged["engine weights"]
-    assert not any(what.startswith("engine") for what in apart["where the trainer is"])
+    assert not any(what.startswith("engine") for what in apart["a trainer rank's device"])
 
 
 def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_history_is_named_where_engines_draft_and_takes_no_logical_cpu(node:
         ({"transport": "gloo"}, "local", 0, 1, "gloo"),
         ({"transport": "shm"}, "10.0.0.1:6379", 0, 1, "shm"),
         ({}, "local", 2, 2, "cuda_ipc"),
-        ({}, "local", 2, 1, "shm"),  # an engine is on a device where no trainer rank is
+        ({}, "local", 2, 1, "shm"),  # an engine is on a device without a trainer rank
         ({"delta": True}, "local", 2, 2, "gloo"),
         ({}, "10.0.0.1:6379", 2, 2, "gloo"),
         ({"transport": "nccl"}, "local", 4, 2, "nccl"),
@@ -128,7 +128,7 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     (note,) = plan(run_config(**parts, publish={"transport": "shm"}), four).notes
     assert note == "weights go through the host (shm): publish.transport is shm"
     (note,) = plan(run_config(**parts | {"trainer": {}}), four).notes
-    assert note == "weights go through the host (shm): an engine is on a device where no trainer rank is"
+    assert note == "weights go through the host (shm): an engine is on a device without a trainer rank"
     apart = plan(run_config(**parts, placement={"mode": "disaggregated"}, planner=AHEAD), four)
     assert (apart.transport, apart.notes) == ("nccl", ())
     assert [slot.devices for slot in apart.trainers] == [(0,), (1,)]
@@ -146,5 +146,5 @@ def test_a_transport_that_the_devices_cannot_have_is_refused(node: NodeResources
         with pytest.raises(ConfigError, match=f"{transport} moves weights between GPUs"):
             plan(run_config(publish={"transport": transport}), node)
     alone = run_config(publish={"transport": "cuda_ipc"}, engine={"num_engines": 2})
-    with pytest.raises(ConfigError, match=r"no trainer rank is on device\(s\) \[1\]"):
+    with pytest.raises(ConfigError, match=r"device\(s\) \[1\] have no trainer rank"):
         plan(alone, two)

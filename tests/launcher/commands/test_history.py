@@ -96,7 +96,7 @@ def test_a_resumed_run_takes_its_own_snapshot_and_not_the_warm_start():
 
 def test_a_damaged_snapshot_is_named_and_the_run_goes_on():
     _, said = start(Stand(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
-    assert said == ["the run goes on without its history: checkpoints/3/history/shard-0: is damaged"]
+    assert said == ["the run continues without its history: checkpoints/3/history/shard-0: is damaged"]
 
 
 def test_a_warm_start_of_another_tokenizer_is_refused_and_a_damaged_one_is_said(tmp_path):
@@ -105,7 +105,7 @@ def test_a_warm_start_of_another_tokenizer_is_refused_and_a_damaged_one_is_said(
     with pytest.raises(ValueError, match=r"history\.warm_start.*other words; leave it out"):
         start(Stand(OtherTokenizerError("other words")), config)
     _, said = start(Stand(SnapshotError("torn")), config)
-    assert said == ["the run begins without the history of `history.warm_start`: torn"]
+    assert said == ["the run starts without the history of `history.warm_start`: torn"]
 
 
 def test_traces_are_a_warm_start_too(tmp_path):

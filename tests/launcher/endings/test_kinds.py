@@ -9,8 +9,8 @@ import pytest
 import ray
 
 from launcher.endings.conclusion import Command, conclude, termination_raises
-from launcher.endings.kept import kept
 from launcher.endings.kinds import Ending, judge
+from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import WIDTH, screen
 from launcher.errors import ConfigError, Terminated
 from megatron_rl.controller.publish_refusal import PublishRefusedError
@@ -99,7 +99,7 @@ def test_an_error_that_replaced_another_while_that_was_handled_is_judged_with_it
 def test_a_process_that_ends_while_the_memory_killer_works_has_run_out_of_memory() -> None:
     verdict = judge(ProcessLostError("engine 0: process 4711 ended", Place(role="engine", ranks=(0,))), memory_kills=1)
     assert verdict.ending is Ending.OUT_OF_MEMORY
-    assert "the memory killer has ended 1 process(es)" in verdict.what and "engine 0" in verdict.what
+    assert "the out-of-memory killer ended 1 process(es)" in verdict.message and "engine 0" in verdict.message
     assert judge(KeyError("x"), memory_kills=1).ending is Ending.DEFECT
 
 
@@ -161,7 +161,7 @@ def test_the_screen_says_what_where_what_is_kept_what_to_do_and_where_the_log_is
 
 def test_a_screen_is_short_and_narrow_however_long_the_error() -> None:
     verdict = judge(CallError("a long complaint " * 400, TRAINER))
-    lines = screen(verdict, command="run", kept=kept(None), log="/tmp/x.log").splitlines()
+    lines = screen(verdict, command="run", saved=saved_work(None), log="/tmp/x.log").splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= WIDTH
     assert "nothing" in "\n".join(lines)
 

@@ -130,13 +130,15 @@ def test_lines_that_are_torn_or_something_else_are_counted_and_the_rest_is_shown
         file.write('{"who": "trainer", "what": "train", "start_s": NaN, "end_s": 2}\n[]\n{"who": "trai')
     found = read(tmp_path)
     assert len(found.spans) == whole
-    assert list(found.notes) == ["3 of 9 lines of events.jsonl could not be read; what they told is not shown."]
+    assert list(found.notes) == ["3 of 9 lines of events.jsonl could not be read; their spans are not shown."]
 
 
 def test_a_run_without_spans_or_without_forwards_says_so(tmp_path: Path):
     write_run(tmp_path, num_steps=2)
     (tmp_path / "events.jsonl").unlink()
-    assert list(read(tmp_path).notes) == ["There is no events.jsonl, so what trainer and publisher did is not shown."]
+    assert list(read(tmp_path).notes) == [
+        "There is no events.jsonl, so the work of trainer and publisher is not shown."
+    ]
     for path in (tmp_path / "traces").iterdir():
         path.unlink()
     found = read(tmp_path)
@@ -164,6 +166,8 @@ def test_of_a_run_too_long_to_read_the_newest_forwards_are_shown(tmp_path: Path,
     monkeypatch.setattr("launcher.report.run_timeline.MAX_FORWARD_BYTES", num_bytes // 2)
     found = read(tmp_path)
     assert 0 < len(found.steps) < 4 and found.steps[-1] == whole.steps[-1]
-    assert list(found.notes) == [f"Engines ran more forwards than are shown; the newest {len(found.steps)} steps are."]
+    assert list(found.notes) == [
+        f"The run has more forwards than can be shown; only the newest {len(found.steps)} steps are shown."
+    ]
     assert FORWARD.itemsize * sum(map(len, found.forwards)) <= num_bytes // 2
     write_trace(tmp_path, found)

@@ -215,12 +215,12 @@ def run_ahead(example: Path) -> Path:
     )
     process = start(config, run_dir, "num_steps=2", "placement.mode=disaggregated")
     kill_when(1, run_dir, process, "ray::EngineActor")
-    assert "engine 0 died and is started again" in finish(process)
+    assert "engine 0 died and is restarted" in finish(process)
     process = start(config, run_dir, "placement.mode=colocated")
     kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
     output = finish(process)
     assert "placement.mode: disaggregated -> colocated" in output
-    assert output.count("engine 0 died and is started again") == 1
+    assert output.count("engine 0 died and is restarted") == 1
     assert f"weight version {NUM_STEPS} is published again, an engine died in it" in output
     return run_dir
 
