@@ -1,4 +1,4 @@
-"""Combinations of keys that cannot run, found from the configuration alone.
+"""Combinations of keys that cannot run, judged from the configuration alone.
 
 Each function returns one sentence per problem. A sentence names both values and the fix.
 """
@@ -36,18 +36,18 @@ def run_combinations(config: RunConfig) -> list[str]:
 
 
 def _sampling(config: RunConfig) -> list[str]:
-    found = []
+    problems = []
     if config.sampling.top_p != 1:
-        found.append(
+        problems.append(
             f"`sampling.top_p` = {config.sampling.top_p}: training responses need 1, because truncation renormalises "
             "the sampler alone and biases the importance weights; set it to 1 (evaluation sets may truncate)"
         )
     if config.sampling.top_k != 0:
-        found.append(
+        problems.append(
             f"`sampling.top_k` = {config.sampling.top_k}: training responses need 0 (no limit), because truncation "
             "renormalises the sampler alone and biases the importance weights; set it to 0"
         )
-    return found
+    return problems
 
 
 def _deterministic(config: RunConfig) -> list[str]:
@@ -77,34 +77,34 @@ def _batch_sizes(config: RunConfig) -> list[str]:
 
 
 def _algorithm(config: RunConfig) -> list[str]:
-    algorithm, found = config.algorithm, []
+    algorithm, problems = config.algorithm, []
     if algorithm.advantage in ADVANTAGES.names and algorithm.group_size < 2:
-        found.append(
+        problems.append(
             f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
             "the advantage compares the responses of a group; set group_size to 2 or more"
         )
     correction = algorithm.correction
     if correction.mode in ("icepop", "mis_product", "mis_geometric") and correction.low >= correction.cap:
-        found.append(
+        problems.append(
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
             f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
         )
-    return found
+    return problems
 
 
 def _schedule(config: RunConfig) -> list[str]:
-    optimizer, found = config.trainer.optimizer, []
+    optimizer, problems = config.trainer.optimizer, []
     if optimizer.min_learning_rate > optimizer.learning_rate:
-        found.append(
+        problems.append(
             f"`trainer.optimizer.min_learning_rate` = {optimizer.min_learning_rate} is above "
             f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}"
         )
     if 0 < optimizer.decay_steps < optimizer.warmup_steps:
-        found.append(
+        problems.append(
             f"`trainer.optimizer.decay_steps` = {optimizer.decay_steps} is below "
             f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step"
         )
-    return found
+    return problems
 
 
 def _history(config: RunConfig) -> list[str]:
@@ -127,54 +127,54 @@ def _publish(config: RunConfig) -> list[str]:
 
 
 def _planner(config: RunConfig) -> list[str]:
-    planner, found = config.planner, []
+    planner, problems = config.planner, []
     flexible = planner.policy == "flexible"
     needed = planner.overlap + (planner.head_start > 0 and not flexible)
     if planner.max_staleness < needed:
-        found.append(
+        problems.append(
             f"`planner.max_staleness` = {planner.max_staleness} is below {needed}, the staleness allowed by "
             f"`planner.overlap` = {planner.overlap} and `planner.head_start` = {planner.head_start}; raise it or lower "
             "them"
         )
     if planner.tail_engines >= config.engine.num_engines:
-        found.append(
+        problems.append(
             f"`planner.tail_engines` = {planner.tail_engines} with `engine.num_engines` = {config.engine.num_engines}: "
             "no engine is left for the other groups; lower it"
         )
     if flexible and planner.head_start > 0:
-        found.append(
+        problems.append(
             f"`planner.head_start` = {planner.head_start} with `planner.policy` = flexible, which trains on the groups "
             "that finish first: set head_start to 0, or the policy to adaptive"
         )
     if config.deterministic and config.samples_ahead:
-        found.append(
+        problems.append(
             f"`deterministic` = true with `planner.overlap` = {planner.overlap} and `planner.head_start` = "
             f"{planner.head_start}: the token at which a response meets new weights depends on timing; set both to 0 "
             "or deterministic to false"
         )
-    return found
+    return problems
 
 
 def _mode(config: RunConfig) -> list[str]:
-    mode, found = config.placement.mode, []
+    mode, problems = config.placement.mode, []
     if mode == "disaggregated":
         colocated_only = {
             "engine.sleep_level": config.engine.sleep_level or None,
             "trainer.offload": config.trainer.offload if config.trainer.offload != "none" else None,
             "publish.transport": "cuda_ipc" if config.publish.transport == "cuda_ipc" else None,
         }
-        found += [
+        problems += [
             f"`placement.mode` = disaggregated with `{key}` = {value}: the key needs trainer and engines on the same "
             f"devices; set {key} to its default or the mode to colocated"
             for key, value in colocated_only.items()
             if value is not None
         ]
     elif config.publish.transport == "nccl":
-        found.append(
+        problems.append(
             "`publish.transport` = nccl with `placement.mode` = colocated: two processes on one device cannot share a "
             "communicator; set the mode to disaggregated or the transport to auto"
         )
-    return found
+    return problems
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

@@ -91,7 +91,7 @@ def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers:
 
 
 def _blocks(shapes: dict[str, tuple[int, ...]], tensor_parallel: int) -> Iterator[str]:
-    """VLLM's own rule: no block may span two ranks, or two matrices that vLLM fuses into one."""
+    """The rule of vLLM: no block may span two ranks, or two matrices that vLLM fuses into one."""
     last_of_fused = {group[-1] for group in FUSED} if tensor_parallel == 1 else set()
     fused = {leaf for group in FUSED for leaf in group}
     reported = set()
