@@ -1,116 +1,73 @@
-"""Assembles a run: starts its processes and constructs its parts from those that they depend on.
+"""Assembles a run: constructs its parts from the started processes and from the parts that they depend on.
 
-This is the only place of assembly. `launcher.commands.build` turns the configuration into the values of each part, so
-that no part gets the whole configuration.
+This is the only place of assembly. `launcher.commands.specs` and `launcher.commands.build` turn the configuration into
+the values of each part, so that no part gets the whole configuration.
 """
 
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.engine_restarts import EngineRestarter
-from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes
+from launcher.cluster.processes import Actor, Processes
 from launcher.commands.build import (
     build_delivery,
     build_publisher,
     device_sharing,
-    engine_specs,
     loop_settings,
     publish_plan,
-    sampling_spec,
     train_phase_policy,
-    trainer_spec,
 )
-from launcher.commands.history import start_drafting
-from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
+from launcher.commands.resume_point import ResumePoint
+from launcher.commands.specs import sampling_spec
+from launcher.commands.startup import Inputs, Workers, read_inputs, start_workers
 from launcher.config.schema import RunConfig
-from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.wandb import Tracker
-from megatron_rl.batching.balance import load_kernels
 from megatron_rl.controller.controller import Controller
 from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.engine_revival import EngineRevival
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
-from rollout.data.order import OrderState, PromptOrder
-from rollout.engine.spec import EngineSpec
 from rollout.planning.migration import GroupMigration, MigrationRule
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
-from rollout.types import Prompt
 
 EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Start of a run: step 0, or the step after its newest checkpoint."""
-
-    first_step: int = 0
-    trainer: str = ""
-    """Folder of the trainer's checkpoint."""
-    history: str = ""
-    """Folder of the history's snapshot; empty if the checkpoint has none."""
-    lengths: Path | None = None
-    """File of the response lengths; None if the checkpoint has none."""
-    order: OrderState | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """Prompts and history of a run."""
-
-    scorer: Actor
-    training: TrainingPrompts
-    evaluation: dict[str, tuple[Prompt, ...]]
-    order: PromptOrder
-    history: HistoryService | None
-    """None if no engine drafts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Workers:
-    """Engines and trainer, ready; the engines have no weights yet."""
-
-    specs: list[EngineSpec]
-    engines: EngineGroup
-    trainer: TrainerGroup
-
-
 @contextmanager
 def build(
-    checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, resume: Resume
+    checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, resume: ResumePoint
 ) -> Iterator[Controller]:
     """Start the processes of a run and construct its controller; end the processes if the body succeeds.
 
     The console and wandb are closed in any case. If the body fails, `running` ends the processes.
     """
     config, run_id = checked.config, secrets.token_hex(4)
-    inputs = _read_inputs(config, running, resume, run_id, progress)
-    workers = _start_workers(checked, running, resume, run_id, progress)
+    inputs = read_inputs(config, running, resume, run_id, progress)
+    workers = start_workers(checked, running, resume, run_id, progress)
     engines, trainer = workers.engines, workers.trainer
     history = _history_client(inputs.history, engines)
     sharing = device_sharing(config, trainer, engines)
-    plan = publish_plan(checked, trainer, engines)
-    delivery = build_delivery(checked, trainer, engines, plan)
+    plan = publish_plan(checked, workers)
+    delivery = build_delivery(checked, workers, plan)
     delivery.connect()
     planner = _planner(config, inputs, resume)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
     recorder = _recorder(config, directory, tracker, progress, inputs, engines)
-    publisher = build_publisher(checked, trainer, engines, delivery, plan, run_id, sharing)
+    publisher = build_publisher(checked, workers, delivery, plan, sharing)
     restarter = _restarter(checked, running, workers, delivery, history, progress)
     clock = PhaseClock(recorder.record_span)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
@@ -142,48 +99,7 @@ def build(
     running.end([*engines.actors, inputs.scorer])
 
 
-def _read_inputs(config: RunConfig, running: Processes, resume: Resume, run_id: str, progress: RunProgress) -> _Inputs:
-    """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
-    with judging_user_input():
-        scorer, tokenizer = running.start_scorer(config.model, config.reward)
-        training = load_training_prompts(scorer, config.data)
-        evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
-        order = training_order(training, config.data, seed=config.seed, state=resume.order)
-        evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
-        history = start_drafting(
-            config,
-            running,
-            tokenizer,
-            {**evaluated, **training.by_id()},
-            run_id=run_id,
-            snapshot=resume.history,
-            say=progress.say,
-        )
-    for line in training.lines():
-        progress.say(line)
-    return _Inputs(scorer=scorer, training=training, evaluation=evaluation, order=order, history=history)
-
-
-def _start_workers(
-    checked: CheckedRun, running: Processes, resume: Resume, run_id: str, progress: RunProgress
-) -> _Workers:
-    """Start engines and trainer at the same time, and load the trainer's checkpoint if there is one."""
-    config, slots = checked.config, checked.placement
-    specs = engine_specs(config, run_id)
-    engines, starting = running.begin_engines(specs, slots.engines)
-    if config.engine.sleep_level:  # both at once would need room for both
-        engines.wait(starting, timeout_s=START_TIMEOUT_S)
-        engines.sleep(timeout_s=START_TIMEOUT_S)
-    load_kernels()  # while the engines start
-    trainer = running.start_trainer(trainer_spec(config, checked.format, run_id), slots.trainers)
-    if resume.trainer:
-        trainer.load(resume.trainer)
-    engines.wait(starting, timeout_s=START_TIMEOUT_S)
-    _say_kernels(engines, progress)
-    return _Workers(specs=specs, engines=engines, trainer=trainer)
-
-
-def _planner(config: RunConfig, inputs: _Inputs, resume: Resume) -> Planner:
+def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
     return Planner(
         inputs.order,
         inputs.training.by_id(),
@@ -203,7 +119,7 @@ def _recorder(
     directory: RunDirectory,
     tracker: Tracker,
     progress: RunProgress,
-    inputs: _Inputs,
+    inputs: Inputs,
     engines: EngineGroup,
 ) -> RunRecorder:
     return RunRecorder(
@@ -245,7 +161,7 @@ def _pool(
 def _restarter(
     checked: CheckedRun,
     running: Processes,
-    workers: _Workers,
+    workers: Workers,
     delivery: WeightDelivery,
     history: HistoryClient | None,
     progress: RunProgress,
@@ -262,7 +178,7 @@ def _restarter(
     )
 
 
-def _lengths(resume: Resume) -> LengthBook:
+def _lengths(resume: ResumePoint) -> LengthBook:
     book = LengthBook()
     if resume.lengths is not None:
         book.load(resume.lengths)
@@ -275,16 +191,6 @@ def _history_client(history: HistoryService | None, engines: EngineGroup) -> His
     client = HistoryClient(history, engines)
     client.connect()
     return client
-
-
-def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
-    """Print the kernels of each engine's linear layers, and the results of their tests."""
-    for number, kernels in engines.kernel_classes(timeout_s=START_TIMEOUT_S).items():
-        counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
-        progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
-    notes = engines.kernel_notes(timeout_s=START_TIMEOUT_S)
-    for note in sorted({note for of_engine in notes.values() for note in of_engine}):
-        progress.say(note)
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:

@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from launcher.cluster.processes import processes
-from launcher.commands.build import trainer_spec
+from launcher.commands.specs import trainer_spec
 from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError

@@ -7,6 +7,7 @@ the run continues without it.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from history.config import HistoryConfig
 from history.index.segments_dir import segments_dir
 from history.store.service import HistoryService
 from history.store.snapshot import OtherTokenizerError, SnapshotError
@@ -28,40 +29,44 @@ def draft_spec(config: RunConfig, engine_id: int, run_id: str) -> DraftSpec | No
     return DraftSpec(max_draft_tokens=config.history.max_draft_tokens, segments_dir=segments_dir(run_id))
 
 
-def start_drafting(
-    config: RunConfig,
-    running: Processes,
-    facts: TokenizerFacts,
-    prompts: Mapping[PromptId, Prompt],
-    *,
-    run_id: str,
-    snapshot: str,
-    say: Say,
+def start_history(
+    config: RunConfig, running: Processes, facts: TokenizerFacts, *, run_id: str, say: Say
 ) -> HistoryService | None:
-    """Start the history of a run and load its snapshot or warm start; None if no engine drafts.
+    """Start the empty history of a run; None if no engine drafts.
 
     Args:
         config: configuration of the run.
         running: processes of the run; the history's are added.
         facts: facts of the run's tokenizer.
-        prompts: all prompts of the run, those of evaluations included.
         run_id: part of the names of shared memory.
-        snapshot: history folder of the checkpoint that the run resumes from; empty if there is none.
-        say: receives a line for each history that is not used, with the reason.
-
-    Raises ValueError for a warm start of another tokenizer or other prompts.
+        say: receives a line if a deterministic run prevents drafting.
     """
     if not config.drafts:
         if config.history.drafts and config.deterministic:
             say("engines do not draft: the batches of a deterministic run must not depend on drafts")
         return None
     fingerprint = f"{facts.fingerprint}-{facts.vocab_size}"
-    service = running.start_history(config.history, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
+    return running.start_history(config.history, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
+
+
+def fill_history(
+    service: HistoryService, config: HistoryConfig, prompts: Mapping[PromptId, Prompt], *, snapshot: str, say: Say
+) -> None:
+    """Load the snapshot of a checkpoint into an empty history, or else the warm start of the configuration.
+
+    Args:
+        service: the empty history.
+        config: configuration of the history.
+        prompts: all prompts of the run, those of evaluations included.
+        snapshot: history folder of the checkpoint that the run resumes from; empty if there is none.
+        say: receives a line for a history that cannot be used, with the reason.
+
+    Raises ValueError for a warm start of another tokenizer or other prompts.
+    """
     if snapshot:
         _restore(service, Path(snapshot), say)
-    elif config.history.warm_start:
-        _warm_start(service, Path(config.history.warm_start), prompts, say)
-    return service
+    elif config.warm_start:
+        _warm_start(service, Path(config.warm_start), prompts, say)
 
 
 def _restore(service: HistoryService, folder: Path, say: Say) -> None:

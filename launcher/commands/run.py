@@ -6,17 +6,15 @@ A run resumes from the newest checkpoint of its run directory.
 from launcher.checks.check import CheckedRun
 from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
-from launcher.commands.assembly import EXPORT, Resume, build
+from launcher.commands.assembly import EXPORT, build
 from launcher.commands.evaluate import evaluate_directories
+from launcher.commands.resume_point import resume_point
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
-from launcher.errors import RunDirectoryError
 from launcher.report.write import write_report
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
-from launcher.run_dir.recorder import HISTORY, LENGTHS, read_state
 from launcher.run_dir.resume import changed_keys
-from rollout.data.order import OrderState
 from rollout.evaluation import EvaluationRow
 
 
@@ -24,7 +22,7 @@ def run(checked: CheckedRun) -> None:
     """Execute the run to its last step; `launcher.run_dir.directory` lists the files that it writes."""
     config, slots = checked.config, checked.placement
     with RunDirectory(config.run_dir) as directory:
-        resume = _resume(directory)
+        resume = resume_point(directory)
         changes = changed_keys(directory.path, config) if resume.first_step else []
         directory.write_config(resolved_yaml(config))
         directory.write_environment(describe())
@@ -47,30 +45,6 @@ def run(checked: CheckedRun) -> None:
             progress.table(rows)
         write_report(directory.path)
         progress.say(f"report: {directory.path / 'report.html'}")
-
-
-def _resume(directory: RunDirectory) -> Resume:
-    newest = directory.latest_checkpoint()
-    if newest is None:
-        directory.resume_at(0)
-        return Resume()
-    step, folder = newest
-    directory.resume_at(step)
-    try:
-        order = read_state(folder)["prompt_order"]
-    except (OSError, ValueError, KeyError) as error:
-        raise RunDirectoryError(
-            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
-            "`latest` beside it to resume from the one before"
-        ) from error
-    assert isinstance(order, dict)
-    return Resume(
-        first_step=step,
-        trainer=str(folder / "trainer"),
-        history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
-        lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
-        order=OrderState.from_json(order),
-    )
 
 
 def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:

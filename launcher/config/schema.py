@@ -105,8 +105,8 @@ class RunConfig(Config):
     @property
     def drafts(self) -> bool:
         """Whether any engine drafts; not in a deterministic run, whose batches may not depend on drafts."""
-        num_stock = len(set(self.history.baseline_engines))
-        return self.history.drafts and not self.deterministic and num_stock < self.engine.num_engines
+        num_baseline = len(set(self.history.baseline_engines))
+        return self.history.drafts and not self.deterministic and num_baseline < self.engine.num_engines
 
 
 class SftDataConfig(Config):

@@ -7,7 +7,7 @@ import pytest
 
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.traces import Trace, write_traces
-from launcher.commands.history import draft_spec, start_drafting
+from launcher.commands.history import draft_spec, fill_history, start_history
 from launcher.config.schema import RunConfig
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.types import Prompt, PromptId
@@ -57,7 +57,9 @@ def run_config(**parts: object) -> RunConfig:
 def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
     said: list[str] = []
     prompts = {PROMPT.prompt_id: PROMPT}
-    service = start_drafting(config, stand, FACTS, prompts, run_id="x", snapshot=snapshot, say=said.append)  # type: ignore[arg-type]
+    service = start_history(config, stand, FACTS, run_id="x", say=said.append)  # type: ignore[arg-type]
+    if service is not None:
+        fill_history(service, config.history, prompts, snapshot=snapshot, say=said.append)
     return service, said
 
 

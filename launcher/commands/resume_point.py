@@ -1,0 +1,51 @@
+"""Start of a run: step 0, or the state in the newest checkpoint of its run directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.recorder import HISTORY, LENGTHS, read_state
+from rollout.data.order import OrderState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Start of a run: step 0, or the step after its newest checkpoint."""
+
+    first_step: int = 0
+    trainer: str = ""
+    """Folder of the trainer's checkpoint."""
+    history: str = ""
+    """Folder of the history's snapshot; empty if the checkpoint has none."""
+    lengths: Path | None = None
+    """File of the response lengths; None if the checkpoint has none."""
+    order: OrderState | None = None
+
+
+def resume_point(directory: RunDirectory) -> ResumePoint:
+    """The start of the run in `directory`; records after that point are moved aside.
+
+    Raises `RunDirectoryError` if the newest checkpoint has no readable state.
+    """
+    newest = directory.latest_checkpoint()
+    if newest is None:
+        directory.resume_at(0)
+        return ResumePoint()
+    step, folder = newest
+    directory.resume_at(step)
+    try:
+        order = read_state(folder)["prompt_order"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunDirectoryError(
+            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
+            "`latest` beside it to resume from the one before"
+        ) from error
+    assert isinstance(order, dict)
+    return ResumePoint(
+        first_step=step,
+        trainer=str(folder / "trainer"),
+        history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
+        lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
+        order=OrderState.from_json(order),
+    )

@@ -1,0 +1,91 @@
+"""Starts the processes of a run: scorer and history with the prompts, then engines and trainer."""
+
+from dataclasses import dataclass
+
+from history.store.service import HistoryService
+from launcher.checks.check import CheckedRun
+from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes
+from launcher.commands.history import fill_history, start_history
+from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
+from launcher.commands.resume_point import ResumePoint
+from launcher.commands.specs import engine_specs, trainer_spec
+from launcher.config.schema import RunConfig
+from launcher.errors import judging_user_input
+from launcher.run_dir.console import RunProgress
+from megatron_rl.batching.balance import load_kernels
+from megatron_rl.trainer.group import TrainerGroup
+from rollout.data.order import PromptOrder
+from rollout.engine.spec import EngineSpec
+from rollout.pool.engine_group import EngineGroup
+from rollout.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Prompts and history of a run."""
+
+    scorer: Actor
+    training: TrainingPrompts
+    evaluation: dict[str, tuple[Prompt, ...]]
+    order: PromptOrder
+    history: HistoryService | None
+    """None if no engine drafts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Engines and trainer, ready; the engines have no weights yet."""
+
+    run_id: str
+    specs: list[EngineSpec]
+    """Specifications of the engines, by number."""
+    engines: EngineGroup
+    trainer: TrainerGroup
+
+
+def read_inputs(
+    config: RunConfig, running: Processes, resume: ResumePoint, run_id: str, progress: RunProgress
+) -> Inputs:
+    """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
+    with judging_user_input():
+        scorer, tokenizer = running.start_scorer(config.model, config.reward)
+        training = load_training_prompts(scorer, config.data)
+        evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+        order = training_order(training, config.data, seed=config.seed, state=resume.order)
+        history = start_history(config, running, tokenizer, run_id=run_id, say=progress.say)
+        if history is not None:
+            evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
+            prompts = {**evaluated, **training.by_id()}
+            fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
+    for line in training.lines():
+        progress.say(line)
+    return Inputs(scorer=scorer, training=training, evaluation=evaluation, order=order, history=history)
+
+
+def start_workers(
+    checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str, progress: RunProgress
+) -> Workers:
+    """Start engines and trainer at the same time, and load the trainer's checkpoint if there is one."""
+    config, slots = checked.config, checked.placement
+    specs = engine_specs(config, run_id)
+    engines, starting = running.begin_engines(specs, slots.engines)
+    if config.engine.sleep_level:  # engine and trainer do not fit in memory together
+        engines.wait(starting, timeout_s=START_TIMEOUT_S)
+        engines.sleep(timeout_s=START_TIMEOUT_S)
+    load_kernels()  # while the engines start
+    trainer = running.start_trainer(trainer_spec(config, checked.format, run_id), slots.trainers)
+    if resume.trainer:
+        trainer.load(resume.trainer)
+    engines.wait(starting, timeout_s=START_TIMEOUT_S)
+    _say_kernels(engines, progress)
+    return Workers(run_id=run_id, specs=specs, engines=engines, trainer=trainer)
+
+
+def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:
+    """Print the kernels of each engine's linear layers, and the results of their tests."""
+    for number, kernels in engines.kernel_classes(timeout_s=START_TIMEOUT_S).items():
+        counts = {kernel: list(kernels.values()).count(kernel) for kernel in sorted(set(kernels.values()))}
+        progress.say(f"engine {number}: " + ", ".join(f"{count} x {kernel}" for kernel, count in counts.items()))
+    notes = engines.kernel_notes(timeout_s=START_TIMEOUT_S)
+    for note in sorted({note for of_engine in notes.values() for note in of_engine}):
+        progress.say(note)
