@@ -114,14 +114,14 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
 def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
-    memory = check_sft(config, node_resources())
+    checked = check_sft(config, node_resources())
     if dry_run:
         print(resolved_yaml(config))
-        print("\n".join(["# memory (estimate)", *memory.lines()]))
+        print("\n".join(["# memory (estimate)", *checked.memory.lines()]))
         return 0
     from launcher.commands.sft import sft
 
-    sft(config)
+    sft(checked)
     return 0
 
 

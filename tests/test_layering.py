@@ -156,7 +156,7 @@ FLOORS = {
         imports=(
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
-            "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
+            "rollout/engine megatron_rl megatron_rl/batching megatron_rl/weights "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster "
             "launcher/checks launcher/run_dir launcher/report"
         ),

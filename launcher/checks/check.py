@@ -63,17 +63,18 @@ def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
     responses |= _responses(config.evaluation.sets, "evaluation.sets")
     problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
     problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
-    problems += weight_format_problems(spec, config.engine, node)
+    format = WeightFormat.of(config.engine)
+    problems += weight_format_problems(spec, format, node, tensor_parallel=config.engine.tensor_parallel)
     problems += fp8_problems(spec, config.trainer, node)
     problems += _device_phases(config, node)
-    memory = run_memory(config, spec, node)
+    memory = run_memory(config, spec, format, node)
     problems += memory.problems()
     _raise_any(problems)
-    warnings = weight_format_warnings(spec, config.engine, node) + fp8_warnings(spec, config.trainer, config.engine)
+    warnings = weight_format_warnings(spec, format, node) + fp8_warnings(spec, config.trainer, format)
     return CheckedRun(
         config=config,
         spec=spec,
-        format=WeightFormat.of(config.engine),
+        format=format,
         costs=cost_model(spec, config.trainer),
         placement=plan(config, node),
         memory=memory,
@@ -98,8 +99,18 @@ def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
     return problems
 
 
-def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
-    """The memory plan of a warm start that can be started; raises `ConfigError` otherwise."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedSft:
+    """A warm start that can be started, with the facts that its checks have read."""
+
+    config: SftConfig
+    spec: ModelSpec
+    """Architecture of the model in `config.model`."""
+    memory: MemoryPlan
+
+
+def check_sft(config: SftConfig, node: NodeResources) -> CheckedSft:
+    """The facts of a warm start that can be started; raises a `ConfigError` with every problem otherwise."""
     problems = sft_file("data.path", config.data.path)
     spec = _model(config.model, problems)
     if spec is None:
@@ -119,7 +130,7 @@ def check_sft(config: SftConfig, node: NodeResources) -> MemoryPlan:
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
-    return memory
+    return CheckedSft(config=config, spec=spec, memory=memory)
 
 
 def check_eval(config: EvalConfig) -> None:

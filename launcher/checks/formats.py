@@ -8,7 +8,6 @@ from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.shards import Kind, shards
-from rollout.config import EngineConfig
 from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
 
@@ -16,36 +15,37 @@ WORTH_8_BIT = 14_000_000_000
 """Number of parameters above which 8-bit rollouts are clearly faster on GPUs (FlashRL's measurements)."""
 
 
-def weight_format_problems(spec: ModelSpec, engine: EngineConfig, node: NodeResources) -> list[str]:
+def weight_format_problems(
+    spec: ModelSpec, format: WeightFormat, node: NodeResources, *, tensor_parallel: int
+) -> list[str]:
     """Problems of `engine.format`, its exceptions and `engine.tensor_parallel` with this model."""
-    format = WeightFormat.of(engine)
     if format.layout is None:
         return []
     shapes = linear_shapes(spec)
     problems = []
     if spec.experts is not None and not node.gpu_bytes:
         problems.append(
-            f"`engine.format` = {engine.format}: the model has {spec.experts.count} experts, and vLLM multiplies "
+            f"`engine.format` = {format.name}: the model has {spec.experts.count} experts, and vLLM multiplies "
             "experts in 8 bits on GPUs only; set it to bf16"
         )
     problems += [*_layers(spec, format), *_patterns(shapes, format), *_fused(shapes, format, spec.num_layers)]
     quantised = {name: shape for name, shape in shapes.items() if not format.excepts(name, spec.num_layers)}
-    if engine.format == "fp8_block":
-        problems += _blocks(quantised, engine.tensor_parallel)
+    if format.name == "fp8_block":
+        problems += _blocks(quantised, tensor_parallel)
     return problems
 
 
-def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeResources) -> list[str]:
+def weight_format_warnings(spec: ModelSpec, format: WeightFormat, node: NodeResources) -> list[str]:
     """Warnings about a format that works."""
-    if engine.format == "bf16":
+    if format.name == "bf16":
         return []
     if node.gpu_bytes and (size := num_parameters(spec)) < WORTH_8_BIT:
         return [
-            f"`engine.format` = {engine.format}: the model has {size / 1e9:.1f} billion parameters; below about "
+            f"`engine.format` = {format.name}: the model has {size / 1e9:.1f} billion parameters; below about "
             f"{WORTH_8_BIT / 1e9:.0f} billion 8-bit rollouts are rarely faster than bf16 on GPUs: measure both"
         ]
-    if not node.gpu_bytes and engine.format.startswith("fp8"):
-        return [f"`engine.format` = {engine.format}: FP8 is emulated on CPUs: exact values, but slow"]
+    if not node.gpu_bytes and format.name.startswith("fp8"):
+        return [f"`engine.format` = {format.name}: FP8 is emulated on CPUs: exact values, but slow"]
     return []
 
 

@@ -9,8 +9,7 @@ from launcher.cluster.node import NodeResources
 from megatron_rl.config import TrainerConfig
 from megatron_rl.model.spec import ModelSpec, check_parallel
 from megatron_rl.weights.fp8_passthrough import cut_otherwise, rank_matrices
-from rollout.config import EngineConfig
-from rollout.weights.format import FP8_BLOCK
+from rollout.weights.format import FP8_BLOCK, WeightFormat
 
 OLDEST_GPU = (9, 0)
 """Lowest compute capability with block scaling in Transformer Engine."""
@@ -92,13 +91,13 @@ def _is_cut_evenly(spec: ModelSpec, trainer: TrainerConfig) -> bool:
     return True
 
 
-def fp8_warnings(spec: ModelSpec, trainer: TrainerConfig, engine: EngineConfig) -> list[str]:
+def fp8_warnings(spec: ModelSpec, trainer: TrainerConfig, format: WeightFormat) -> list[str]:
     """Warnings about FP8 weights of the trainer that are quantised twice."""
-    if trainer.fp8 != "blockwise_param" or engine.format == "bf16":
+    if trainer.fp8 != "blockwise_param" or format.name == "bf16":
         return []
-    if engine.format != "fp8_block":
+    if format.name != "fp8_block":
         return [
-            f"`trainer.fp8` = blockwise_param with `engine.format` = {engine.format}: weights are rounded by the "
+            f"`trainer.fp8` = blockwise_param with `engine.format` = {format.name}: weights are rounded by the "
             "trainer and again for engines; fp8_block sends the trainer's own codes"
         ]
     if recut := cut_otherwise(spec, trainer.parallel):

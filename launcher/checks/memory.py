@@ -68,13 +68,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
-def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
-    """The plan of a reinforcement-learning run."""
+def run_memory(config: RunConfig, spec: ModelSpec, format: WeightFormat, node: NodeResources) -> MemoryPlan:
+    """The plan of a reinforcement-learning run; `format` is that of the engines' weights."""
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     trainer = trainer_rank(spec, config.trainer, longest_sample=longest)
     engine = engine_rank(
         spec,
-        weight_format=WeightFormat.of(config.engine),
+        weight_format=format,
         tensor_parallel=config.engine.tensor_parallel,
         kv_cache_bytes=config.engine.kv_cache_bytes,
     )
@@ -93,8 +93,8 @@ def run_memory(config: RunConfig, spec: ModelSpec, node: NodeResources) -> Memor
         _item("trainer processes", world * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
         *_times(engine, ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),
-        _item("weights in transit", weight_bytes(spec, WeightFormat.of(config.engine)), "engine.format"),
-        *(_baselines(config, spec) if config.publish.delta else []),
+        _item("weights in transit", weight_bytes(spec, format), "engine.format"),
+        *(_baselines(1 + config.engine.num_engines, weight_bytes(spec, format)) if config.publish.delta else []),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
         *(_history(config) if config.drafts else []),
     )
@@ -160,10 +160,9 @@ def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
     return _item("reserve", int(RESERVE * sum(item.num_bytes for item in items)), "")
 
 
-def _baselines(config: RunConfig, spec: ModelSpec) -> list[MemoryItem]:
+def _baselines(num_copies: int, publish_bytes: int) -> list[MemoryItem]:
     """Buckets of the last publish: a copy in the trainer, to find changes, and one in each engine, to apply them."""
-    copies = 1 + config.engine.num_engines
-    return [_item("publish baselines", copies * weight_bytes(spec, WeightFormat.of(config.engine)), "publish.delta")]
+    return [_item("publish baselines", num_copies * publish_bytes, "publish.delta")]
 
 
 def _history(config: RunConfig) -> list[MemoryItem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ray
 
+from launcher.checks.check import CheckedSft
 from launcher.checks.paths import WARM_START_MARKER
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
@@ -17,15 +18,15 @@ from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
-from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.weights.format import WeightFormat
 
 
-def sft(config: SftConfig) -> None:
-    """Train on `config.data` and write `config.output_dir`; `check_sft` must have accepted the configuration."""
+def sft(checked: CheckedSft) -> None:
+    """Train on the data of the configuration and write its `output_dir`."""
+    config = checked.config
     target = Path(config.output_dir)
     ranks = trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads)
     with processes(config.cluster, num_actors=len(ranks) + 1, log_dir=None) as running:
@@ -42,7 +43,7 @@ def sft(config: SftConfig) -> None:
             rules=PackingRules(
                 num_ranks=config.trainer.parallel.data,
                 max_tokens=config.trainer.max_micro_batch_tokens,
-                costs=cost_model(read_model_spec(Path(config.model)), config.trainer),
+                costs=cost_model(checked.spec, config.trainer),
             ),
             seed=config.seed,
         )

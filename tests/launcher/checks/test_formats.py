@@ -8,6 +8,7 @@ from launcher.checks.formats import weight_format_problems, weight_format_warnin
 from launcher.cluster.node import NodeResources
 from megatron_rl.model.spec import Experts, ModelSpec
 from rollout.config import EngineConfig
+from rollout.weights.format import WeightFormat
 
 QWEN_7B = ModelSpec(
     family="qwen2",
@@ -46,7 +47,8 @@ GPU = replace(CPU, gpu_bytes=(80 << 30,))
 
 
 def problems(spec: ModelSpec = QWEN_7B, node: NodeResources = GPU, **keys: object) -> list[str]:
-    return weight_format_problems(spec, EngineConfig.model_validate(keys), node)
+    engine = EngineConfig.model_validate(keys)
+    return weight_format_problems(spec, WeightFormat.of(engine), node, tensor_parallel=engine.tensor_parallel)
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
@@ -103,7 +105,7 @@ def test_a_name_of_nothing_is_refused_with_the_nearest() -> None:
 
 def test_small_models_on_gpus_and_emulation_on_cpus_are_warned_of() -> None:
     def warnings(format: str, node: NodeResources, spec: ModelSpec = QWEN_7B) -> list[str]:
-        return weight_format_warnings(spec, EngineConfig.model_validate({"format": format}), node)
+        return weight_format_warnings(spec, WeightFormat.of(EngineConfig.model_validate({"format": format})), node)
 
     assert "7.6 billion" in warnings("int8", GPU)[0]
     assert warnings("int8", GPU, replace(QWEN_7B, num_layers=64)) == []

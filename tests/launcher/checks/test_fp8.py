@@ -14,7 +14,8 @@ from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from megatron_rl.config import TrainerConfig
 from megatron_rl.model.spec import ModelSpec
-from rollout.config import EngineConfig
+from rollout.config import Format
+from rollout.weights.format import WeightFormat
 from tests.launcher.checks.test_formats import CPU, GPU, QWEN_7B, QWEN_30B_A3B
 
 HOPPER, AMPERE = replace(GPU, gpu_capability=(9, 0)), replace(GPU, gpu_capability=(8, 0))
@@ -78,9 +79,9 @@ def test_a_run_on_a_cpu_is_refused_with_the_rest(write_config: Callable[[str], P
         check_run(load(RunConfig, write_config(""), ["trainer.fp8=blockwise"]), node)
 
 
-def warnings(format: str, fp8: str = "blockwise_param", spec: ModelSpec = QWEN_7B) -> list[str]:
+def warnings(format: Format, fp8: str = "blockwise_param", spec: ModelSpec = QWEN_7B) -> list[str]:
     trainer = TrainerConfig.model_validate({"fp8": fp8, "optimizer": DISTRIBUTED})
-    return fp8_warnings(spec, trainer, EngineConfig.model_validate({"format": format}))
+    return fp8_warnings(spec, trainer, WeightFormat(name=format))
 
 
 def test_weights_that_are_rounded_twice_are_warned_of() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checks.memory import device_phases, run_memory
+from launcher.checks.memory import MemoryPlan, device_phases, run_memory
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig
 from megatron_rl.config import ParallelConfig, TrainerConfig
@@ -26,6 +26,10 @@ SHAPE = {
 def spec_of(tmp_path: Path, **more: object) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": "qwen3", **more}))
     return read_model_spec(tmp_path)
+
+
+def plan_of(config: RunConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
+    return run_memory(config, spec, WeightFormat.of(config.engine), node)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -105,7 +109,7 @@ def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
         {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}, "engine": {"num_engines": 4}}
     )
     node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
-    memory = run_memory(config, spec_of(tmp_path), node)
+    memory = plan_of(config, spec_of(tmp_path), node)
     assert memory.available_bytes == 80 << 30
     kept = next(item for item in memory.items if item.what == "engine keys and values")
     assert kept.num_bytes == 2 * config.engine.kv_cache_bytes
@@ -158,11 +162,11 @@ def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_p
     node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(140 << 30,))
     small = {"max_micro_batch_tokens": 1024}
     beside = RunConfig.model_validate({**base, "engine": {"kv_cache_bytes": 40 << 30}, "trainer": small})
-    (problem,) = run_memory(beside, spec, node).problems()
+    (problem,) = plan_of(beside, spec, node).problems()
     assert "the smallest GPU, while" in problem
     assert "trainer.optimizer.distributed" in problem
     turns = {"engine": {"kv_cache_bytes": 40 << 30, "sleep_level": 2}, "trainer": {"offload": "all", **small}}
-    assert run_memory(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
+    assert plan_of(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
 
 
 def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(
         base = {"model": "m", "run_dir": "r", "num_steps": 2, "data": {"train": [{"path": "x"}]}}
         sizes = {"algorithm": {"prompts_per_step": 4, "group_size": 8}, "sampling": {"max_response_tokens": 100}}
         config = RunConfig.model_validate({**base, **sizes, **more})
-        return {item.what: item.num_bytes for item in run_memory(config, spec_of(tmp_path), node).items}
+        return {item.what: item.num_bytes for item in plan_of(config, spec_of(tmp_path), node).items}
 
     short = items()
     assert short["history"] >= 2 * 4 * 8 * 100 * 4
@@ -189,7 +193,7 @@ def test_the_trainer_and_every_engine_keep_the_last_publish_for_deltas(tmp_path:
     base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
     config = RunConfig.model_validate({**base, "publish": {"delta": True}, "engine": {"num_engines": num_engines}})
     spec = spec_of(tmp_path)
-    items = run_memory(config, spec, NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())).items
+    items = plan_of(config, spec, NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())).items
     kept = next(item for item in items if item.what == "publish baselines")
     assert kept.num_bytes == (1 + num_engines) * weight_bytes(spec, WeightFormat.of(config.engine))
     assert kept.knob == "publish.delta"
