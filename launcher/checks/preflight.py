@@ -1,17 +1,21 @@
 """Checks the machine before a run of many minutes: one line per check, with the fix if the check fails.
 
-Starts no cluster. `--dry-run` of a command checks the needs of its configuration.
+The last check takes some seconds: it imports vLLM in another process and multiplies test matrices in INT8, as an engine
+does when it starts. No cluster is started. `--dry-run` of a command checks the needs of its configuration.
 """
 
 import os
 import platform
 import shutil
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks.memory import gib
 from launcher.cluster.node import NodeResources, cpu_model, gpu_names, node_resources
+from rollout.processes import ProcessEnv
 
 PYTHONS = ((3, 11), (3, 12))
 MIN_DISK_BYTES = 2 << 30
@@ -21,6 +25,10 @@ MIN_SHARED_BYTES = 512 << 20
 MIN_MEMORY_BYTES = 3 << 30
 """Ray, a trainer rank and an engine of a small model."""
 SHARED_MEMORY = Path("/dev/shm")
+SELF_TEST = ("-m", "rollout.worker.exact_int8")
+"""Arguments of the Python process that tests vLLM's INT8 kernel; its last line says how INT8 is multiplied."""
+SELF_TEST_TIMEOUT_S = 600.0
+"""Deadline of the self-test; a process that is still running then hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +54,7 @@ def machine_checks(work: Path) -> list[Check]:
         memory(node),
         disk("disk", work, MIN_DISK_BYTES, "free some, or name a directory on another disk"),
         disk("shared memory", SHARED_MEMORY, MIN_SHARED_BYTES, "enlarge it (`docker run --shm-size=1g`)"),
-        kernels(*cpu_model()),
+        kernels(node, *cpu_model()),
     ]
 
 
@@ -82,7 +90,42 @@ def disk(name: str, path: Path, needed_bytes: int, fix: str) -> Check:
     return Check(name=name, value=f"{gib(free)} free at {existing}", problem=problem)
 
 
-def kernels(model: str, flags: list[str]) -> Check:
-    """The flags by which kernels are chosen; whether a kernel is right is tested by the engine when it starts."""
-    problem = "" if "avx2" in flags else "vLLM's CPU kernels need AVX2; use a newer processor"
-    return Check(name="kernels", value=f"{model}: {', '.join(flags) or 'none of the known flags'}", problem=problem)
+def kernels(node: NodeResources, model: str, flags: list[str]) -> Check:
+    """The kernels of vLLM on this machine: how INT8 is multiplied, or why the kernels do not run.
+
+    A kernel with wrong products is no problem: engines replace it. Without AVX2 the self-test would end by an illegal
+    instruction, because AVX2 is the lowest instruction set that vLLM's CPU kernels are built for.
+    """
+    if not node.gpu_bytes and "avx2" not in flags:
+        problem = "vLLM's CPU kernels need AVX2; use a newer processor"
+        return Check(name="kernels", value=f"{model} without AVX2", problem=problem)
+    environment = {**os.environ, **ProcessEnv(single_node=True).engine(threads=node.cpu_cores)}
+    try:
+        done = subprocess.run(
+            [sys.executable, *SELF_TEST],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SELF_TEST_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        failure = f"no result after {SELF_TEST_TIMEOUT_S:.0f} s"
+    else:
+        if done.returncode == 0 and done.stdout.strip():
+            return Check(name="kernels", value=done.stdout.strip().splitlines()[-1])
+        failure = _failure(done)
+    machine = f"{model} ({', '.join(flags) or 'none of the known flags'})"
+    return Check(
+        name="kernels",
+        value=f"{machine}: the test of vLLM's kernels failed: {failure}",
+        problem=f"remove the environment and run `make setup`; `python {' '.join(SELF_TEST)}` shows the whole error",
+    )
+
+
+def _failure(done: subprocess.CompletedProcess[str]) -> str:
+    """The signal that ended a process, or the last line of its error output."""
+    if done.returncode < 0:
+        return f"the process ended by {signal.Signals(-done.returncode).name}"
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode} without a message"

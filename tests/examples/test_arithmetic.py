@@ -191,6 +191,7 @@ def test_an_unfit_machine_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("launcher.checks.preflight.MIN_MEMORY_BYTES", 1 << 50)
+    monkeypatch.setattr("launcher.checks.preflight.SELF_TEST", ("-c", "print('INT8: exact')"))
     assert quickstart.main(["--work", str(tmp_path / "work")]) == 2
     assert "quickstart: memory: " in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
