@@ -6,6 +6,7 @@ refusal take a fraction of a second. Every failed command prints one screen and 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,14 @@ from launcher.endings.conclusion import Command, conclude, termination_raises
 from launcher.endings.screen import exit_codes
 from launcher.errors import ConfigError, Terminated
 
+RAY_MESSAGES = "^A worker died or was killed"
+"""Messages of Ray that are not printed: the screen of a failed command says the same, and the log has the reason."""
 OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.learning_rate=1e-5 seed=3`."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RAY_MESSAGES)  # read by the import of ray, which comes later
     arguments = _parse(list(sys.argv[1:] if argv is None else argv))
     command = Command(name=arguments.command)
     try:

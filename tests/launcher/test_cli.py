@@ -21,6 +21,16 @@ REPORT_HEAVY = (
     f"print(json.dumps([code, [name for name in {HEAVY} if name in sys.modules]]))\n"
 )
 
+RAY_PRINTS = (
+    "from launcher.cli import main\n"
+    "main(['run', 'missing.yaml'])\n"
+    "from ray._private.worker import print_to_stdstream\n"
+    "death = 'A worker died or was killed while executing a task by an unexpected system error.'\n"
+    "for line in (death, 'another message'):\n"
+    "    print_to_stdstream({'lines': [line], 'pid': 'raylet', 'is_err': False}, ignore_prefix=False)\n"
+)
+"""Ray's driver prints messages of the cluster by this function, whatever `log_to_driver` is."""
+
 
 def run_apart(*arguments: str) -> tuple[int, list[str], str, str]:
     """Exit code, heavy modules imported, standard output and error of a command in a process of its own."""
@@ -79,3 +89,8 @@ def test_unknown_arguments_are_refused_with_code_two(arguments: list[str], capsy
 def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "nowhere.yaml"]) == 2
     assert "no configuration file `nowhere.yaml`" in capsys.readouterr().err
+
+
+def test_a_command_prints_messages_of_ray_but_not_that_a_worker_died() -> None:
+    done = subprocess.run([sys.executable, "-c", RAY_PRINTS], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert "another message" in done.stdout and "worker died" not in done.stdout + done.stderr, done.stderr
