@@ -90,7 +90,8 @@ CASES = {
     # the configuration file
     "a tab": Case(("line 5, column 1: a tab; indent with spaces",), edit("  train:", "\ttrain:")),
     "a key one column off": Case(
-        ("is not YAML: line 7, column 4", "begins on line 5", "the same column"), edit("  max_prompt", "   max_prompt")
+        ("is not YAML: line 7, column 4", "in the block from line 5", "the same column"),
+        edit("  max_prompt", "   max_prompt"),
     ),
     "an open bracket": Case(("is not YAML: line",), edit("num_steps: 3", "num_steps: [3")),
     "an empty file": Case(("is empty; it needs at least",), write("run.yaml", "# later\n")),

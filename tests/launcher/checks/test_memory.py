@@ -163,7 +163,7 @@ def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_p
     small = {"max_micro_batch_tokens": 1024}
     beside = RunConfig.model_validate({**base, "engine": {"kv_cache_bytes": 40 << 30}, "trainer": small})
     (problem,) = plan_of(beside, spec, node).problems()
-    assert "the smallest GPU, while" in problem
+    assert "the smallest GPU, during a publish" in problem
     assert "trainer.optimizer.distributed" in problem
     turns = {"engine": {"kv_cache_bytes": 40 << 30, "sleep_level": 2}, "trainer": {"offload": "all", **small}}
     assert plan_of(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
