@@ -178,7 +178,6 @@ EXCEPTIONS = {
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
     "rollout/tracing/timeline.py:_timeline": "7 parameters",
     "megatron_rl/model/attention.py:PackedAttention.forward": "Megatron's signature",
-    "megatron_rl/weights/shards.py:shards": "9 parameters",
     "launcher/commands/build.py:build_publisher": "7 parameters",
     "launcher/commands/history.py:start_drafting": "7 parameters",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.weights.shards import Kind, shards
+from megatron_rl.weights.shards import Kind, whole_shards
 from rollout.config import EngineConfig
 from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
@@ -51,8 +51,8 @@ def weight_format_warnings(spec: ModelSpec, engine: EngineConfig, node: NodeReso
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape of each matrix of the decoder layers, in order; of all experts one without number."""
-    whole = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    return {stack_of(one.hf_name): one.hf_full_shape for one in whole if one.kind is Kind.LINEAR}
+    linears = (shard for shard in whole_shards(spec) if shard.kind is Kind.LINEAR)
+    return {stack_of(shard.hf_name): shard.hf_full_shape for shard in linears}
 
 
 def _layers(spec: ModelSpec, format: WeightFormat) -> Iterator[str]:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.ranks import TrainerRank, trainer_ranks
-from megatron_rl.weights.shards import Kind, Shard, is_first_replica, rank_shards, shards
+from megatron_rl.weights.shards import Kind, Shard, is_first_replica, rank_shards, whole_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import CodeLayout, WeightFormat
 from rollout.weights.manifest import (
@@ -179,9 +179,8 @@ def plan_reshard(
 
 def wire_tensors(spec: ModelSpec, format: WeightFormat) -> tuple[TensorSpec, ...]:
     """Every tensor of a publish, in the order of the model."""
-    whole = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
     tensors: list[TensorSpec] = []
-    for name, shard in {stack_of(shard.hf_name): shard for shard in whole}.items():
+    for name, shard in {stack_of(shard.hf_name): shard for shard in whole_shards(spec)}.items():
         stack = (spec.experts.count,) if spec.experts is not None and shard.of_expert else ()
         shape, layout = shard.hf_full_shape, format.layout
         if layout is not None and _quantizes(format, shard, spec.num_layers):

@@ -25,7 +25,7 @@ from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard, wire_tensors
-from megatron_rl.weights.shards import rank_shards, shards
+from megatron_rl.weights.shards import hf_shapes, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import Box, Required
@@ -60,8 +60,7 @@ class Meeting:
 
 def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    held = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    shapes = {one.hf_name: one.hf_full_shape for one in held}
+    shapes = hf_shapes(spec)
     return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
 
 

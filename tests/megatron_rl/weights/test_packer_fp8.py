@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
@@ -19,11 +18,11 @@ from megatron_rl.weights.shards import Kind, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS, WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, Box
+from tests.support.model_specs import qwen_spec
 from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.memory_sender import MemorySender
 
-SPEC = ModelSpec(
-    family="qwen3",
+SPEC = qwen_spec(
     num_layers=2,
     hidden_size=256,
     num_heads=4,
@@ -31,12 +30,7 @@ SPEC = ModelSpec(
     head_dim=128,
     ffn_size=192,
     vocab_size=150,
-    rope_theta=1e4,
-    rope_scaling=None,
     tied=True,
-    qkv_bias=False,
-    qk_norm=True,
-    rms_eps=1e-6,
     max_positions=64,
 )
 """Of every matrix but gate and up (and rows of down) the blocks agree: 192 is one and a half."""

@@ -7,30 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.reshard_plan import Role, plan_reshard, wire_tensors
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, TRAILER, Box
+from tests.support.model_specs import qwen_spec
 
 INT8 = WeightFormat(name="int8")
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=3,
-    hidden_size=32,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=101,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    rms_eps=1e-6,
-    max_positions=128,
-)
+SPEC = qwen_spec()
 
 specs = st.builds(
     dataclasses.replace,
