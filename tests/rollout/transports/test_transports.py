@@ -355,7 +355,7 @@ def test_a_change_of_something_else_is_refused():
     inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
     sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
     sending.start()
-    with pytest.raises(RuntimeError, match="changed since weight version 0 came, but 7 is kept here"):
+    with pytest.raises(RuntimeError, match="a delta on weight version 0 came, but this rank keeps version 7"):
         raw(inbox, second)
     sending.join()
 
