@@ -106,7 +106,8 @@ class ExactInt8(Int8ScaledMMLinearKernel):  # type: ignore[misc]
         outputs = exact_product(inputs, codes) * input_scales * scales.view(1, -1)
         if bias is not None:
             outputs += bias
-        return outputs.to(x.dtype).view(*x.shape[:-1], -1)
+        products: torch.Tensor = outputs.to(x.dtype).view(*x.shape[:-1], -1)
+        return products
 
 
 def quantise_tokens(inputs_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,7 +78,7 @@ def test_scales_of_another_layout_are_refused():
     with pytest.raises(RuntimeError, match=r"\(2, 1\) do not belong to codes \(256, 256\)"):
         fp8_parameters.Blocks.of(parameter)
     parameter._is_2D_scaled = False
-    with pytest.raises(RuntimeError, match="no codes by rows with a scale for each 128 x 128"):
+    with pytest.raises(RuntimeError, match="no row-wise codes with a scale for each 128 x 128"):
         fp8_parameters.Blocks.of(parameter)
 
 
