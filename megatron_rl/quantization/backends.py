@@ -5,8 +5,8 @@ chooses its backend once (`choose_backend`), by the format and by the device and
 
 Invariant: all backends give the same bytes (a property test compares them with a naive reference).
 
-Shape legend: N output channels, K inputs; P x Q blocks that a box touches (rows: N x 1). `start` is the first row and
-column of a box in the whole tensor, because blocks are counted from the tensor's; None if each row has its own scale.
+Shape legend: N output channels, K inputs; P x Q blocks that a box touches (rows: N x 1). `start` is the first row
+and column of a box in the whole tensor, whose blocks it shares; None if each row has its own scale.
 """
 
 from collections.abc import Collection

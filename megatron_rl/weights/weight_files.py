@@ -111,7 +111,7 @@ def directory_shapes(directory: Path) -> Shapes:
     return {name: shape for path in weight_files(directory) for name, shape in file_shapes(path).items()}
 
 
-def check_shapes(found: Shapes, spec: ModelSpec, directory: Path) -> None:
+def check_shapes(actual: Shapes, spec: ModelSpec, directory: Path) -> None:
     """Compare names and shapes of a directory with those of the model.
 
     Raises:
@@ -120,13 +120,13 @@ def check_shapes(found: Shapes, spec: ModelSpec, directory: Path) -> None:
     expected = hf_shapes(spec)
     # Some tied checkpoints contain the output layer too, a copy of the embedding.
     allowed = {"lm_head.weight"} if spec.tied else set()
-    unexpected = {name for name in found.keys() - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES)}
+    unexpected = {name for name in actual.keys() - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES)}
     shapes = {
-        f"{name} is {list(found[name])}, not {list(expected[name])}"
-        for name in found.keys() & expected.keys()
-        if found[name] != expected[name]
+        f"{name} is {list(actual[name])}, not {list(expected[name])}"
+        for name in actual.keys() & expected.keys()
+        if actual[name] != expected[name]
     }
-    problems = {"missing": expected.keys() - found.keys(), "unexpected": unexpected, "of another shape": shapes}
+    problems = {"missing": expected.keys() - actual.keys(), "unexpected": unexpected, "of another shape": shapes}
     lines = [_listed(problem, names) for problem, names in problems.items() if names]
     if lines:
         raise ValueError(

@@ -40,8 +40,8 @@ def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -
         raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
     if version != weight_version:
         raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
-    if (found := _checksum(bucket[: -TRAILER.size])) != checksum:
-        raise RuntimeError(f"bucket {index}: checksum {found:#x} of the received bytes, {checksum:#x} when sent")
+    if (actual := _checksum(bucket[: -TRAILER.size])) != checksum:
+        raise RuntimeError(f"bucket {index}: checksum {actual:#x} of the received bytes, {checksum:#x} when sent")
 
 
 def _checksum(payload: torch.Tensor) -> int:

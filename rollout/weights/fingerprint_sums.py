@@ -24,7 +24,7 @@ def add_up(fingerprints: Iterable[Fingerprint]) -> dict[str, npt.NDArray[np.floa
 
 
 def difference(
-    found: Fingerprint, expected: Fingerprint, *, leniency: Callable[[str], float] = lambda name: 1.0
+    actual: Fingerprint, expected: Fingerprint, *, leniency: Callable[[str], float] = lambda name: 1.0
 ) -> tuple[float, str]:
     """The largest relative difference of a group's sum, and its tensor and group in words.
 
@@ -33,12 +33,12 @@ def difference(
     also divided by the tensor's `leniency`. A tensor that only one side has counts as 1.
     """
     worst, where = 0.0, ""
-    for name in expected.keys() | found.keys():
-        if name not in found or name not in expected:
+    for name in expected.keys() | actual.keys():
+        if name not in actual or name not in expected:
             return 1.0, f"{name} is known to one side only"
         sums, squares = expected[name]
-        scale = np.sqrt(np.fmax(squares, found[name][1]) + squares.mean())
-        gaps = np.abs(found[name][0] - sums) / np.maximum(scale, 1e-30)
+        scale = np.sqrt(np.fmax(squares, actual[name][1]) + squares.mean())
+        gaps = np.abs(actual[name][0] - sums) / np.maximum(scale, 1e-30)
         gaps = np.nan_to_num(gaps.ravel(), nan=np.inf) / leniency(name)
         group = int(np.argmax(gaps))
         if gaps[group] > worst:
