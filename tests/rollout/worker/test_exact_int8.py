@@ -150,12 +150,9 @@ def line_of_the_command(*options: str, **variables: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "DEFAULT"])
-def test_the_command_prints_its_line_alone_whatever_the_kernel(isa):
-    line = line_of_the_command("-m", "rollout.worker.exact_int8", ONEDNN_MAX_CPU_ISA=isa)
-    assert re.fullmatch(
-        r"INT8: test products of \w+ (equal exact sums|are off by up to \d+% on this machine; .*)", line
-    )
+def test_the_command_prints_its_line_alone_also_for_a_wrong_kernel():
+    line = line_of_the_command("-m", "rollout.worker.exact_int8", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert re.fullmatch(r"INT8: test products of \w+ are off by up to \d+% on this machine; .*", line)
 
 
 NO_KERNEL = """
