@@ -178,7 +178,6 @@ EXCEPTIONS = {
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
     "rollout/tracing/timeline.py:_timeline": "7 parameters",
     "megatron_rl/model/attention.py:PackedAttention.forward": "Megatron's signature",
-    "megatron_rl/weights/shards.py:shards": "9 parameters",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",
     "benchmarks/planner/simulator/run.py:simulate": "106 lines",
     "benchmarks/planner/simulator/run.py:_outcome": "8 parameters",

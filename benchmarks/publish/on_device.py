@@ -166,7 +166,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, required
     spec, plan = read_model_spec(Path(model)), _plan(Path(model), format, required)
     held = rank_shards(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0, uses_te_layer_names=False)
     packer = WeightPacker(
-        plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, answers=lambda _: True
+        plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, fingerprints=lambda _: True
     )
     sender = ColocatedSender(
         region, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.weights.shards import Kind, shards
+from megatron_rl.weights.shards import Kind, whole_shards
 from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
 
@@ -53,8 +53,8 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shape of each matrix of the decoder layers by Hugging Face name, in order; the experts of a layer share a name
     without expert number.
     """
-    tensors = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    return {stack_of(tensor.hf_name): tensor.hf_full_shape for tensor in tensors if tensor.kind is Kind.LINEAR}
+    linears = (shard for shard in whole_shards(spec) if shard.kind is Kind.LINEAR)
+    return {stack_of(shard.hf_name): shard.hf_full_shape for shard in linears}
 
 
 def _layers(spec: ModelSpec, format: WeightFormat) -> Iterator[str]:

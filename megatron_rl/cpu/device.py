@@ -1,9 +1,9 @@
-"""What Megatron-Core sees in place of `torch.cuda` where there is no CUDA device.
+"""Replaces `torch.cuda` for Megatron-Core on machines without a CUDA device.
 
-`cpu_shim` compiles Megatron's sources so that the words `torch.cuda` in them mean this module; the real
-`torch.cuda` is not touched, and nobody else sees this one. Device queries answer "cpu", streams and
-events are empty, the generator of the one device is torch's default generator; everything else (types,
-exceptions, functions that Megatron only mentions) is torch's own.
+`megatron_rl.cpu.shim` compiles Megatron's sources so that `torch.cuda` in them means this module. The real `torch.cuda`
+is unchanged, and no other package sees this module. Device queries answer "cpu", streams and events do nothing, and the
+generator of the only device is torch's default generator. Everything else (types, exceptions, functions that Megatron
+only mentions) comes from `torch.cuda`.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def is_available() -> bool:
 
 
 def current_device() -> torch.device:
-    """The CPU, where CUDA would give a device number; both are good for `device=`."""
+    """The CPU; CUDA returns a device number, and both are valid for `device=`."""
     return torch.device("cpu")
 
 
@@ -29,15 +29,15 @@ def device_count() -> int:
 
 
 def set_device(device: object) -> None:
-    """Nothing to choose between."""
+    """Do nothing: there is only one."""
 
 
 def synchronize(device: object = None) -> None:
-    """CPU operations are finished when they return."""
+    """Do nothing: CPU operations are complete when they return."""
 
 
 def empty_cache() -> None:
-    """There is no caching allocator."""
+    """Do nothing: there is no caching allocator."""
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:
@@ -56,7 +56,7 @@ def manual_seed(seed: int) -> None:
 
 
 def memory_allocated(device: object = None) -> int:
-    """Bytes on the device; the CPU does not count them."""
+    """0: bytes on a CPU are not counted."""
     return 0
 
 
@@ -66,15 +66,15 @@ max_memory_allocated = memory_allocated
 
 def get_megatron_rng_state(
     device: object = None,
-    clone: bool = False,  # Megatron calls it so
+    clone: bool = False,  # Megatron's name
     graph_safe: bool = False,
 ) -> torch.Tensor:
-    """Stands for Megatron's `_get_cuda_rng_state`."""
+    """Replaces Megatron's `_get_cuda_rng_state`."""
     return torch.get_rng_state()
 
 
 def set_megatron_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-    """Stands for Megatron's `_set_cuda_rng_state`."""
+    """Replaces Megatron's `_set_cuda_rng_state`."""
     torch.set_rng_state(new_state)
 
 
@@ -87,27 +87,27 @@ def _lazy_init() -> None:
 
 
 class Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         pass
 
     def record(self, stream: object = None) -> None:
-        """Nothing is pending."""
+        """Do nothing: no operation is pending."""
 
     def wait(self, stream: object = None) -> None:
-        """Nothing is pending."""
+        """Do nothing: no operation is pending."""
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no operation is pending."""
 
     def query(self) -> bool:
-        """Always complete."""
+        """True: the event is complete."""
         return True
 
 
 class Stream:
-    """The one order in which CPU operations run; also what `device(...)` and `stream(...)` give."""
+    """The only stream, in program order; also the context that `device(...)` and `stream(...)` return."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         pass
@@ -121,20 +121,20 @@ class Stream:
         pass
 
     def wait_stream(self, other: object) -> None:
-        """Operations are in order already."""
+        """Do nothing: operations run in order."""
 
     def wait_event(self, event: object) -> None:
-        """Operations are in order already."""
+        """Do nothing: operations run in order."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has happened."""
+        """Return a complete event."""
         return event or Event()
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no operation is pending."""
 
     def query(self) -> bool:
-        """Always idle."""
+        """True: no operation is pending."""
         return True
 
 
@@ -147,7 +147,7 @@ def stream(stream: object) -> Stream:
 
 
 def current_stream(device: object = None) -> Stream:
-    """The one stream."""
+    """The only stream."""
     return Stream()
 
 
@@ -155,7 +155,7 @@ default_stream = current_stream
 
 
 def set_stream(stream: object) -> None:
-    """Nothing to choose between."""
+    """Do nothing: there is only one."""
 
 
 def __getattr__(name: str) -> object:

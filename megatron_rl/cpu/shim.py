@@ -1,8 +1,8 @@
 """Makes `megatron.core` run on a machine without CUDA.
 
-Megatron names the device in its sources (`device="cuda"`, `torch.cuda.current_device()`, `.cuda()`).
-Instead of patching torch, whose other users must not notice, an import hook compiles those sources of
-`megatron.core` that mention CUDA with the device renamed:
+Megatron names the device in its sources (`device="cuda"`, `torch.cuda.current_device()`, `.cuda()`). Patching torch
+would affect its other users. Instead, an import hook compiles the sources of `megatron.core` that mention CUDA with the
+device renamed:
 
     "cuda"                    -> "cpu"
     "torch.cuda.HalfTensor"   -> "torch.HalfTensor"      (names of tensor types)
@@ -10,14 +10,15 @@ Instead of patching torch, whose other users must not notice, an import hook com
     t.cuda(...)               -> t.cpu()
     pin_memory=True           -> pin_memory=False
 
-What no renaming reaches is settled after a module has run (`_AFTER`): the generator state, which
-Megatron takes from C++ symbols that CUDA builds of torch have even without a device, `torch.compile` as its
-fuser, which on a CPU compiles for minutes to save microseconds, and what experts are routed with: Transformer Engine's
-matrix product, which is looked for without having been imported, and sizes that only leave a device as numbers.
+Some things cannot be renamed and are replaced after a module has run (`_AFTER`):
 
-Invariants: nothing happens where CUDA is available; nothing of Megatron may have been imported before
-(refused otherwise); compiled code is cached beside Python's own under another name, so that neither
-kind of interpreter reads the other's.
+* the generator state, which Megatron gets from C++ symbols that CUDA builds of torch have even without a device;
+* `torch.compile` as Megatron's fuser, which on a CPU compiles for minutes to save microseconds;
+* parts of expert routing: Transformer Engine's matrix product, which Megatron looks up without importing it, and sizes
+  that become numbers only when they are copied from a device.
+
+Invariants: nothing happens if CUDA is available. No Megatron module may be imported before (refused otherwise).
+Compiled code is cached beside Python's own under another name, so that neither kind of process reads the other's cache.
 """
 
 import ast
@@ -37,18 +38,18 @@ from megatron_rl.cpu import device
 
 _PACKAGE = "megatron.core"
 _CACHE_TAG = "mrlcpu2"
-"""Part of the cached files' names; to be changed with the renaming rules."""
+"""Part of the cached files' names; must change with the renaming rules."""
 
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 
 
 def install() -> None:
-    """Make later imports of `megatron.core` use the CPU; does nothing where CUDA is available.
+    """Make later imports of `megatron.core` use the CPU; does nothing if CUDA is available.
 
     Must be the first thing a trainer process does. A second call does nothing.
 
     Raises:
-        RuntimeError: `megatron.core` is already imported, and expects CUDA.
+        RuntimeError: `megatron.core` is already imported and expects CUDA.
     """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -61,7 +62,7 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds `megatron.core` and its modules where Python would, with our loader."""
+    """Finds `megatron.core` and its modules as Python does, and sets the loader of this file."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -88,34 +89,34 @@ class _Loader(importlib.machinery.SourceFileLoader):
             after(module)
 
 
-def _take_generator_of_cpu(module: ModuleType) -> None:
+def _use_cpu_generator(module: ModuleType) -> None:
     vars(module)["_get_cuda_rng_state"] = device.get_megatron_rng_state
     vars(module)["_set_cuda_rng_state"] = device.set_megatron_rng_state
 
 
-def _turn_fuser_off(module: ModuleType) -> None:
+def _disable_fuser(module: ModuleType) -> None:
     module.disable_jit_fuser()
 
 
 def _route_on_cpu(module: ModuleType) -> None:
     vars(module)["te_general_gemm"] = None
-    vars(module)["maybe_move_tensor_to_cpu"] = _as_collectives_want_it
+    vars(module)["maybe_move_tensor_to_cpu"] = _sizes_for_collectives
 
 
-def _as_collectives_want_it(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Sizes for an all-to-all; Megatron makes numbers only of what it has to bring from a device."""
+def _sizes_for_collectives(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Sizes for an all-to-all, as numbers; Megatron converts only tensors that it copies from a device."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "megatron.core.jit": _turn_fuser_off,
-    "megatron.core.tensor_parallel.random": _take_generator_of_cpu,
+    "megatron.core.jit": _disable_fuser,
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.transformer.moe.moe_utils": _route_on_cpu,
 }
 
 
 def _compiled(source: bytes, path: Path) -> CodeType:
-    """Renamed code of `source`, from the cache when that is of the same interpreter and bytes."""
+    """Renamed code of `source`; from the cache if the cache is of the same interpreter and source."""
     key = importlib.util.MAGIC_NUMBER + importlib.util.source_hash(source)
     cache = Path(importlib.util.cache_from_source(str(path), optimization=_CACHE_TAG))
     try:
@@ -131,7 +132,7 @@ def _compiled(source: bytes, path: Path) -> CodeType:
 
 
 def _store(cache: Path, data: bytes) -> None:
-    """Write through a temporary name, as several ranks start at once; a read-only place is no fault."""
+    """Write under a temporary name, because ranks start at the same time; a read-only directory is no error."""
     temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
     try:
         cache.parent.mkdir(exist_ok=True)
@@ -142,7 +143,7 @@ def _store(cache: Path, data: bytes) -> None:
 
 
 def renamed(source: str, filename: str) -> ast.Module:
-    """Syntax tree of `source` with every mention of the CUDA device renamed as the file's docstring says."""
+    """Syntax tree of `source` with every mention of the CUDA device renamed as in the file's docstring."""
     tree = ast.parse(source, filename)
     _Rename().visit(tree)
     place = 0

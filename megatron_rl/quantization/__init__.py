@@ -1,1 +1,1 @@
-"""8-bit codes of weights: formats, FP8, and parameters that are FP8 themselves."""
+"""8-bit codes of weights: formats, FP8, and FP8 parameters."""

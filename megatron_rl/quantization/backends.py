@@ -1,12 +1,12 @@
-"""Backends of quantisation: torch, compiled loops on CPUs, Transformer Engine's kernel on CUDA devices.
+"""Backends of quantisation: torch, numba kernels on CPUs, Transformer Engine's kernel on CUDA devices.
 
-`CodeFormat` says what scales are; a `Backend` finds largest magnitudes, encodes weights and decodes codes. A packer
+A `CodeFormat` defines scales; a `Backend` computes largest magnitudes, encodes weights and decodes codes. A packer
 chooses its backend once (`choose_backend`), by the format and by the device and dtype of its weights.
 
 Invariant: all backends give the same bytes (a property test compares them with a naive reference).
 
-Shape legend: N output channels, K inputs; P x Q blocks that a slice touches (rows: N x 1). `start` is the first row
-and column of a slice in the whole tensor, from which blocks are counted; None where each row has its own scale.
+Shape legend: N output channels, K inputs; P x Q blocks that a box touches (rows: N x 1). `start` is the first row
+and column of a box in the whole tensor, whose blocks it shares; None if each row has its own scale.
 """
 
 from collections.abc import Collection
@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Whether this backend can quantise weights of these dtypes, all on one device."""
 
     def amax(self, weight_NK: torch.Tensor, start: Start | None) -> torch.Tensor:
-        """Largest magnitude of each block as far as the slice shows it, float32 [P, Q]; NaN of a block with one."""
+        """Largest magnitude of each block over the weights of the box, float32 [P, Q]; NaN for a block with a NaN."""
 
     def encode(
         self,
@@ -50,10 +50,10 @@ class Backend(Protocol):
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Codes [N, K] of the given 8-bit dtype by `CodeFormat.factors`; in `out`, contiguous, if given."""
+        """Codes [N, K] of the given 8-bit dtype by `CodeFormat.factors`; written to `out`, contiguous, if given."""
 
     def decode(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start | None) -> torch.Tensor:
-        """Values that the engine multiplies with, float32 [N, K], by the scales that travelled."""
+        """Values that the engine computes with, float32 [N, K], from codes and sent scales."""
 
 
 class TorchBackend:
@@ -90,11 +90,11 @@ class TorchBackend:
 
 
 class NumbaBackend(TorchBackend):
-    """Compiled loops for BF16 weights on a CPU (`megatron_rl.cpu.code_loops`); INT8 is decoded by torch."""
+    """Numba kernels for BF16 weights on a CPU (`megatron_rl.cpu.code_loops`); torch decodes INT8."""
 
     def supports(self, format: CodeFormat, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-        """On a CPU with at most `MOST_THREADS` threads, for BF16 weights."""
-        few_threads = torch.get_num_threads() <= code_loops.MOST_THREADS
+        """On a CPU with at most `MAX_THREADS` threads, for BF16 weights."""
+        few_threads = torch.get_num_threads() <= code_loops.MAX_THREADS
         return device.type == "cpu" and few_threads and set(dtypes) <= {torch.bfloat16}
 
     def amax(self, weight_NK: torch.Tensor, start: Start | None) -> torch.Tensor:
@@ -122,7 +122,7 @@ class NumbaBackend(TorchBackend):
 
 
 class TransformerEngineBackend(TorchBackend):
-    """Transformer Engine's kernel encodes whole blocks; torch does the rest, also blocks that a shard's border cuts."""
+    """Transformer Engine's kernel encodes whole blocks; torch does the rest, also blocks cut by a shard's border."""
 
     def supports(self, format: CodeFormat, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
         """For `fp8_block` on a CUDA device, where Transformer Engine is installed."""
@@ -159,7 +159,7 @@ class Quantizer:
     backend: Backend
 
     def amax(self, weight_NK: torch.Tensor, start: Start) -> torch.Tensor:
-        """Largest magnitudes of the blocks that a slice touches, as far as it shows them, float32 [P, Q]."""
+        """Largest magnitudes of the blocks that a box touches, over the weights of the box, float32 [P, Q]."""
         return self.backend.amax(weight_NK, self._block_start(start))
 
     def factors(self, amax_PQ: torch.Tensor) -> torch.Tensor:
@@ -173,11 +173,11 @@ class Quantizer:
     def codes(
         self, weight_NK: torch.Tensor, factor_PQ: torch.Tensor, start: Start, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Codes of a slice whose blocks have these factors, 8 bits [N, K]; in `out`, contiguous, if given."""
+        """Codes of a box whose blocks have these factors, 8 bits [N, K]; written to `out`, contiguous, if given."""
         return self.backend.encode(weight_NK, factor_PQ, self._block_start(start), self.format.dtype, out)
 
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
-        """Values that the engine multiplies with, float32 [N, K], by the scales that travelled."""
+        """Values that the engine computes with, float32 [N, K], from codes and sent scales."""
         return self.backend.decode(codes_NK, scale_PQ, self._block_start(start))
 
     def _block_start(self, start: Start) -> Start | None:

@@ -1,7 +1,7 @@
 """`fp8_block` codes by Transformer Engine's own kernel, for boxes of whole blocks on a CUDA device.
 
-The same bytes as `megatron_rl.quantization.fp8` (a test compares), in one kernel. What the kernel cannot be given is a
-block that is cut by a trainer's border, since it finds the largest magnitude by itself.
+One kernel makes the same bytes as `megatron_rl.quantization.fp8` (a test compares). It computes the largest magnitude
+itself, so it cannot encode a block that a shard's border cuts.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from megatron_rl.quantization.fp8 import BLOCK
 
 
 def has_whole_blocks(weight_NK: torch.Tensor, start: tuple[int, ...]) -> bool:
-    """Whether no block of a slice is cut."""
+    """Whether no block of a box is cut."""
     return not any(number % BLOCK for number in (*start, *weight_NK.shape))
 
 
 def block_codes(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Codes of a slice of whole blocks under power-of-two scales, e4m3 [N, K]."""
+    """Codes of a box of whole blocks under power-of-two scales, e4m3 [N, K]."""
     quantised = _quantizer()(weight_NK.contiguous())
     codes: torch.Tensor = quantised._rowwise_data.view(torch.float8_e4m3fn)
     return codes
@@ -34,7 +34,7 @@ def is_installed() -> bool:
 
 @cache
 def _quantizer() -> Callable[[torch.Tensor], Any]:
-    import transformer_engine.pytorch  # noqa: F401  loads the library that the next one needs
+    import transformer_engine.pytorch  # noqa: F401  loads the library that the next import needs
     import transformer_engine_torch
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 

@@ -106,7 +106,7 @@ class Trainer:
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-            answers=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
+            fingerprints=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
         )
 
     @property

@@ -1,18 +1,19 @@
-"""Which matrices of FP8 parameters can be published as they are: a comparison of grids, before any tensor exists.
+"""Decides which matrices of FP8 parameters are published unchanged, by comparing grids of blocks. No tensor is needed.
 
-A parameter that is FP8 itself has a scale for each 128 x 128 of its own rows and columns. Megatron fuses query, key
-and value, and gate and up, and cuts all over ranks; engines count blocks from the first row of each Hugging Face
-matrix. Where every block of one grid that a box touches holds the same weights as a block of the other, codes and
-scales are taken over byte for byte; elsewhere weights are decoded and quantised once more.
+An FP8 parameter has a scale for each 128 x 128 block of its own rows and columns. Megatron fuses query, key and value,
+fuses gate and up, and cuts them all over ranks. Engines count blocks from the first row of each Hugging Face matrix.
+Where every block that a box touches holds the same weights in both grids, codes and scales are sent byte for byte.
+Elsewhere weights are decoded and quantised again.
 
 Pure: no torch.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.weights.shards import Kind, Shard, shards
+from megatron_rl.weights.shards import Kind, Shard, rank_shards
 from rollout.weights.format import FP8_BLOCK
 
 
@@ -30,49 +31,46 @@ def blocks_agree(shard: Shard, parameter_shape: tuple[int, ...]) -> bool:
 
 
 def _agree(hf_start: int, megatron_start: int, size: int, hf_size: int, megatron_size: int) -> bool:
-    """Along one dimension: begun with a block on both sides, and ended with one, or where both end."""
+    """Whether an interval begins with a block in both tensors, and ends with a block or with both tensors."""
     if hf_start % FP8_BLOCK or megatron_start % FP8_BLOCK:
         return False
     return size % FP8_BLOCK == 0 or (hf_start + size == hf_size and megatron_start + size == megatron_size)
 
 
 def parameter_shapes(held: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
-    """Of a rank that holds these boxes and nothing else (the padding of a vocabulary is not counted)."""
+    """Shape of each parameter that these shards make up, by Megatron's name; vocabulary padding is left out."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in held:
-        ends = tuple(start + n for start, n in zip(one.megatron_start, one.shape, strict=True))
-        known = shapes.get(one.megatron_name, ends)
-        shapes[one.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    for shard in held:
+        ends = tuple(start + n for start, n in zip(shard.megatron_start, shard.shape, strict=True))
+        known = shapes.get(shard.megatron_name, ends)
+        shapes[shard.megatron_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
     return shapes
 
 
 def rank_matrices(spec: ModelSpec, parallel: ParallelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each matrix of the first decoder layer as a trainer rank holds it, by Megatron's name."""
-    held = _linears(spec, parallel, tensor_rank=0)
-    return parameter_shapes(held)
+    return parameter_shapes(_linears(spec, parallel, tensor_rank=0))
 
 
 def cut_otherwise(spec: ModelSpec, parallel: ParallelConfig) -> tuple[str, ...]:
-    """Last names of the matrices (`q_proj`) that some trainer rank holds in other blocks than engines do."""
-    found: dict[str, None] = {}
+    """Last names (`q_proj`) of the matrices whose blocks differ between some trainer rank and the engines."""
+    names: dict[str, None] = {}
     for rank in range(parallel.tensor):
         held = _linears(spec, parallel, tensor_rank=rank)
         shapes = parameter_shapes(held)
-        for one in held:
-            if not blocks_agree(one, shapes[one.megatron_name]):
-                found[one.hf_name.removesuffix(".weight").rpartition(".")[2]] = None
-    return tuple(found)
+        for shard in held:
+            if not blocks_agree(shard, shapes[shard.megatron_name]):
+                names[shard.hf_name.removesuffix(".weight").rpartition(".")[2]] = None
+    return tuple(names)
 
 
 def _linears(spec: ModelSpec, parallel: ParallelConfig, *, tensor_rank: int) -> list[Shard]:
-    """Of one decoder layer, and of one of its experts: the others are cut alike."""
-    held = shards(
-        spec,
-        tensor=parallel.tensor,
+    """Matrices of one decoder layer, with those of its first expert only: all layers and experts are cut alike."""
+    held = rank_shards(
+        replace(spec, num_layers=1),
+        ParallelConfig(tensor=parallel.tensor),
         tensor_rank=tensor_rank,
-        layers=range(1),
-        first=False,
-        last=False,
+        pipeline_rank=0,
         uses_te_layer_names=True,
     )
-    return [one for one in held if one.kind is Kind.LINEAR and not one.expert]
+    return [shard for shard in held if shard.kind is Kind.LINEAR and not shard.expert]

@@ -1,12 +1,12 @@
 """Writes the model as a Hugging Face directory, from any partition.
 
-Every rank that owns a box of a tensor sends it to the writer (global rank 0), tensor after tensor in the
-order of the model; the writer holds one shard of the files at a time, nobody holds the model. The order
-follows from the shards alone, so that senders and writer agree without a word.
+Every rank that owns a box of a tensor sends it to the writer (global rank 0), tensor by tensor in the order of the
+model. The writer holds the tensors of one file at a time; no rank holds the whole model. The order follows from the
+shards alone, so senders and writer agree without communication.
 
-The directory is written under a temporary name and renamed when it is complete. Weights keep the
-trainer's dtype, so Hugging Face -> Megatron -> Hugging Face is bitwise where the dtypes are equal. Parameters that are
-FP8 are written as the BF16 numbers that they stand for; what the masters know beyond that is in checkpoints only.
+The directory is written under a temporary name and renamed when it is complete. Weights keep the trainer's dtype, so
+Hugging Face -> Megatron -> Hugging Face is bitwise if the dtypes are equal. FP8 parameters are written decoded, in
+BF16. The additional precision of their masters is in checkpoints only.
 """
 
 import itertools
@@ -29,10 +29,10 @@ from megatron_rl.weights.shards import Shard, hf_shapes, is_first_replica, rank_
 WRITER = 0
 
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Tokenizer, chat template and generation settings; weights and their indices are ours to write."""
+"""Suffixes of tokenizer, chat template and generation settings; weights and their index are written anew."""
 
 Roster = dict[str, list[tuple[int, tuple[Shard, ...]]]]
-"""By Hugging Face name: which rank owns which boxes."""
+"""By Hugging Face name: the ranks that own boxes, with their shards."""
 
 
 @torch.no_grad()
@@ -45,12 +45,12 @@ def export(
     destination: Path,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write `destination`, with configuration and tokenizer of `source`; every rank calls it at once.
+    """Write `destination` with configuration and tokenizer of `source`; all ranks must call it.
 
     When it returns on any rank, the directory is complete.
 
     Raises:
-        ValueError: on every rank, when `destination` exists.
+        ValueError: `destination` exists; raised on every rank.
     """
     is_writer = position.rank == WRITER
     _refuse_existing(destination, is_writer=is_writer)
@@ -78,7 +78,7 @@ def _dtype(model: PolicyModel) -> torch.dtype:
 
 def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
     """Owners of every Hugging Face tensor among the first ranks that hold it."""
-    found: Roster = {name: [] for name in hf_shapes(model.spec)}
+    owners: Roster = {name: [] for name in hf_shapes(model.spec)}
     places = itertools.product(range(parallel.pipeline), range(parallel.expert), range(parallel.tensor))
     for pipeline, data, tensor in places:
         boxes: dict[str, list[Shard]] = {}
@@ -93,12 +93,12 @@ def roster(model: PolicyModel, parallel: ParallelConfig) -> Roster:
             if shard.owned and is_first_replica(shard, parallel, data):
                 boxes.setdefault(shard.hf_name, []).append(shard)
         for name, owned in boxes.items():
-            found[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline, data=data), tuple(owned)))
-    return found
+            owners[name].append((rank_at(parallel, tensor=tensor, pipeline=pipeline, data=data), tuple(owned)))
+    return owners
 
 
 def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the writer every tensor, whole, on the CPU; on other ranks nothing, but their boxes are sent on the way."""
+    """On the writer, every whole tensor, on the CPU; other ranks yield nothing and send their boxes."""
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     for name, owners in roster(model, parallel).items():

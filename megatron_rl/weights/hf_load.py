@@ -1,10 +1,10 @@
-"""Loads a Hugging Face directory into this rank's part of the model.
+"""Loads a Hugging Face directory into this rank's parameters.
 
-Each rank reads only the boxes that its shards name, straight from the memory-mapped safetensors
-files into its parameters; no tensor is ever whole in memory (parameters that are FP8 take their weights all at once:
-`megatron_rl.quantization.fp8_parameters`). Before the first byte is read, the names
-and shapes of the directory are compared with what the model needs, so that a wrong directory fails with
-one message that says what is missing, unexpected or of another shape.
+Each rank reads only the boxes of its shards, from the memory-mapped safetensors files directly into its parameters. No
+tensor is ever whole in memory, except FP8 parameters, which need all their weights at once
+(`megatron_rl.quantization.fp8_parameters`). Before the first byte is read, names and shapes of the directory are
+compared with the model. So a wrong directory fails with one message that names missing, unexpected and wrongly shaped
+tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ def open_tensors(directory: Path) -> Iterator[HfTensors]:
     """Open every safetensors file of `directory`.
 
     Raises:
-        ValueError: there is none, or the index names a file that is not there.
+        ValueError: the directory has no such file, or the index names a missing file.
     """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
@@ -52,26 +52,25 @@ def open_tensors(directory: Path) -> Iterator[HfTensors]:
 def load(model: torch.nn.Module, shards: tuple[Shard, ...], spec: ModelSpec, directory: Path) -> None:
     """Fill the parameters of a model chunk; padded vocabulary rows become zero.
 
-    `shards` are this rank's, with the names of the layers that the model was built of. Each rank
-    loads for itself: no communication.
+    `shards` are this rank's, with the parameter names of the model's layers. Ranks load without communication.
 
     Raises:
         ValueError: the directory does not fit the model.
-        RuntimeError: shards and parameters do not cover each other.
+        RuntimeError: a shard has no parameter, or a parameter has no shard.
     """
     parameters = dict(model.named_parameters())
     _check_coverage(parameters, shards)
-    boxes: dict[str, list[Shard]] = {name: [] for name in parameters}
+    held: dict[str, list[Shard]] = {name: [] for name in parameters}
     for shard in shards:
-        boxes[shard.megatron_name].append(shard)
+        held[shard.megatron_name].append(shard)
     check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
             fp8 = parameter if fp8_parameters.is_fp8_parameter(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()
-            for box in boxes[name]:
-                weight[box.megatron_slices].copy_(tensors.box(box))
+            for shard in held[name]:
+                weight[shard.megatron_slices].copy_(tensors.box(shard))
             if fp8 is not None:
                 fp8_parameters.fill(fp8, weight)
 

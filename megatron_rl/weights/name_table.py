@@ -1,15 +1,15 @@
-"""The table that pairs Hugging Face's tensor names with Megatron's, and says how each is cut.
+"""The table that pairs Hugging Face's tensor names with Megatron's, and says how each tensor is cut.
 
-One `Rule` per tensor (per layer, where there are layers): both names, the split rule, the kind, the full
-shape and when it exists. `megatron_rl.weights.shards` applies it. To support a tensor, add a row.
+One `Rule` for each tensor (of each layer): both names, the split rule, the kind, the full shape, and when the tensor
+exists. `megatron_rl.weights.shards` applies it. To support a tensor, add a row.
 
 Split rules, for tensor-parallel rank r of n:
 
     REPLICATED   the whole tensor on every rank
-    COLUMNS      columns cut into n equal parts (the input dimension of a row-parallel layer)
+    COLUMNS      columns cut into n equal boxes (the input dimension of a row-parallel layer)
     VOCAB        rows cut after padding to `ModelSpec.padded_vocab_size`; padding rows have no shard
     Q, K, V      rows of the fused `linear_qkv`, interleaved per query group: [q .. q, k, v] [q .. q, k, v]
-    GATE, UP     rows of the fused `linear_fc1`: the rank's part of gate over its part of up
+    GATE, UP     rows of the fused `linear_fc1`: the rank's rows of gate above its rows of up
 
 Pure: no torch, no megatron.
 """
@@ -23,14 +23,14 @@ from megatron_rl.model.spec import ModelSpec
 
 
 class Kind(enum.Enum):
-    """What a tensor is; decides for instance whether a format quantises it."""
+    """Kind of a tensor; decides, for example, whether a format quantises it."""
 
     EMBEDDING = "embedding"
     OUTPUT = "output"
     LINEAR = "linear"
     """A matrix of a decoder layer."""
     ROUTER = "router"
-    """Chooses experts; small, and what it decides is not to be rounded."""
+    """Chooses experts. It is small, and its decisions must not be rounded."""
     BIAS = "bias"
     NORM = "norm"
 
@@ -58,12 +58,12 @@ class Where(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row of the table; `{}` stands for the layer number, a second one for the number of an expert."""
+    """One row of the table. In names, the first `{}` is the layer number and the second the number of an expert."""
 
     hf: str
     local: str
     te: str | None = None
-    """Transformer Engine's name where it differs."""
+    """Name in Transformer Engine's layers if it differs."""
     split: Split
     kind: Kind
     shape: Callable[[ModelSpec], tuple[int, ...]]
@@ -71,9 +71,9 @@ class Rule:
     where: Where = Where.LAYER
     present: Callable[[ModelSpec], bool] = lambda spec: True
     per_expert: bool = False
-    """There is one for every expert of a layer."""
+    """Whether every expert of a layer has one."""
     tied_copy: bool = False
-    """The last stage's copy of the embedding, which the first stage owns."""
+    """Whether it is the last stage's copy of the embedding, which the first stage owns."""
 
 
 def _q_rows(spec: ModelSpec) -> int:
@@ -123,8 +123,8 @@ def _layer_norm(
     )
 
 
-def _qkv(part: Literal["q", "k", "v"], rows: Callable[[ModelSpec], int]) -> tuple[Rule, Rule]:
-    hf, megatron, split = f"{_HF_LAYER}self_attn.{part}_proj.", _ATTENTION + "linear_qkv.", Split(part)
+def _qkv(letter: Literal["q", "k", "v"], rows: Callable[[ModelSpec], int]) -> tuple[Rule, Rule]:
+    hf, megatron, split = f"{_HF_LAYER}self_attn.{letter}_proj.", _ATTENTION + "linear_qkv.", Split(letter)
     return (
         Rule(
             hf=hf + "weight",
@@ -144,10 +144,10 @@ def _qkv(part: Literal["q", "k", "v"], rows: Callable[[ModelSpec], int]) -> tupl
     )
 
 
-def _qk_norm(part: Literal["q", "k"]) -> Rule:
+def _qk_norm(letter: Literal["q", "k"]) -> Rule:
     return Rule(
-        hf=f"{_HF_LAYER}self_attn.{part}_norm.weight",
-        local=f"{_ATTENTION}{part}_layernorm.weight",
+        hf=f"{_HF_LAYER}self_attn.{letter}_norm.weight",
+        local=f"{_ATTENTION}{letter}_layernorm.weight",
         split=Split.REPLICATED,
         kind=Kind.NORM,
         shape=_head,
@@ -156,7 +156,7 @@ def _qk_norm(part: Literal["q", "k"]) -> Rule:
 
 
 def _feed_forward(hf: str, local: str, *, per_expert: bool) -> tuple[Rule, ...]:
-    """The three matrices of a feed-forward network, or of every expert, which Transformer Engine multiplies as one."""
+    """The three matrices of a feed-forward network, or of each expert; Transformer Engine groups experts' matrices."""
     present = _has_experts if per_expert else _is_dense
 
     def fc1(half: Literal["gate", "up"]) -> Rule:

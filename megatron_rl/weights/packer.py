@@ -1,16 +1,17 @@
 """Executes a reshard plan on one trainer rank: parameters in, filled buckets out.
 
-Also gives back what the engine will compute with: `published_values` are the parameters after a round
-trip through the wire format, the other side of every publish's probe.
+`published_values` returns the parameters after a round trip through the wire format, which are the weights that the
+engines compute with. The probe of every publish compares both sides.
 
-Scales are fresh at every publish. Where a block of weights that share a scale lies on several ranks (rows of
-column-cut matrices, blocks across a border) all trainer ranks of a tensor-parallel group enter one small all-reduce
-(`refresh_scales`); everything after that is local, and a matrix is looked through for its scales where it is quantised.
+Scales are computed anew at every publish. A block of weights that share a scale may lie on several ranks (rows of
+column-cut matrices, blocks across a border). For such blocks all trainer ranks of a tensor-parallel group enter one
+small all-reduce (`refresh_scales`). Everything after it is local: a matrix is read for its scales just before it is
+quantised.
 
-Parameters that are FP8 themselves (`fp8_parameters`) are sent unchanged in `fp8_block`, codes and scales, where their
-blocks agree (`fp8_passthrough`). Elsewhere, and in any other format, they are decoded first and quantised again.
+FP8 parameters (`fp8_parameters`) are sent unchanged in `fp8_block`, codes and scales, where their blocks agree with the
+engines' (`fp8_passthrough`). Elsewhere, and in all other formats, they are decoded first and quantised again.
 
-Matrices are worked on in strips of rows: what is needed meanwhile in higher precision stays small beside a layer.
+Matrices are processed in boxes of some rows each, so temporary copies in higher precision stay small beside a layer.
 """
 
 import math
@@ -29,7 +30,7 @@ from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.quantization.fp8 import copied_into
 from megatron_rl.weights.fp8_passthrough import blocks_agree
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
-from megatron_rl.weights.reshard_plan import PieceSource, ReshardPlan, Role
+from megatron_rl.weights.reshard_plan import PlannedPiece, ReshardPlan, Role
 from megatron_rl.weights.shards import Shard
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -37,12 +38,12 @@ from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, th
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Box, Bucket
 
-STRIP, DEVICE_STRIP = 1 << 18, 1 << 23
-"""Weights that are worked on at a time, at most about: what a core's cache holds; on a device, what keeps it busy."""
+CPU_BOX_SIZE, DEVICE_BOX_SIZE = 1 << 18, 1 << 23
+"""Largest number of weights, roughly, processed at a time: what a core's cache holds, and what keeps a GPU busy."""
 
 
 class WeightPacker:
-    """One rank's parameters, seen as boxes of Hugging Face tensors."""
+    """Fills the buckets that one trainer rank sends, from its parameters."""
 
     def __init__(
         self,
@@ -52,48 +53,50 @@ class WeightPacker:
         held: Sequence[Shard],
         parameters: Mapping[str, torch.nn.Parameter],
         tensor_group: dist.ProcessGroup | None,
-        answers: Callable[[Shard], bool],
+        fingerprints: Callable[[Shard], bool],
     ) -> None:
-        """A packer that can pack what the plan has this rank send.
+        """Make a packer for every publish of a run.
 
         Args:
-            plan: of every publish.
-            rank: of this trainer rank.
+            plan: the plan of every publish.
+            rank: number of this trainer rank.
             held: all shards of this rank.
-            parameters: of this rank, by name.
-            tensor_group: None without tensor parallelism.
-            answers: whether this rank, of all replicas, answers for a shard's sums.
+            parameters: this rank's parameters by Megatron's name.
+            tensor_group: process group of the tensor-parallel ranks; None without tensor parallelism.
+            fingerprints: whether this rank's fingerprint includes a shard; exactly one replica's includes each.
         """
         self._plan = plan
-        self._own = [
-            (bucket, sources)
-            for bucket, sources in zip(plan.buckets, plan.sources, strict=True)
+        self._buckets = [
+            (bucket, pieces)
+            for bucket, pieces in zip(plan.buckets, plan.pieces, strict=True)
             if bucket.source_rank == rank
         ]
         self._held = tuple(held)
-        self._answers = answers
+        self._fingerprints = fingerprints
         self._parameters = parameters
         self._tensor_group = tensor_group
         self._layout = plan.format.layout
         self._quantized: dict[str, list[Shard]] = {}
-        """By matrix."""
+        """Shards that travel as codes, by matrix."""
         for shard in held:
             if plan.quantizes(shard):
                 self._quantized.setdefault(shard.hf_name, []).append(shard)
         in_8_bits = [shard for shards in self._quantized.values() for shard in shards]
         self._quantizer = self._choose_quantizer(in_8_bits)
-        self._as_is = frozenset(one for one in in_8_bits if plan.format.name == "fp8_block" and self._agrees(one))
-        """Boxes whose codes and scales are those of an FP8 parameter."""
+        self._as_is = frozenset(
+            shard for shard in in_8_bits if plan.format.name == "fp8_block" and self._has_equal_blocks(shard)
+        )
+        """Shards sent with the codes and scales of their FP8 parameter."""
         self._shared = [name for name in plan.shared if name in self._quantized]
         self.watch = CodeWatch()
-        """What 8 bits cost the weights of the last `send`."""
+        """Quantisation error of the last `send`."""
         self.pack_s = self.send_s = 0.0
-        """What the last `send` took."""
+        """Seconds that the last `send` took to fill and to hand over buckets."""
         self._factors: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
 
     def _choose_quantizer(self, shards: Sequence[Shard]) -> Quantizer | None:
-        """The format with the backend for the matrices that this rank quantises; None if it quantises nothing."""
+        """The format with the backend for the matrices that this rank quantises; None if it has none."""
         format = CODE_FORMATS.get(self._plan.format.name)
         if format is None or not shards:
             return None
@@ -103,13 +106,13 @@ class WeightPacker:
 
     @torch.no_grad()
     def refresh_scales(self) -> None:
-        """Forget scales of earlier parameters, and agree on those that ranks share; a collective.
+        """Drop the scales of earlier parameters, and reduce the scales that ranks share; a collective.
 
-        Those that only this rank's parameters decide are computed when they are first asked for: a matrix that has
-        just been read to find them is quantised from the cache.
+        Scales that depend on this rank's parameters alone are computed at their first use, so that the matrix is
+        still in the cache when it is quantised.
 
         Raises:
-            ValueError: a weight is not finite; the message names its tensor. So does whatever asks for a scale.
+            ValueError: a weight is not finite; the message names its tensor. Every method that needs a scale raises it.
         """
         self._factors, self._scales = {}, {}
         if not self._shared or self._tensor_group is None:
@@ -117,61 +120,61 @@ class WeightPacker:
         amaxes = [self._amax(name) for name in self._shared]
         joined = torch.cat([amax.view(-1) for amax in amaxes])
         dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
-        parts = torch.split(joined, [amax.numel() for amax in amaxes])
-        for name, amax, part in zip(self._shared, amaxes, parts, strict=True):
-            self._refresh(name, part.view_as(amax))
+        reduced = torch.split(joined, [amax.numel() for amax in amaxes])
+        for name, local, amax in zip(self._shared, amaxes, reduced, strict=True):
+            self._refresh(name, amax.view_as(local))
 
     def _amax(self, name: str) -> torch.Tensor:
-        """Largest magnitude of every block of a matrix as far as this rank holds it, float32 [P, Q]."""
+        """Largest magnitude of every block of a matrix over the weights that this rank holds, float32 [P, Q]."""
         assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have scales"
         held = self._quantized[name]
         device = self._parameters[held[0].megatron_name].device
         whole = torch.zeros(self._layout.grid(held[0].hf_full_shape), device=device)
         for shard in held:
             if shard not in self._as_is:
-                for strip in self._strips(shard, _whole(shard)):
-                    found = self._quantizer.amax(self._values(shard, strip), strip.start)
-                    blocks = self._layout.touched(strip.start, strip.shape)
-                    whole[blocks] = torch.maximum(whole[blocks], found)
+                for box in self._row_boxes(shard, _whole(shard)):
+                    amax = self._quantizer.amax(self._values(shard, box), box.start)
+                    blocks = self._layout.touched(box.start, box.shape)
+                    whole[blocks] = torch.maximum(whole[blocks], amax)
         return whole
 
     def _refresh(self, name: str, amax: torch.Tensor) -> None:
-        """Make what codes and scales of a matrix need."""
+        """Compute a matrix's factors and scales from its largest magnitudes, float32 [P, Q]."""
         assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have scales"
         with _named(name):
             self._factors[name] = self._quantizer.factors(amax)
         self._scales[name] = self._quantizer.scales(self._factors[name])
         for shard in self._quantized[name]:
             if shard in self._as_is:
-                own, place = self._blocks(shard), shard.megatron_slices
+                blocks, slices = self._blocks(shard), shard.megatron_slices
                 with _named(name):
-                    own.check(place)
-                self._scales[name][self._layout.touched(shard.hf_start, shard.shape)] = own.scales(place)
+                    blocks.check(slices)
+                self._scales[name][self._layout.touched(shard.hf_start, shard.shape)] = blocks.scales(slices)
 
     def _factors_of(self, name: str) -> torch.Tensor:
-        """Of every block of a matrix, float32 [P, Q]; of blocks of which this rank holds nothing they mean nothing."""
+        """Factor of every block of a matrix, float32 [P, Q]; undefined for blocks that this rank holds nothing of."""
         if name not in self._factors:
             self._refresh(name, self._amax(name))
         return self._factors[name]
 
     def _scales_of(self, name: str) -> torch.Tensor:
-        """What travels beside the codes, likewise."""
+        """Scales that travel with the codes, float32 [P, Q]; undefined likewise."""
         self._factors_of(name)
         return self._scales[name]
 
     @torch.no_grad()
     def send(self, sender: Sender, weight_version: WeightVersion) -> str:
-        """Fill and hand over this rank's buckets; returns what `Sender.finish` returns. After `refresh_scales`.
+        """Fill and hand over this rank's buckets, after `refresh_scales`; returns the result of `Sender.finish`.
 
         Raises:
-            ValueError: a weight is not finite; nothing of its bucket has been handed over.
+            ValueError: a weight is not finite; its bucket has not been handed over.
         """
         self.watch.begin()
-        sender.open(weight_version, [bucket for bucket, _ in self._own])
+        sender.open(weight_version, [bucket for bucket, _ in self._buckets])
         self.pack_s = self.send_s = 0.0
-        for bucket, sources in self._own:
+        for bucket, pieces in self._buckets:
             started = time.perf_counter()
-            self._fill(sender.buffer(bucket.index), bucket, sources)
+            self._fill(sender.buffer(bucket.index), bucket, pieces)
             filled = time.perf_counter()
             sender.commit(bucket.index)
             self.pack_s += filled - started
@@ -181,99 +184,100 @@ class WeightPacker:
         self.send_s += time.perf_counter() - started
         return path
 
-    def _fill(self, buffer: torch.Tensor, bucket: Bucket, sources: tuple[PieceSource, ...]) -> None:
+    def _fill(self, buffer: torch.Tensor, bucket: Bucket, planned: tuple[PlannedPiece, ...]) -> None:
         end = 0
-        for piece, source in zip(bucket.pieces, sources, strict=True):
-            buffer[end : piece.offset] = 0  # equal weights make equal buckets
-            box, end = piece.box.in_matrix, piece.offset
-            for strip in [box] if source.role is Role.SCALES else self._strips(source.shard, box):
-                end += self._encode(source, strip, buffer[end:])
+        for piece, source in zip(bucket.pieces, planned, strict=True):
+            buffer[end : piece.offset] = 0  # so equal weights give equal bytes
+            whole, end = piece.box.in_matrix, piece.offset
+            for box in [whole] if source.role is Role.SCALES else self._row_boxes(source.shard, whole):
+                end += self._encode(source, box, buffer[end:])
             if source.role is Role.CODES:
-                self._look_at(buffer[piece.offset : end], source.shard, box)
+                self._sample_error(buffer[piece.offset : end], source.shard, whole)
         buffer[end : bucket.payload_bytes] = 0
 
-    def _encode(self, source: PieceSource, box: Box, room: torch.Tensor) -> int:
-        """Write what travels of a box to the beginning of `room`; how many bytes that are."""
-        match source.role:
+    def _encode(self, piece: PlannedPiece, box: Box, room: torch.Tensor) -> int:
+        """Write the content of a box, part of the piece, to the start of `room`; returns the number of bytes."""
+        match piece.role:
             case Role.VALUES:
-                content = self._values(source.shard, box).to(torch.bfloat16)
+                content = self._values(piece.shard, box).to(torch.bfloat16)
             case Role.CODES:
                 assert self._layout is not None, "only 8-bit formats have codes"
                 codes = room[: math.prod(box.shape)].view(getattr(torch, self._layout.dtype)).view(box.shape)
-                self._codes(source.shard, box, codes)
+                self._codes(piece.shard, box, codes)
                 return codes.numel()
             case Role.SCALES:
-                content = self._scales_of(source.shard.hf_name)[box.slices((0, 0))]
+                content = self._scales_of(piece.shard.hf_name)[box.slices((0, 0))]
         content = content.contiguous().view(-1).view(torch.uint8)
         room[: content.numel()].copy_(content)
         return content.numel()
 
-    def _strips(self, shard: Shard, box: Box) -> Iterator[Box]:
-        """A box cut into some rows each, between blocks that share a scale."""
+    def _row_boxes(self, shard: Shard, box: Box) -> Iterator[Box]:
+        """A box cut between blocks into boxes of some rows each; see `row_boxes`."""
         is_on_device = self._parameters[shard.megatron_name].device.type == "cuda"
-        most = DEVICE_STRIP if is_on_device else STRIP
-        return strips(box, most=most, multiple=1 if self._layout is None else self._layout.block[0])
+        most = DEVICE_BOX_SIZE if is_on_device else CPU_BOX_SIZE
+        return row_boxes(box, most=most, multiple=1 if self._layout is None else self._layout.block[0])
 
-    def _look_at(self, codes: torch.Tensor, shard: Shard, box: Box) -> None:
-        """`codes` are the bytes of a piece."""
+    def _sample_error(self, codes: torch.Tensor, shard: Shard, box: Box) -> None:
+        """Record the quantisation error of some rows of a piece; `codes` are its bytes."""
         assert self._layout is not None, "only 8-bit formats have codes"
         rows = sampled_rows(box)
-        some = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
-        values = self._decoded(some, shard, rows)
+        sampled = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
         is_fp8 = fp8_parameters.is_fp8_parameter(self._parameters[shard.megatron_name])
-        self.watch.see(
+        self.watch.add(
             shard.hf_name,
             box,
             self._values(shard, rows),
-            some,
-            values,
+            sampled,
+            self._decoded(sampled, shard, rows),
             as_is=shard in self._as_is if is_fp8 else None,
         )
 
     @torch.no_grad()
     def published_values(self, megatron_name: str) -> torch.Tensor:
-        """One parameter of this rank as the engines hold it, in its own dtype. After `send`."""
+        """One parameter of this rank as the engines hold it, in the parameter's dtype. After `send`."""
         parameter = self._parameters[megatron_name]
         held = [shard for shard in self._held if shard.megatron_name == megatron_name]
         if fp8_parameters.is_fp8_parameter(parameter):
             published = fp8_parameters.decoded(parameter)
         elif sum(math.prod(shard.shape) for shard in held) == parameter.numel():
             published = torch.empty_like(parameter)
-        else:  # what is padding stays
+        else:  # padding keeps its values
             published = parameter.detach().clone()
         for shard in held:
-            for strip in self._strips(shard, _whole(shard)):
-                published[_local(shard, strip)].copy_(self._round_trip(shard, strip))
+            for box in self._row_boxes(shard, _whole(shard)):
+                published[_local(shard, box)].copy_(self._round_trip(shard, box))
         return published
 
     @torch.no_grad()
     def published_fingerprint(self) -> Fingerprint:
-        """Sums (`rollout.weights.fingerprint`) of what this rank owns, as published. After `send`.
+        """Sums (`rollout.weights.fingerprint`) of the shards that this rank owns, as published. After `send`.
 
-        From boxes as the model holds them, not from pieces as they were sent.
+        The sums are taken over shards of the model, not over the pieces that were sent.
         """
-        found: dict[str, npt.NDArray[np.float64]] = {}
+        fingerprint: dict[str, npt.NDArray[np.float64]] = {}
         experts: dict[str, dict[str, Shard]] = {}
         for shard in self._held:
-            if shard.of_expert and shard.owned and self._answers(shard):
+            if shard.of_expert and shard.owned and self._fingerprints(shard):
                 expert, _, leaf = shard.hf_name.removesuffix("_proj.weight").rpartition(".")
                 experts.setdefault(expert, {})[leaf] = shard
-            elif shard.owned and self._answers(shard):
+            elif shard.owned and self._fingerprints(shard):
                 name, sums = shard.hf_name, self._sums(shard)
-                found[name] = found[name] + sums if name in found else sums
-        for parts in experts.values():
-            matrices = (self._round_trip(one, _whole(one)) for one in (parts[leaf] for leaf in ("gate", "up", "down")))
-            made = through_expert(*(matrix.float() for matrix in matrices))
-            last = parts["down"]
-            found[last.hf_name] = fold(made, _whole(last), last.hf_full_shape)
-        return found
+                fingerprint[name] = fingerprint[name] + sums if name in fingerprint else sums
+        for matrices in experts.values():
+            gate, up, down = (
+                self._round_trip(matrices[leaf], _whole(matrices[leaf])) for leaf in ("gate", "up", "down")
+            )
+            last = matrices["down"]
+            outputs = through_expert(gate.float(), up.float(), down.float())
+            fingerprint[last.hf_name] = fold(outputs, _whole(last), last.hf_full_shape)
+        return fingerprint
 
     def _sums(self, shard: Shard) -> npt.NDArray[np.float64]:
         whole, shape = _whole(shard), shard.hf_full_shape
         if len(shape) == 1:
             return of_box(self._round_trip(shard, whole), whole, shape)
         products = [
-            multiply(self._round_trip(shard, strip), column_signs(strip, shape)) for strip in self._strips(shard, whole)
+            multiply(self._round_trip(shard, box), column_signs(box, shape)) for box in self._row_boxes(shard, whole)
         ]
         return fold(torch.cat(products, dim=1), whole, shape)
 
@@ -288,7 +292,7 @@ class WeightPacker:
         return self._quantizer.values(codes, scales, box.start)
 
     def _codes(self, shard: Shard, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """In `out` if there is one."""
+        """Codes of a box; written to `out` if it is given."""
         assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
         if shard in self._as_is:
             return copied_into(self._blocks(shard).codes[_local(shard, box)], out)
@@ -298,7 +302,7 @@ class WeightPacker:
     def _values(self, shard: Shard, box: Box) -> torch.Tensor:
         return fp8_parameters.values(self._parameters[shard.megatron_name], _local(shard, box))
 
-    def _agrees(self, shard: Shard) -> bool:
+    def _has_equal_blocks(self, shard: Shard) -> bool:
         parameter = self._parameters[shard.megatron_name]
         return fp8_parameters.is_fp8_parameter(parameter) and blocks_agree(shard, tuple(parameter.shape))
 
@@ -308,10 +312,13 @@ class WeightPacker:
         return fp8_parameters.Blocks.of(parameter)
 
 
-def strips(box: Box, *, most: int, multiple: int) -> Iterator[Box]:
-    """A box from top to bottom in boxes of whole rows with at most about `most` elements.
+def row_boxes(box: Box, *, most: int, multiple: int) -> Iterator[Box]:
+    """Cut a box from top to bottom into boxes of whole rows.
 
-    Each ends at a multiple of so many rows of the tensor, or where the box ends.
+    Args:
+        box: of a tensor of one or two dimensions.
+        most: upper bound of the elements of each; one run of `multiple` rows may exceed it.
+        multiple: each box ends at a multiple of this many rows of the tensor, or at the end of `box`.
     """
     height = max(most // max(math.prod(box.shape[1:]), 1) // multiple, 1) * multiple
     first, end = box.start[0], box.start[0] + box.shape[0]
@@ -326,14 +333,14 @@ def _whole(shard: Shard) -> Box:
 
 
 def _local(shard: Shard, box: Box) -> tuple[slice, ...]:
-    """A part of the shard's box as an index into the parameter that holds it."""
-    origin = tuple(hf - own for hf, own in zip(shard.hf_start, shard.megatron_start, strict=True))
+    """Index of a box, which lies in the shard, into the parameter that holds the shard."""
+    origin = tuple(hf - local for hf, local in zip(shard.hf_start, shard.megatron_start, strict=True))
     return box.slices(origin)
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Say whose weights cannot be published."""
+    """Add the tensor's name to a `ValueError` about its weights."""
     try:
         yield
     except ValueError as error:

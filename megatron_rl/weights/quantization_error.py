@@ -1,7 +1,7 @@
-"""Watches the codes of one rank's publishes: how well they stand for the weights, how many have changed.
+"""Measures quantisation of one rank's publishes: error, saturated codes, and codes changed since the last publish.
 
-Looked at is one in 128 rows of each piece that is sent (the first ones: a block of rows keeps its scales), so that
-publishing is not slowed down by being watched.
+Only the first 1/128 of the rows of each sent piece is measured, so that publishing does not get slower. The first rows
+are consecutive, so they include whole blocks of rows that share a scale.
 """
 
 import torch
@@ -10,23 +10,23 @@ from megatron_rl.weights.quantization_stats import QuantizationStats
 from rollout.weights.manifest import Box
 
 SAMPLED = 128
-"""One of so many rows is looked at."""
+"""One row in 128 is measured."""
 _LARGEST_E4M3 = 0x7E
-"""The code of 448, without its sign."""
+"""The code of 448 without its sign bit."""
 
 
 class CodeWatch:
-    """Gathers the sums of one rank's publishes."""
+    """Sums up the measurements of one rank's publishes."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, Box], torch.Tensor] = {}
         self._sums: dict[int, QuantizationStats] = {}
 
     def begin(self) -> None:
-        """A new publish."""
+        """Start a new publish: drop the sums of the last one."""
         self._sums = {}
 
-    def see(
+    def add(
         self,
         name: str,
         box: Box,
@@ -36,9 +36,15 @@ class CodeWatch:
         *,
         as_is: bool | None = None,
     ) -> None:
-        """Look at the first rows of a piece: weights, codes and what they stand for, [rows, K] each.
+        """Measure the first rows of a piece.
 
-        `as_is` says of weights that are FP8 in the trainer whether these are their own codes.
+        Args:
+            name: Hugging Face name of the matrix.
+            box: the whole piece.
+            weight: the trainer's weights, [rows, K].
+            codes: their 8-bit codes, [rows, K].
+            values: the decoded codes, [rows, K], float32.
+            as_is: for FP8 parameters, whether `codes` are the parameter's own; None for other parameters.
         """
         exact, raw = weight.float(), codes.view(torch.uint8)
         gaps = values - exact
@@ -57,19 +63,19 @@ class CodeWatch:
         self._before[name, box] = raw.clone()
 
     def sums(self) -> dict[int, QuantizationStats]:
-        """By layer, of the publish under way."""
+        """Sums of the current publish, by layer."""
         return dict(self._sums)
 
 
 def _is_largest(codes: torch.Tensor) -> torch.Tensor:
-    """Whether codes have the largest magnitude that there is."""
+    """Whether each code has the largest magnitude of its dtype."""
     if codes.dtype.is_floating_point:
         return (codes.view(torch.uint8) & 0x7F) == _LARGEST_E4M3
     return codes.abs() == torch.iinfo(codes.dtype).max
 
 
 def sampled_rows(box: Box) -> Box:
-    """What is looked at of a piece."""
+    """The rows of a piece that are measured: the first 1/128, at least one."""
     return Box(start=box.start, shape=(max(1, box.shape[0] // SAMPLED), *box.shape[1:]))
 
 

@@ -1,6 +1,6 @@
-"""What 8 bits cost a model's weights, layer by layer, at a publish: sums that ranks send, and what they say together.
+"""Quantisation statistics of a publish, by layer: sums from every rank, and the metrics made from them.
 
-Pure: the controller adds them up without torch. Gathered by `megatron_rl.weights.quantization_error`.
+Pure: the controller adds the sums up without torch. `megatron_rl.weights.quantization_error` measures them.
 """
 
 import math
@@ -15,53 +15,53 @@ class QuantizationStats:
     """Sums over sampled codes."""
 
     signal: float = 0.0
-    """Squared weights."""
+    """Sum of squared weights."""
     noise: float = 0.0
-    """Squared differences between weights and what their codes stand for."""
+    """Sum of squared differences between weights and decoded codes."""
     num_codes: int = 0
     num_saturated: int = 0
     """Codes of the largest magnitude."""
     num_compared: int = 0
-    """Codes of which the last publish's are known."""
+    """Codes whose value at the last publish is known."""
     num_changed: int = 0
-    """Of these, codes that differ from the last publish's."""
+    """Those of `num_compared` that differ from the last publish."""
     num_as_is: int = 0
-    """Codes that a parameter consists of, taken over."""
+    """Codes of FP8 parameters sent unchanged."""
     num_requantised: int = 0
-    """Codes made of weights that were FP8 already, in other blocks or another format."""
+    """Codes of FP8 parameters quantised again, for other blocks or another format."""
 
     def __add__(self, other: "QuantizationStats") -> "QuantizationStats":
-        added = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return QuantizationStats(**added)
 
     @property
     def sqnr_db(self) -> float:
-        """Signal over quantisation noise in decibels; 300 where codes stand for all weights exactly."""
+        """Signal-to-quantisation-noise ratio in dB; 300 if the codes are exact."""
         return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else _EXACT_DB
 
 
 def sum_stats(ranks: Iterable[Mapping[int, QuantizationStats]]) -> dict[int, QuantizationStats]:
-    """By layer, over all ranks."""
-    found: dict[int, QuantizationStats] = {}
+    """Sums over all ranks, by layer."""
+    total: dict[int, QuantizationStats] = {}
     for rank in ranks:
         for layer, sums in rank.items():
-            found[layer] = found.get(layer, QuantizationStats()) + sums
-    return dict(sorted(found.items()))
+            total[layer] = total.get(layer, QuantizationStats()) + sums
+    return dict(sorted(total.items()))
 
 
 def code_metrics(layers: Mapping[int, QuantizationStats]) -> dict[str, float]:
-    """Flat metrics; empty where nothing has codes."""
+    """Metrics by name; empty if no layer has codes."""
     if not layers:
         return {}
     whole = sum(layers.values(), QuantizationStats())
-    found = {f"publish/sqnr_db/layer_{layer}": sums.sqnr_db for layer, sums in layers.items()}
-    found |= {
-        "publish/sqnr_db_min": min(found.values()),
+    metrics = {f"publish/sqnr_db/layer_{layer}": sums.sqnr_db for layer, sums in layers.items()}
+    metrics |= {
+        "publish/sqnr_db_min": min(metrics.values()),
         "publish/sqnr_db": whole.sqnr_db,
         "publish/saturated_share": whole.num_saturated / whole.num_codes,
     }
     if whole.num_compared:
-        found["publish/changed_share"] = whole.num_changed / whole.num_compared
+        metrics["publish/changed_share"] = whole.num_changed / whole.num_compared
     if were_fp8 := whole.num_as_is + whole.num_requantised:
-        found["publish/as_is_share"] = whole.num_as_is / were_fp8
-    return found
+        metrics["publish/as_is_share"] = whole.num_as_is / were_fp8
+    return metrics

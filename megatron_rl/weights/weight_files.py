@@ -1,8 +1,8 @@
-"""The safetensors files of a Hugging Face directory, judged by their headers: whole, and those of the model.
+"""Checks the safetensors files of a Hugging Face directory by their headers: complete, and of the right model.
 
-A file begins with the length of its header (8 bytes, little endian), then the header: JSON with dtype, shape and place
-of each tensor, counted from the header's end. Headers are all that is read, so that a download cut short or a directory
-of another model is refused in milliseconds, before any process starts. Pure: imports no torch.
+A file starts with the length of its header (8 bytes, little endian) and the header: JSON with dtype, shape and byte
+range of each tensor, counted from the header's end. Only headers are read. So an incomplete download or a directory of
+another model is refused within milliseconds, before any process starts. Pure: imports no torch.
 """
 
 import json
@@ -16,12 +16,12 @@ from megatron_rl.weights.shards import hf_shapes
 INDEX = "model.safetensors.index.json"
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry and every reader computes itself."""
+"""Suffixes of buffers that old checkpoints contain and every reader computes itself."""
 
 _SHOWN = 5
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+"""Upper bound of a header in bytes, given by the format."""
 
 _LFS = b"version https://git-lfs"
 _ELEMENT_BYTES = {
@@ -34,10 +34,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of `directory`: those that its index names, or all where there is no index.
+    """The safetensors files of `directory`: those that its index names, or all without an index.
 
     Raises:
-        ValueError: there is none, or the index is corrupt or names a file that is not there.
+        ValueError: there is no such file, or the index is corrupt or names a missing file.
     """
     index = directory / INDEX
     if not index.exists():
@@ -80,15 +80,15 @@ def file_shapes(path: Path) -> Shapes:
         shapes, end = _read_entries(entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header is corrupt ({type(error).__name__}: {error}); fetch it again") from error
-    wanted = _LENGTH_BYTES + length + end
-    if wanted != size:
-        what = "cut short" if size < wanted else "not the file that its header describes"
-        raise ValueError(f"{path} has {size} bytes, its header says {wanted}: it is {what}; fetch it again")
+    expected = _LENGTH_BYTES + length + end
+    if expected != size:
+        fault = "cut short" if size < expected else "not the file that its header describes"
+        raise ValueError(f"{path} has {size} bytes, its header says {expected}: it is {fault}; fetch it again")
     return shapes
 
 
 def _read_entries(entries: Mapping[str, Mapping[str, object]]) -> tuple[Shapes, int]:
-    """Shapes, and where the last tensor ends; raises for an entry that contradicts itself."""
+    """Shapes, and the byte at which the last tensor ends; raises for an entry that contradicts itself."""
     shapes: Shapes = {}
     end = 0
     for name, entry in entries.items():
@@ -111,23 +111,23 @@ def directory_shapes(directory: Path) -> Shapes:
     return {name: shape for path in weight_files(directory) for name, shape in file_shapes(path).items()}
 
 
-def check_shapes(found: Shapes, spec: ModelSpec, directory: Path) -> None:
+def check_shapes(actual: Shapes, spec: ModelSpec, directory: Path) -> None:
     """Compare names and shapes of a directory with those of the model.
 
     Raises:
         ValueError: naming the missing, unexpected and wrongly shaped tensors.
     """
-    wanted = hf_shapes(spec)
-    # Some tied checkpoints carry the output layer as well; it is the embedding again.
+    expected = hf_shapes(spec)
+    # Some tied checkpoints contain the output layer too, a copy of the embedding.
     allowed = {"lm_head.weight"} if spec.tied else set()
-    unexpected = {name for name in found.keys() - wanted.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES)}
+    unexpected = {name for name in actual.keys() - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES)}
     shapes = {
-        f"{name} is {list(found[name])}, not {list(wanted[name])}"
-        for name in found.keys() & wanted.keys()
-        if found[name] != wanted[name]
+        f"{name} is {list(actual[name])}, not {list(expected[name])}"
+        for name in actual.keys() & expected.keys()
+        if actual[name] != expected[name]
     }
-    problems = {"missing": wanted.keys() - found.keys(), "unexpected": unexpected, "of another shape": shapes}
-    lines = [_listed(what, names) for what, names in problems.items() if names]
+    problems = {"missing": expected.keys() - actual.keys(), "unexpected": unexpected, "of another shape": shapes}
+    lines = [_listed(problem, names) for problem, names in problems.items() if names]
     if lines:
         raise ValueError(
             f"{directory} does not hold the {spec.family} model of its config.json: {'; '.join(lines)}; "
@@ -135,7 +135,7 @@ def check_shapes(found: Shapes, spec: ModelSpec, directory: Path) -> None:
         )
 
 
-def _listed(what: str, names: set[str]) -> str:
+def _listed(problem: str, names: set[str]) -> str:
     shown = sorted(names)[:_SHOWN]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{what}: {', '.join(shown)}{more}"
+    return f"{problem}: {', '.join(shown)}{more}"

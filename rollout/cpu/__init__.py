@@ -1,1 +1,1 @@
-"""Everything that only engines on CPUs need."""
+"""Code that only engines on CPUs need."""

@@ -1,12 +1,12 @@
-"""FP8 matrix products where there is no kernel for them: numerics of FP8, at the speed of BF16 or below.
+"""Emulates FP8 matrix products on CPUs, which have no kernel for them: numerics of FP8, at most the speed of BF16.
 
-vLLM multiplies FP8 by channel on a CPU at a fifth of BF16's speed, and by blocks with AMX alone, where activations stay
-BF16. These kernels quantise activations as the GPU kernels do (per token, or per token and 128 inputs) and multiply
-codes in BF16, which holds every e4m3 number exactly. They go first on every CPU, so that machines agree. **No speed of
-theirs says anything about FP8**: their names, which an engine logs, say that they emulate.
+On a CPU, vLLM multiplies FP8 by channel at a fifth of BF16's speed, and FP8 by blocks only with AMX, with activations
+in BF16. The kernels here quantise activations as GPU kernels do (per token, or per token and 128 inputs) and multiply
+codes in BF16, which holds every e4m3 number exactly. They have the first place on every CPU, so that machines agree.
+**Their speed says nothing about FP8**; their names, which an engine logs, say that they emulate.
 
-What differs from a GPU: a product is rounded to BF16 before its scales and once more after them, and blocks' scales are
-multiplied into the factors, which rounds them to BF16: 2^-9, against 2^-4 of an e4m3 code.
+Differences from a GPU: a product is rounded to BF16 before its scales and once more after them, and blocks' scales are
+multiplied into the weights, which rounds them to BF16: 2^-9 relative, against 2^-4 for an e4m3 code.
 
 Shape legend: T tokens, N output channels, K inputs, G groups of 128 inputs.
 """
@@ -28,23 +28,23 @@ Support = tuple[bool, str | None]
 
 
 class EmulatedFp8Channel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """`fp8_channel`: a scale for each output channel, and one for each token."""
+    """`fp8_channel`: a scale for each output channel, and a scale for each token."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Support:
-        """On CPUs."""
+        """Supported on CPUs only."""
         return (True, None) if current_platform.is_cpu() else (False, "emulates FP8 on CPUs")
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Support:
-        """Whether scales are as above."""
+        """Whether weights have channel scales, and inputs dynamic token scales."""
         weight, activation = c.weight_quant_key.scale, c.activation_quant_key.scale
         if weight.group_shape.is_per_channel() and activation.group_shape.is_per_token() and not activation.static:
             return True, None
-        return False, "takes a scale for each output channel, and a dynamic one for each token"
+        return False, "needs a scale for each output channel and a dynamic scale for each token"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep codes as BF16 numbers, [K, N]."""
+        """Store the codes as BF16 numbers, [K, N]."""
         name = self.layer_param_names[0]
         replace_parameter(layer, name, e4m3_numbers(getattr(layer, name).data))
 
@@ -67,24 +67,24 @@ class EmulatedFp8Channel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
 
 class EmulatedFp8Block(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """`fp8_block`: a scale for each 128 x 128 weights, and one for each token and 128 inputs."""
+    """`fp8_block`: a scale for each 128 x 128 weights, and a scale for each token and 128 inputs."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Support:
-        """On CPUs."""
+        """Supported on CPUs only."""
         return (True, None) if current_platform.is_cpu() else (False, "emulates FP8 on CPUs")
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> Support:
-        """Whether blocks are of that size."""
+        """Whether blocks have 128 x 128 weights."""
         shape = config.weight_quant_key.scale.group_shape
         if (shape.row, shape.col) != (FP8_BLOCK, FP8_BLOCK):
-            return False, f"takes blocks of {FP8_BLOCK} x {FP8_BLOCK}"
+            return False, f"needs blocks of {FP8_BLOCK} x {FP8_BLOCK}"
         supported: Support = super().can_implement(config)
         return supported
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep weights as BF16 numbers [N, K], scales multiplied in."""
+        """Store weights, codes times scales, as BF16 numbers [N, K]."""
         params = self._get_layer_params(layer)
         replace_parameter(layer, params.WEIGHT, e4m3_scaled(params.weight.data, params.block_scale.float()))
 
@@ -97,7 +97,7 @@ class EmulatedFp8Block(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Offer these kernels to vLLM before its own, once."""
+    """Put these kernels before vLLM's own; a second call changes nothing."""
     for offered, kernel in (
         (kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU], EmulatedFp8Channel),
         (kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU], EmulatedFp8Block),

@@ -1,7 +1,7 @@
-"""Faults of vLLM's CPU kernels and processes that have to be worked around, one function each.
+"""Workarounds for faults of vLLM's CPU kernels and processes, one function each.
 
-The rules are those of `rollout.worker.vllm_quirks`: each function is named after the symptom and looks at the
-kernel or symbol in use; a test fails once the fault is gone.
+The rules are those of `rollout.worker.vllm_quirks`: each function is named after the symptom and checks the kernel or
+symbol in use, and a test fails once the fault is gone.
 """
 
 import os
@@ -18,28 +18,28 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 _PACKED_ROWS = 32
-"""Rows (output channels) of a block of the packed INT8 kernel, which takes whole blocks only."""
+"""Rows (output channels) of a block of the packed INT8 kernel, which supports whole blocks only."""
 _STAND_INS = "vllm.utils.cpu_triton_utils"
-"""Where vLLM keeps CPU functions for its Triton kernels; builds without a CPU backend may lack it."""
+"""vLLM's module of CPU functions that replace Triton kernels; builds without a CPU backend may lack it."""
 
 
 def first_small_batch_dies_with_illegal_instruction() -> None:
-    """Ask the kernel for the AMX tiles, which vLLM does not do before its first INT8 or BF16 kernel needs them."""
+    """Request AMX tiles from the operating system; vLLM does so only after its first INT8 or BF16 kernel needs them."""
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
 
 
 def int8_logits_are_uniform_after_reload() -> None:
-    """Give oneDNN's INT8 handles a copy of the scales, and keep it as long as the handle.
+    """Give each oneDNN INT8 handle its own copy of the scales, which lives as long as the handle.
 
-    A handle holds a raw pointer to the scales that it was made from. After a reload vLLM copies them into the layer's
-    old storage and frees the tensor that the handle points to.
+    A handle holds a raw pointer to the scales that it was made from. After a reload, vLLM copies the scales into the
+    layer's old storage and frees the tensor that the handle points to.
     """
     create = getattr(ops, "create_onednn_scaled_mm", None)
-    if create is None or hasattr(create, "keeps_scales"):
+    if create is None or hasattr(create, "owns_scales"):
         return
 
-    def create_keeping_scales(
+    def create_owning_scales(
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
         output_type: torch.dtype,
@@ -47,23 +47,23 @@ def int8_logits_are_uniform_after_reload() -> None:
         use_azp: bool,
         primitive_cache_size: int = 128,
     ) -> ops.CPUDNNLGEMMHandler:
-        kept = weight_scales.detach().clone()
-        handler = create(weight, kept, output_type, dynamic_quant, use_azp, primitive_cache_size)
-        handler.kept_scales = kept
+        owned = weight_scales.detach().clone()
+        handler = create(weight, owned, output_type, dynamic_quant, use_azp, primitive_cache_size)
+        handler.owned_scales = owned
         return handler
 
-    create_keeping_scales.keeps_scales = True  # type: ignore[attr-defined]
-    ops.create_onednn_scaled_mm = create_keeping_scales
+    create_owning_scales.owns_scales = True  # type: ignore[attr-defined]
+    ops.create_onednn_scaled_mm = create_owning_scales
 
 
 def int8_kernel_refuses_rows_that_vllm_offers_it() -> None:
-    """Send matrices with N % 32 != 0 rows to oneDNN: vLLM offers its AMX kernel N % 16 == 0, and packing them raises.
+    """Send matrices with N % 32 != 0 rows to oneDNN. vLLM chooses its AMX kernel for N % 16 == 0; packing then raises.
 
-    Only `check_cpu_sgl_kernel` of the INT8 layers is wrapped; where it refuses a matrix, the answer stays.
+    Only `check_cpu_sgl_kernel` of the INT8 layers is wrapped. Its refusals stay.
     """
     module = import_module("vllm.model_executor.kernels.linear.scaled_mm.cpu")
     check = module.check_cpu_sgl_kernel
-    if hasattr(check, "takes_whole_blocks"):
+    if hasattr(check, "needs_whole_blocks"):
         return
 
     def check_whole_blocks(num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
@@ -71,12 +71,12 @@ def int8_kernel_refuses_rows_that_vllm_offers_it() -> None:
             return False
         return bool(check(num_rows, num_columns, dtype))
 
-    check_whole_blocks.takes_whole_blocks = True  # type: ignore[attr-defined]
+    check_whole_blocks.needs_whole_blocks = True  # type: ignore[attr-defined]
     module.check_cpu_sgl_kernel = check_whole_blocks  # type: ignore[attr-defined]
 
 
 def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None:
-    """Pack a tied `lm_head` again: its packed copy was made from the embedding before the reload."""
+    """Pack a tied `lm_head` again, because its packed copy was made from the embedding before the reload."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding or not hasattr(head, "cpu_linear"):
@@ -86,10 +86,10 @@ def tied_head_multiplies_by_old_embedding_after_reload(model: nn.Module) -> None
 
 
 def drafted_rows_are_sampled_at_a_random_temperature() -> None:
-    """Spread a value per request over the tokens of its draft: temperature, top-p, top-k.
+    """Repeat a request's value (temperature, top-p, top-k) for every token of its draft.
 
-    The CPU stand-in for the kernel writes into a converted copy of its output unless that is int64, so the values that
-    logits are divided by are whatever the memory held.
+    The CPU replacement of the kernel writes into a converted copy of its output unless the output is int64. So logits
+    are divided by uninitialised memory.
     """
     if not _stands_in(rejection_sampler, "expand_kernel"):
         return
@@ -105,11 +105,11 @@ def drafted_rows_are_sampled_at_a_random_temperature() -> None:
 
 
 def padding_of_a_draft_is_accepted() -> None:
-    """Reject the -1 with which a draft is padded, also where responses are sampled.
+    """Reject the -1 that pads a draft, also in random sampling.
 
-    The scheduler pads where all but one token of a request were in the prefix cache. The CPU stand-in for the kernel
-    looks up the probability of token -1, which is the number before the row's first, and may accept by it; what
-    follows is then sampled behind a token that is not there.
+    The scheduler pads drafts if all but one token of a request were in the prefix cache. The CPU replacement of the
+    kernel reads the probability of token -1, which is the number before the row's first, and may accept the token.
+    Later tokens are then sampled after a token that does not exist.
     """
     if not _stands_in(rejection_sampler, "rejection_random_sample_kernel"):
         return
@@ -129,10 +129,18 @@ def padding_of_a_draft_is_accepted() -> None:
         *more: object,
     ) -> None:
         drafts = draft_token_ids.clamp(min=0)
-        # a draft is accepted if its probability is not less
-        bars = uniform_probs.masked_fill(draft_token_ids < 0, 2.0)
+        # a draft token is accepted if its probability is at least this number
+        thresholds = uniform_probs.masked_fill(draft_token_ids < 0, 2.0)
         sample(
-            output_token_ids, ends, drafts, draft_probs, target_probs, bonus_token_ids, recovered_token_ids, bars, *more
+            output_token_ids,
+            ends,
+            drafts,
+            draft_probs,
+            target_probs,
+            bonus_token_ids,
+            recovered_token_ids,
+            thresholds,
+            *more,
         )
 
     rejecting_padding.rejects_padding = True  # type: ignore[attr-defined]
@@ -141,7 +149,7 @@ def padding_of_a_draft_is_accepted() -> None:
 
 
 def _stands_in(module: ModuleType, kernel: str) -> bool:
-    """Whether vLLM has put its CPU function in the place of a kernel."""
+    """Whether vLLM has replaced a kernel by its CPU function."""
     if find_spec(_STAND_INS) is None:
         return False
     function = getattr(import_module(_STAND_INS), f"_{kernel}_impl", None)
@@ -149,17 +157,17 @@ def _stands_in(module: ModuleType, kernel: str) -> bool:
 
 
 def segments_of_tensor_parallel_ranks_outlive_their_engine() -> None:
-    """Unlink the shared memory through which the ranks of a CPU engine reduce, once all of them have it mapped."""
+    """Unlink the shared memory for reductions between ranks of a CPU engine, once all ranks have mapped it."""
     name = os.environ.get("VLLM_DIST_IDENT")
     for path in Path("/dev/shm").glob(f"{name}-*") if name else ():
         path.unlink(missing_ok=True)
 
 
 def experts_multiply_by_unpacked_weights_after_reload(model: nn.Module) -> None:
-    """Let CPU kernels pack the weights of experts at every load, as they do at the first.
+    """Make CPU kernels pack the weights of experts at every load, as at the first.
 
-    vLLM takes a layer that has its kernel for one whose packed memory only has to be filled again, and copies what it
-    has loaded there as it is.
+    If a layer has its kernel already, vLLM only fills the packed memory again, and copies the loaded weights there
+    without packing them.
     """
     if not current_platform.is_cpu():
         return
@@ -169,14 +177,14 @@ def experts_multiply_by_unpacked_weights_after_reload(model: nn.Module) -> None:
 
 
 class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """Of an embedding that nothing is multiplied by."""
+    """Method of an embedding that is only looked up, never multiplied by."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Leave the weights as they are."""
+        """Do nothing: weights stay unpacked."""
 
 
 def embedding_is_held_twice(model: nn.Module) -> None:
-    """Do without the copy of the embedding that CPU kernels would multiply by, where it is no output layer."""
+    """Skip the packed copy of the embedding that CPU kernels make, unless it is the output layer too."""
     if not current_platform.is_cpu():
         return
     for layer in model.modules():
@@ -188,10 +196,10 @@ def embedding_is_held_twice(model: nn.Module) -> None:
 
 
 def output_layer_is_packed_beside_its_old_copy(model: nn.Module) -> None:
-    """Let go of the copy of `lm_head` that CPU kernels multiply by; loading packs a new one.
+    """Release the packed copy of `lm_head` before a reload, which packs a new copy.
 
-    It is the largest matrix of many models, and vLLM would hold the old copy until the new one is made. A tied one is
-    packed after the reload, and only if it was before.
+    `lm_head` is the largest matrix of many models, and vLLM would hold the old copy until the new copy exists. A tied
+    `lm_head` is packed after the reload, only if it was packed before.
     """
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)

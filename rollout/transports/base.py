@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rollout.types import WeightVersion
 from rollout.weights.manifest import Bucket
 
-if TYPE_CHECKING:  # controllers hold channels, and have no torch
+if TYPE_CHECKING:  # controllers hold channels and do not import torch
     import torch
 
 
 Backend = Literal["gloo", "nccl"]
-"""Of a process group."""
+"""Backend of a process group."""
 
 Memory = Literal["shm", "cuda"]
 """Memory of a shared region: a file in shared memory, or the device itself."""
@@ -49,7 +49,7 @@ class GroupChannel:
     """Number of the engine that forwards to this one; None where the trainer sends."""
     num_engine_ranks: int
     timeout_s: float
-    """For joining the group."""
+    """Limit for joining the group."""
     onward: "GroupChannel | None" = None
     """Channel to which the engine forwards what it receives."""
 
@@ -60,7 +60,7 @@ class GroupChannel:
 
     @property
     def num_following(self) -> int:
-        """Engines behind this channel's."""
+        """Number of engines behind this channel's engine in the chain."""
         return 0 if self.onward is None else 1 + self.onward.num_following
 
     def peers(self, group_rank: int) -> Sequence[int]:
@@ -75,11 +75,11 @@ class GroupChannel:
         return self.source_ranks.index(bucket.source_rank) if self.source_engine is None else engine_rank
 
     def named(self, group_rank: int) -> str:
-        """A member of the group, for messages."""
+        """Name of a member of the group, for messages."""
         if group_rank >= len(self.source_ranks):
             return f"engine rank {group_rank - len(self.source_ranks)}"
-        whose = "trainer" if self.source_engine is None else f"engine {self.source_engine}'s"
-        return f"{whose} rank {self.source_ranks[group_rank]}"
+        owner = "trainer" if self.source_engine is None else f"engine {self.source_engine}'s"
+        return f"{owner} rank {self.source_ranks[group_rank]}"
 
 
 def chain(
@@ -97,15 +97,15 @@ def chain(
         addresses: host and port of a store for each engine.
         order: numbers of all engines, from the first of the chain to the last.
         source_ranks: trainer ranks that send.
-        num_engine_ranks: of each engine.
-        timeout_s: for joining.
-        backend: of all.
+        num_engine_ranks: number of ranks of each engine.
+        timeout_s: limit for joining.
+        backend: backend of all channels.
     """
-    found: dict[int, GroupChannel] = {}
+    channels: dict[int, GroupChannel] = {}
     behind: GroupChannel | None = None
     for engine, before in reversed([*zip(order, (None, *order), strict=False)]):
         host, port = addresses[engine]
-        behind = found[engine] = GroupChannel(
+        behind = channels[engine] = GroupChannel(
             backend=backend,
             host=host,
             port=port,
@@ -115,21 +115,21 @@ def chain(
             timeout_s=timeout_s,
             onward=behind,
         )
-    return tuple(found[engine] for engine in range(len(addresses)))
+    return tuple(channels[engine] for engine in range(len(addresses)))
 
 
 def side_by_side(nodes: Sequence[str]) -> list[int]:
-    """An order of engines in which those of a node follow each other, so that a chain enters every node once.
+    """Numbers of engines, ordered so that engines of one node are adjacent and a chain enters every node once.
 
     Args:
-        nodes: of each engine, by number.
+        nodes: the node of each engine, by engine number.
     """
     return sorted(range(len(nodes)), key=lambda engine: nodes.index(nodes[engine]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocatedChannel:
-    """Each engine rank maps a region that the trainer rank on its device has filled."""
+    """Each engine rank maps a shared region that the trainer rank on its device has filled."""
 
     memory: Memory
     shared_with: tuple[tuple[int, ...], ...]
@@ -137,7 +137,7 @@ class ColocatedChannel:
 
 
 Channel = ShmChannel | GroupChannel | ColocatedChannel
-"""How one engine is reached."""
+"""How buckets reach one engine."""
 
 
 class Sender(Protocol):
@@ -161,7 +161,7 @@ class Sender(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the last publish as one engine takes them; fewer than its buckets have where deltas travel."""
+        """Bytes sent to one engine in the last publish; fewer than the bytes of its buckets if deltas travel."""
         ...
 
     def abandon(self) -> None:
@@ -173,9 +173,9 @@ class Inbox(Protocol):
     """An engine rank's end during one publish."""
 
     def take(self, bucket: Bucket) -> "torch.Tensor":
-        """Return the verified bytes of a bucket, uint8 [num_bytes], waiting for them if need be.
+        """Return the verified bytes of a bucket, uint8 [num_bytes]; waits for them if necessary.
 
-        The bytes stay valid and unchanged as long as anything refers to them.
+        The bytes stay valid and unchanged as long as a tensor refers to them.
 
         Raises:
             RuntimeError: the bucket is late (naming the trainer rank), corrupt, or of another publish.
@@ -184,12 +184,12 @@ class Inbox(Protocol):
 
 
 class AwaitedInbox(Inbox, Protocol):
-    """An inbox that says when a publish may begin to be applied."""
+    """An inbox that says when a publish can begin to be applied."""
 
     def arrived(self) -> bool:
-        """Whether something is there and verified: all of what is staged, the first bucket of a stream.
+        """Whether verified bytes are there: the whole publish if staged, the first bucket if streaming.
 
         Raises:
-            RuntimeError: it will not come, or is corrupt or of another publish.
+            RuntimeError: the bytes cannot arrive any more, are corrupt, or belong to another publish.
         """
         ...

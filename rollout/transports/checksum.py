@@ -1,9 +1,9 @@
-"""The trailer that proves a bucket whole and of the right publish; its checksum is computed where the bytes lie.
+"""The trailer that proves a bucket complete and of the right publish. Checksums are computed where the bytes lie.
 
-On a CPU that is xxh3-64. On a device it is a multilinear hash (Carter and Wegman, 1979): the payload as 32-bit words,
-each multiplied by a fixed odd 64-bit number of its place, summed modulo 2**64. A sum does not ask for an order, so
-all of it is one parallel reduction. One changed word is always found; any other fault is missed with a
-chance of about 2**-32 (the multipliers are random, and words have 32 bits, so top bits do not cancel).
+On a CPU the checksum is xxh3-64. On a device it is a multilinear hash (Carter and Wegman, 1979): each 32-bit word of
+the payload is multiplied by a fixed odd 64-bit number of its position, and products are summed modulo 2**64. A sum has
+no order, so the whole hash is one parallel reduction. It always detects one changed word, and misses any other fault
+with a probability of about 2**-32 (the multipliers are random, and words have 32 bits, so top bits do not cancel).
 
 Both ends of a transport hold buckets on the same kind of device.
 """
@@ -18,8 +18,8 @@ from rollout.weights.manifest import MAGIC, TRAILER
 
 _WORD_BYTES = 4
 _ROW_WORDS = 4096
-_SLICE_ROWS = 256
-"""Rows hashed at a time: products take twice the bytes of their words."""
+_ROWS_AT_A_TIME = 256
+"""Rows hashed at a time, because products take twice the bytes of their words."""
 
 
 def seal(bucket: torch.Tensor, weight_version: WeightVersion) -> None:
@@ -33,15 +33,15 @@ def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -
     """Check a received bucket, uint8 [L], against its trailer.
 
     Raises:
-        RuntimeError: the trailer is missing, of another publish, or the payload is corrupt.
+        RuntimeError: the trailer is missing or of another publish, or the payload is corrupt.
     """
     magic, version, checksum = TRAILER.unpack(bucket[-TRAILER.size :].cpu().numpy().tobytes())
     if magic != MAGIC:
         raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
     if version != weight_version:
         raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
-    if (found := _checksum(bucket[: -TRAILER.size])) != checksum:
-        raise RuntimeError(f"bucket {index}: checksum {found:#x} of the received bytes, {checksum:#x} when sent")
+    if (actual := _checksum(bucket[: -TRAILER.size])) != checksum:
+        raise RuntimeError(f"bucket {index}: checksum {actual:#x} of the received bytes, {checksum:#x} when sent")
 
 
 def _checksum(payload: torch.Tensor) -> int:
@@ -58,8 +58,8 @@ def multilinear(payload_L: torch.Tensor) -> int:
     words = payload_L[:whole].view(torch.int32)
     total = rest.view(torch.int32).long().sum() * columns[0] + payload_L.numel() * columns[1]
     full = words.numel() // _ROW_WORDS * _ROW_WORDS
-    for first in range(0, full, _ROW_WORDS * _SLICE_ROWS):
-        rows = words[first : min(first + _ROW_WORDS * _SLICE_ROWS, full)].view(-1, _ROW_WORDS)
+    for first in range(0, full, _ROW_WORDS * _ROWS_AT_A_TIME):
+        rows = words[first : min(first + _ROW_WORDS * _ROWS_AT_A_TIME, full)].view(-1, _ROW_WORDS)
         numbers = torch.arange(first // _ROW_WORDS, first // _ROW_WORDS + rows.shape[0], device=device)
         total = total + ((rows * columns).sum(1) * _of_row(numbers)).sum()
     tail = words[full:]
@@ -69,7 +69,7 @@ def multilinear(payload_L: torch.Tensor) -> int:
 
 @cache
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Odd, int64 [_ROW_WORDS]; the same everywhere, since torch's CPU generator is."""
+    """Odd multipliers, int64 [_ROW_WORDS]; equal on all machines, because torch's CPU generator is deterministic."""
     generator = torch.Generator().manual_seed(0x5EA1)
     low, high = (torch.randint(1 << 32, (_ROW_WORDS,), generator=generator) for _ in range(2))
     return (low | high << 32 | 1).to(device)
@@ -84,5 +84,5 @@ def _of_row(number: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(number: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right; torch's is arithmetic."""
+    """Logical right shift; torch's shift is arithmetic."""
     return number >> bits & (1 << 64 - bits) - 1

@@ -1,13 +1,14 @@
-"""Staged transport of colocated engines: ranks exchange buckets until each device holds what its engine ranks take.
+"""Staged transport of colocated engines: trainer ranks exchange buckets, and engine ranks map them on their device.
 
 Two processes on one device cannot share an NCCL communicator, and an engine rank that sees one device cannot map
-another's memory. So trainer ranks exchange whole buckets over their own process group. Each trainer rank writes every
-bucket that an engine rank on its device requires into one region, and those engine ranks map it: memory of the device
-(CUDA IPC), or a file in shared memory without a device. A rank applies nothing before all its buckets are verified.
+another device's memory. So trainer ranks exchange whole buckets over their own process group. Each trainer rank writes
+every bucket that an engine rank on its device requires into one region, and those engine ranks map it. The region is
+memory of the device (CUDA IPC), or a file in shared memory if there is no device. A rank applies nothing before all its
+buckets are verified.
 
-Invariants: all ranks enter every publish, with buckets of their own or without; each starts its sends and receives in
-the order of bucket indices, so the transfers of any pair of ranks have one order on both of them, and none waits for
-a later one. A region holds the buckets that its engine ranks take, in index order, laid out by `bucket_offsets`.
+Invariants: all ranks enter every publish, also ranks without buckets to send. Each rank starts its sends and receives
+in the order of bucket indices. So both ranks of a pair have the same order of transfers, and no transfer waits for a
+later one. A region holds the buckets that its engine ranks require, in index order, laid out by `bucket_offsets`.
 """
 
 import time
@@ -37,7 +38,7 @@ class SharedRegion(Protocol):
         ...
 
     def show(self) -> str:
-        """Let others map it; returns its address."""
+        """Make the region visible to other processes; returns its address."""
         ...
 
     def remove(self) -> None:
@@ -67,7 +68,7 @@ class ShmRegion:
 
 
 def shared_buckets(buckets: Sequence[Bucket], engine_ranks: Sequence[int]) -> list[Bucket]:
-    """Those that any of these engine ranks takes, in index order."""
+    """Buckets that any of these engine ranks requires, in index order."""
     return [bucket for bucket in buckets if any(bucket.required_by(rank) for rank in engine_ranks)]
 
 
@@ -104,7 +105,7 @@ class ColocatedSender:
         self._hosted_here = bool(hosted[rank])
         self._shared = shared_buckets(buckets, hosted[rank])
         self._offsets, self._size = bucket_offsets(self._shared)
-        self._takers = {
+        self._receivers = {
             bucket.index: [
                 other
                 for other, engine_ranks in enumerate(hosted)
@@ -113,43 +114,43 @@ class ColocatedSender:
             for bucket in buckets
             if bucket.source_rank == rank
         }
-        self._own: dict[int, Bucket] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._memory: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
         """Two buffers for buckets that no engine rank on this device requires."""
         self._turns: dict[int, int] = {}
         self._sending: dict[int, list[tuple[int, dist.Work | None]]] = {}
         """By bucket: receiving rank and pending transfer."""
-        self._coming: deque[Bucket] = deque()
+        self._expected: deque[Bucket] = deque()
         self._receiving: list[tuple[Bucket, dist.Work | None]] = []
         self._version = WeightVersion(-1)
         self._deadline = 0.0
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
-        """Reserve the region, and two buffers of the largest bucket that is only sent on."""
+        """Reserve the region, and two buffers for buckets that only other devices require."""
         self.abandon()
         self._version = weight_version
         self._deadline = time.monotonic() + self._timeout_s
-        self._own = {bucket.index: bucket for bucket in buckets}
+        self._buckets = {bucket.index: bucket for bucket in buckets}
         if self._hosted_here:
             self._memory = self._region.reserve(weight_version, max(self._size, 1))
         passing = [bucket for bucket in buckets if bucket.index not in self._offsets]
         self._turns = {bucket.index: turn % 2 for turn, bucket in enumerate(passing)}
         largest = max((bucket.num_bytes for bucket in passing), default=0)
         self._spare = [torch.empty(largest, dtype=torch.uint8, device=self._region.device) for _ in range(2)]
-        self._coming = deque(bucket for bucket in self._shared if bucket.source_rank != self._rank)
+        self._expected = deque(bucket for bucket in self._shared if bucket.source_rank != self._rank)
 
     def buffer(self, index: int) -> torch.Tensor:
-        """Writable bytes of bucket `index`: its place in the region, or a buffer that an earlier bucket has left.
+        """Writable bytes of bucket `index`: its place in the region, or a buffer that an earlier bucket has released.
 
         Raises:
-            RuntimeError: naming the trainer rank that did not take the earlier one.
+            RuntimeError: naming the trainer rank that did not receive the earlier bucket in time.
         """
-        bucket = self._own[index]
+        bucket = self._buckets[index]
         if index in self._offsets:
             return self._place(bucket)
         turn = self._turns[index]
-        for earlier in [one for one in self._sending if one < index and self._turns.get(one) == turn]:
+        for earlier in [sent for sent in self._sending if sent < index and self._turns.get(sent) == turn]:
             self._await_sent(earlier)
         return self._spare[turn][: bucket.num_bytes]
 
@@ -159,21 +160,21 @@ class ColocatedSender:
         return self._memory[start : start + bucket.num_bytes]
 
     def commit(self, index: int) -> None:
-        """Seal a bucket and begin to send it to the other trainer ranks whose engine ranks take it."""
-        bucket = self._own[index]
+        """Seal a bucket and start to send it to the other trainer ranks whose engine ranks require it."""
+        bucket = self._buckets[index]
         payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
         seal(payload, self._version)
         self._receive_before(index)
-        if self._group is not None and self._takers[index]:
+        if self._group is not None and self._receivers[index]:
             self._sending[index] = [
-                (other, start_send(self._group, payload, other, index)) for other in self._takers[index]
+                (other, start_send(self._group, payload, other, index)) for other in self._receivers[index]
             ]
 
     def _receive_before(self, index: int | None) -> None:
-        """Begin to receive what lies before a bucket in the order that all keep; None for all."""
-        while self._coming and (index is None or self._coming[0].index < index):
-            bucket = self._coming.popleft()
-            assert self._group is not None, "buckets of others come through a group"
+        """Start to receive all buckets before `index` in the common order; all remaining buckets for None."""
+        while self._expected and (index is None or self._expected[0].index < index):
+            bucket = self._expected.popleft()
+            assert self._group is not None, "buckets of other ranks need a group"
             work = start_recv(self._group, self._place(bucket), bucket.source_rank, bucket.index)
             self._receiving.append((bucket, work))
 
@@ -182,17 +183,17 @@ class ColocatedSender:
             if not done(work, self._deadline, self._backend):
                 self._late(f"rank {other} to take bucket {index}")
 
-    def _late(self, what: str) -> None:
+    def _late(self, peer: str) -> None:
         raise DeadlineError(
-            f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer {what} of "
+            f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for trainer {peer} of "
             f"weight version {self._version}"
         )
 
     def finish(self) -> str:
-        """Wait until all has come and gone; show the region and return its address.
+        """Wait until all buckets are received and sent; show the region and return its address.
 
         Raises:
-            RuntimeError: naming the trainer rank that is late or gone.
+            RuntimeError: naming the trainer rank that is late or has ended.
         """
         self._receive_before(None)
         for bucket, work in self._receiving:
@@ -206,29 +207,29 @@ class ColocatedSender:
     @property
     def sent_bytes(self) -> int:
         """Bytes of this rank's own buckets."""
-        return sum(bucket.num_bytes for bucket in self._own.values())
+        return sum(bucket.num_bytes for bucket in self._buckets.values())
 
     def abandon(self) -> None:
-        """Let go of the region, finished or not."""
+        """Release the region, finished or not."""
         self._memory = None
         self._spare, self._receiving, self._sending = [], [], {}
-        self._coming.clear()
+        self._expected.clear()
         self._region.remove()
 
 
 class ColocatedInbox:
-    """An engine rank's end: a mapped region, all of what the rank takes verified; satisfies `AwaitedInbox`."""
+    """An engine rank's end: a mapped region whose required buckets are verified; satisfies `AwaitedInbox`."""
 
     def __init__(
         self, manifest: WeightManifest, memory: torch.Tensor, *, engine_rank: int, shared_with: Sequence[int]
     ) -> None:
-        """Verify what `engine_rank` takes.
+        """Verify the buckets that `engine_rank` requires.
 
         Args:
-            manifest: of the publish.
-            memory: of the region, uint8.
-            engine_rank: whose buckets are looked at.
-            shared_with: the engine ranks, this one among them, whose buckets lie in the region.
+            manifest: manifest of the publish.
+            memory: memory of the region, uint8.
+            engine_rank: engine rank that reads the region.
+            shared_with: all engine ranks whose buckets lie in the region, this one included.
 
         Raises:
             RuntimeError: the region has another size than the manifest says, or a bucket is corrupt.
@@ -245,16 +246,16 @@ class ColocatedInbox:
                 verify(self.take(bucket), manifest.weight_version, index=bucket.index)
 
     def arrived(self) -> bool:
-        """It has, and was verified when the inbox was made."""
+        """True: all buckets were verified when the inbox was made."""
         return True
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """The bytes of a bucket, which were verified when the inbox was made."""
+        """The bytes of a bucket, verified when the inbox was made."""
         start = self._offsets[bucket.index]
         return self._memory[start : start + bucket.num_bytes]
 
 
 def map_shm(manifest: WeightManifest, address: str, *, engine_rank: int, shared_with: Sequence[int]) -> torch.Tensor:
-    """The memory of a `ShmRegion`."""
+    """Map a `ShmRegion`: its memory as uint8."""
     _, size = bucket_offsets(shared_buckets(manifest.buckets, shared_with))
     return torch.frombuffer(map_segment(engine_rank, address, size, manifest.weight_version), dtype=torch.uint8)

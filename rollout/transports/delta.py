@@ -1,16 +1,16 @@
-"""What has changed in a bucket since the last publish, in as few bytes as two simple codes need.
+"""Encodes the bytes of a bucket that changed since the last publish, by the shorter of two simple codes.
 
-After a small optimizer step most 8-bit codes are what they were. A sender and its receivers keep the last bytes of each
-bucket; what travels is either
+After a small optimizer step most 8-bit codes are unchanged. A sender and its receivers keep the last bytes of each
+bucket. A message contains either
 
-* *gaps*: for each byte that changed, how many unchanged ones lie before it (255: as many, and go on), and its new
+* *gaps*: for each changed byte, the number of unchanged bytes before it (255 means: as many, and continue), and the new
   value; two bytes a change, or
 * *bitmap*: a bit for each byte, then the new values; an eighth of the payload and one byte a change,
 
-whichever is shorter, and the whole payload where neither saves an eighth. The checksum in the trailer is the new
-payload's, so a delta on a wrong baseline is found out before anything is loaded.
+whichever is shorter, or the whole payload if neither saves an eighth. The checksum in the trailer is that of the new
+payload, so a delta on a wrong baseline is detected before anything is loaded.
 
-Pure byte work, on whatever device the bytes lie: torch, and numpy on a host where that is faster.
+Pure byte work on the device that holds the bytes: torch, and numpy on a CPU where numpy is faster.
 
 Shape legend: L bytes of payload, C changed bytes.
 """
@@ -23,18 +23,18 @@ import numpy as np
 import torch
 
 HEADER = struct.Struct("<BBxxxxxxqqq")
-"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes that follow, changed bytes."""
+"""Kind, whether to keep the bucket as a baseline, weight version of the baseline, bytes of the body, changed bytes."""
 
 _ESCAPE = 255
 _WORTHWHILE = 0.875
 _WORD = 8
-"""Bytes that are compared at a time where few have changed."""
+"""Bytes that are compared at a time if few have changed."""
 _FEW_WORDS = 0.125
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Kind(enum.IntEnum):
-    """What follows a header."""
+    """Content of a message's body."""
 
     WHOLE = 0
     GAPS = 1
@@ -43,21 +43,21 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A bucket on its way."""
+    """An encoded bucket."""
 
     kind: Kind
     body: torch.Tensor
     """uint8"""
     num_changed: int
-    """Bytes; all of them for a whole bucket."""
+    """Number of changed bytes; all bytes for a whole bucket."""
 
     def header(self, base_version: int, *, keep: bool) -> bytes:
-        """What goes ahead; `base_version` is that of the baseline, -1 for a whole bucket."""
+        """The message's header; `base_version` is the weight version of the baseline, -1 for a whole bucket."""
         return HEADER.pack(self.kind, keep, base_version, self.body.numel(), self.num_changed)
 
 
 def encode(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> Message:
-    """The shortest message that makes `payload_L` of `baseline_L`, uint8; both begin at words of their storage."""
+    """The shortest message that turns `baseline_L` into `payload_L`, uint8; both start at 8-byte words in storage."""
     length = payload_L.numel()
     places_C = _changed(baseline_L, payload_L)
     if places_C is None:
@@ -79,21 +79,21 @@ def encode(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> Message:
 
 
 def _changed(baseline_L: torch.Tensor, payload_L: torch.Tensor) -> torch.Tensor | None:
-    """Places of the bytes that differ, int64 [C], rising; None where they are too many for any code."""
+    """Ascending indices of the bytes that differ, int64 [C]; None if they are too many for either code."""
     whole = payload_L.numel() // _WORD * _WORD
     before, after = (bytes_L[:whole].view(torch.int64) for bytes_L in (baseline_L, payload_L))
     words = _places_of(before != after)
     if words.numel() > _FEW_WORDS * before.numel():
         changed_L = baseline_L != payload_L
         return None if _count(changed_L) > (_WORTHWHILE - 1 / 8) * payload_L.numel() else _places_of(changed_L)
-    # few changed: words are looked through, and bytes only of those that changed
+    # few changed: compare words, then only the bytes of changed words
     within = _places_of(before[words].view(torch.uint8) != after[words].view(torch.uint8))
     ends = _places_of(baseline_L[whole:] != payload_L[whole:]) + whole
     return torch.cat([words[within // _WORD] * _WORD + within % _WORD, ends])
 
 
 def apply(message: Message, baseline_L: torch.Tensor) -> torch.Tensor:
-    """The payload that `encode` was given, uint8 [L], in memory of its own.
+    """Restore the payload of `encode`, uint8 [L], in new memory unless the message is whole.
 
     Raises:
         RuntimeError: the message does not fit a baseline of this length.
@@ -114,30 +114,30 @@ def apply(message: Message, baseline_L: torch.Tensor) -> torch.Tensor:
 
 
 def _gap_bytes(gaps_C: torch.Tensor, long_G: torch.Tensor, escapes_G: torch.Tensor) -> torch.Tensor:
-    """Each gap as escapes and a rest, uint8; `long_G` gaps have any, so many."""
+    """Each gap as escapes and a remainder, uint8; gap `long_G[i]` has `escapes_G[i]` escapes."""
     rests_C = gaps_C.to(torch.uint8)
     if not long_G.numel():
         return rests_C
     rests_C[long_G] = (gaps_C[long_G] % _ESCAPE).to(torch.uint8)
-    # the n-th escape of all stands before the rest of its gap and behind n escapes
+    # the n-th escape comes before the remainder of its gap and after n other escapes
     owners = long_G.repeat_interleave(escapes_G)
     is_rest = torch.ones(gaps_C.numel() + owners.numel(), dtype=torch.bool, device=gaps_C.device)
     is_rest[owners + torch.arange(owners.numel(), device=gaps_C.device)] = False
-    found = rests_C.new_full(is_rest.shape, _ESCAPE)
-    found[is_rest] = rests_C
-    return found
+    encoded = rests_C.new_full(is_rest.shape, _ESCAPE)
+    encoded[is_rest] = rests_C
+    return encoded
 
 
 def _places(gap_bytes: torch.Tensor) -> torch.Tensor:
-    """Where the changed bytes are, int64 [C]."""
+    """Indices of the changed bytes, int64 [C]."""
     is_last = gap_bytes != _ESCAPE
-    # an escape stands for 255 bytes and no change, a rest for so many bytes and the changed one after them
+    # an escape means 255 unchanged bytes; a remainder means as many unchanged bytes, then a changed byte
     after = (gap_bytes.to(torch.int64) + is_last).cumsum(0)
     return after[is_last] - 1
 
 
 def _places_of(changed_L: torch.Tensor) -> torch.Tensor:
-    """Where a mask is set, int64 [C]."""
+    """Indices at which a mask is set, int64 [C]."""
     if changed_L.is_cuda:
         return changed_L.nonzero().view(-1)
     return torch.from_numpy(np.flatnonzero(changed_L.numpy()))  # two to four times as fast as torch's

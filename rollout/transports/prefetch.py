@@ -40,7 +40,7 @@ class Prefetch:
             if self._closed.is_set():
                 return
             try:
-                # nothing here may hold the bucket once it has been taken
+                # no local variable: nothing here may hold the bucket once it has been taken
                 self._ready.put((bucket.index, self._inbox.take(bucket)))
             except RuntimeError as error:
                 self._error = error
@@ -49,25 +49,26 @@ class Prefetch:
             self._arrived = True
 
     def arrived(self) -> bool:
-        """Whether the first bucket is there.
+        """Whether the first bucket is received and verified.
 
         Raises:
-            RuntimeError: it will not come.
+            RuntimeError: the first bucket cannot arrive any more.
         """
         if self._error is not None and not self._arrived:
             raise self._error
         return self._arrived
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket, waiting for it; the reception has a deadline of its own."""
+        """Return a bucket after waiting for it; the underlying inbox keeps the deadline."""
         while bucket.index not in self._held:
-            item = self._ready.get()
-            if isinstance(item, RuntimeError):
-                raise item
-            self._held[item[0]] = item[1]
+            received = self._ready.get()
+            if isinstance(received, RuntimeError):
+                raise received
+            index, payload = received
+            self._held[index] = payload
             self._room.release()
         return self._held.pop(bucket.index)
 
     def close(self) -> None:
-        """Stop receiving after the bucket under way."""
+        """Stop receiving after the current bucket."""
         self._closed.set()

@@ -5,8 +5,9 @@ Megatron and vLLM. All differences between the two backends are in this file:
 
 * gloo closes a connection when a deadline has passed. NCCL has no deadline, and its watchdog ends the process. So NCCL
   transfers are polled, and the group is aborted (`leave`) before the watchdog acts.
-* NCCL makes a communicator at the first transfer between two ranks, which blocks until both take part; so ranks make it
-  when they join. NCCL has no tags, so both ends start the transfers of a pair in the same order.
+* NCCL creates a communicator at the first transfer between two ranks, and the transfer blocks until both have started
+  it. So ranks create communicators when they join. NCCL has no tags, so both ends start the transfers of a pair in the
+  same order.
 """
 
 import time
@@ -22,7 +23,7 @@ from rollout.transports.base import Backend, GroupChannel
 
 POLL_S = 0.0002
 MEET_TAG = 1 << 30
-"""No bucket has it."""
+"""Tag that no bucket uses."""
 
 
 class Group(Protocol):
@@ -38,7 +39,7 @@ class Group(Protocol):
 
 
 def open_store(*, host: str, timeout_s: float) -> TCPStore:
-    """Open the store of a new group on a free port of this host; the caller keeps it as long as the group lives.
+    """Open the store of a new group on a free port of this host; the caller keeps it while the group exists.
 
     Its `port` goes into the `GroupChannel`. Only the first source rank does this.
     """
@@ -46,20 +47,20 @@ def open_store(*, host: str, timeout_s: float) -> TCPStore:
 
 
 def store_of(channel: GroupChannel) -> TCPStore:
-    """The store of a channel's group; what is asked of it is waited for as long as joining may take."""
+    """The store of a channel's group; its calls have the same limit as joining."""
     return TCPStore(channel.host, channel.port, None, is_master=False, timeout=timedelta(seconds=channel.timeout_s))
 
 
 def device_of(backend: Backend) -> torch.device:
-    """Where a backend's bytes lie in this process."""
+    """Device on which a backend holds bytes in this process."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def join(channel: GroupChannel, group_rank: int) -> Group:
-    """Join a channel's group; returns when all its processes have come.
+    """Join a channel's group; returns when all its processes have joined.
 
     Raises:
-        RuntimeError: not everybody came in time; they are named.
+        RuntimeError: naming the processes that did not join in time.
     """
     timeout = timedelta(seconds=channel.timeout_s)
     present = f"present/{group_rank}"
@@ -82,13 +83,13 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
 
 def _nccl_group(store: PrefixStore, group_rank: int, channel: GroupChannel) -> Group:
     options = dist.ProcessGroupNCCL.Options()
-    # the deadline of a publish is kept by `done`; the watchdog's, which ends the process, comes after it
+    # `done` keeps the deadline of a publish; the watchdog, which ends the process, must act later
     options._timeout = timedelta(seconds=2 * channel.timeout_s)
     return cast(Group, dist.ProcessGroupNCCL(store, group_rank, channel.world_size, options))
 
 
 def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
-    """Send a byte over every pair that will send; sources and engine ranks go through each other in one order."""
+    """Send a byte between every pair that will transfer buckets; sources and engine ranks use the same order."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device_of(channel.backend))
     transfer = group.send if group_rank < len(channel.source_ranks) else group.recv
     deadline = time.monotonic() + channel.timeout_s
@@ -110,29 +111,29 @@ def _absent(channel: GroupChannel) -> str:
 
 
 def leave(group: Group, backend: Backend) -> None:
-    """Leave a group, whatever is under way in it."""
+    """Leave a group, also during transfers."""
     if backend == "nccl":
         cast(dist.ProcessGroupNCCL, group).abort()
 
 
 def start_send(group: Group, payload: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-    """Begin to send; None if the peer is known to be gone."""
+    """Begin to send; None if the peer is known to have ended."""
     try:
         return group.send([payload], peer, tag)
-    except RuntimeError:  # the peer is gone
+    except RuntimeError:  # the peer has ended
         return None
 
 
 def start_recv(group: Group, payload: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-    """Begin to receive; None if the peer is known to be gone."""
+    """Begin to receive; None if the peer is known to have ended."""
     try:
         return group.recv([payload], peer, tag)
-    except RuntimeError:  # the peer is gone
+    except RuntimeError:  # the peer has ended
         return None
 
 
 def done(work: dist.Work | None, deadline: float, backend: Backend) -> bool:
-    """Wait for a transfer until `deadline` (`time.monotonic`); whether it has ended well."""
+    """Wait for a transfer until `deadline` (`time.monotonic`); returns whether it succeeded."""
     if work is None:
         return False
     try:
@@ -142,6 +143,6 @@ def done(work: dist.Work | None, deadline: float, backend: Backend) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        return bool(work.wait())  # raises what ended it; nothing is left to wait for
-    except RuntimeError:  # gloo's word for a deadline that has passed; both backends' for a peer that is gone
+        return bool(work.wait())  # already complete: raises if it failed
+    except RuntimeError:  # gloo raises it at a missed deadline, both backends if the peer has ended
         return False

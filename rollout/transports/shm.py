@@ -1,6 +1,6 @@
-"""Staged transport on one node: each trainer rank writes one file in `/dev/shm`, engines map it.
+"""Staged transport on one node: each trainer rank writes one file in `/dev/shm`, and engines map it.
 
-What the file is: `rollout.transports.shm_files`.
+`rollout.transports.shm_files` describes the file.
 """
 
 import mmap
@@ -22,7 +22,7 @@ class ShmSender:
     def __init__(self, *, run_id: str, rank: int) -> None:
         self._file = SegmentFile(run_id=run_id, rank=rank)
         self._payload = torch.empty(0, dtype=torch.uint8)
-        """Of the largest bucket's size; used by one after the other, and kept."""
+        """Buffer of the largest bucket's size, reused for every bucket and publish."""
         self._is_open = False
         self._buckets: dict[int, Bucket] = {}
         self._offsets: dict[int, int] = {}
@@ -81,8 +81,8 @@ class ShmSender:
 class ShmInbox:
     """All segments of one publish, mapped privately; satisfies `rollout.transports.base.AwaitedInbox`.
 
-    A thread verifies everything that the engine rank takes, while the engine still decodes and other ranks verify what
-    is theirs. A bucket that was taken and forgotten is no longer resident in this process.
+    A thread verifies every bucket that the engine rank requires, while the engine still decodes and other ranks verify
+    their own buckets. A bucket that was taken and released no longer occupies memory of this process.
     """
 
     def __init__(self, manifest: WeightManifest, segments: Mapping[int, str], *, engine_rank: int) -> None:
@@ -93,10 +93,10 @@ class ShmInbox:
         """
         self._version = manifest.weight_version
         self._places: dict[int, tuple[mmap.mmap, int]] = {}
-        """Segment of each bucket, and where in it the bucket starts."""
+        """By bucket: its segment, and its first byte in the segment."""
         for rank in sorted({bucket.source_rank for bucket in manifest.buckets}):
-            own = [bucket for bucket in manifest.buckets if bucket.source_rank == rank]
-            offsets, size = bucket_offsets(own)
+            sent = [bucket for bucket in manifest.buckets if bucket.source_rank == rank]
+            offsets, size = bucket_offsets(sent)
             segment = map_segment(rank, segments.get(rank), size, manifest.weight_version)
             self._places |= {index: (segment, start) for index, start in offsets.items()}
         verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
@@ -113,7 +113,7 @@ class ShmInbox:
         return torch.frombuffer(segment, dtype=torch.uint8, offset=start, count=bucket.num_bytes)
 
     def arrived(self) -> bool:
-        """Whether all that the rank takes has been verified.
+        """Whether all buckets that the rank requires are verified.
 
         Raises:
             RuntimeError: naming the first corrupt bucket.
@@ -124,9 +124,9 @@ class ShmInbox:
         return is_done
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bytes of a bucket, when all have been verified."""
+        """Return the bytes of a bucket; waits until all required buckets are verified."""
         self._verified.result()
-        found = self._bytes(bucket)
-        # views may outlive this tensor (in inference mode) and stay right: nobody writes, so pages only come again
-        weakref.finalize(found, drop_pages, *self._places[bucket.index], bucket.num_bytes)
-        return found
+        payload = self._bytes(bucket)
+        # views may outlive this tensor (in inference mode) and stay valid: dropped pages are read from the file again
+        weakref.finalize(payload, drop_pages, *self._places[bucket.index], bucket.num_bytes)
+        return payload

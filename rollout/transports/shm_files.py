@@ -1,11 +1,12 @@
-"""Files in `/dev/shm` that hold what one trainer rank has laid down for engines of its node. Pure: no torch.
+"""Files in `/dev/shm`: each holds the buckets of one trainer rank for the engines of its node. Pure: no torch.
 
-A file is written under a temporary name and renamed when it is complete, so a reader sees all of it or nothing. Names
-carry run id and process id; `sweep` removes what a killed run left behind. A file may be unlinked while engines still
+A file is written under a temporary name and renamed when it is complete, so a reader sees the complete file or none.
+Names carry run id and process id; `sweep` removes the files of killed runs. A file may be unlinked while engines still
 have it mapped.
 
-Invariants: bucket offsets are a function of the sizes alone (`bucket_offsets`), so nothing but the manifest describes a
-segment; a full `/dev/shm` is an error here, not a SIGBUS later: what is mapped is reserved before, the rest is written.
+Invariants: bucket offsets depend on the bucket sizes alone (`bucket_offsets`), so the manifest describes a segment
+completely. A full `/dev/shm` raises an error when a segment is created or written, never SIGBUS later: mapped memory is
+reserved first, everything else is written.
 """
 
 import errno
@@ -31,7 +32,7 @@ def segment_path(*, run_id: str, pid: int, weight_version: WeightVersion, rank: 
 
 
 def bucket_offsets(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
-    """Where each bucket of one rank starts in its segment, by bucket index, and the segment's size in bytes."""
+    """First byte of each bucket of one rank in its segment, by bucket index, and the segment's size in bytes."""
     offsets: dict[int, int] = {}
     end = 0
     for bucket in buckets:
@@ -43,32 +44,31 @@ def bucket_offsets(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 class SegmentFile:
     """The segment of one publish of a trainer rank, while it is written and read.
 
-    It is filled through `write`, or where it is mapped (`reserve`), for which the kernel clears every page first and
-    brings in one after the other.
+    `write` fills it, or `reserve` maps it. Mapping is slower: the kernel clears every page and faults them in singly.
     """
 
     def __init__(self, *, run_id: str, rank: int) -> None:
         self._run_id = run_id
         self._rank = rank
         self._path: Path | None = None
-        self._part: Path | None = None
+        self._temporary: Path | None = None
         self._descriptor: int | None = None
 
     def begin(self, weight_version: WeightVersion, size: int) -> None:
-        """Create a segment of `size` bytes; what was there before is removed.
+        """Create a segment of `size` bytes; an earlier segment is removed.
 
         Raises:
             RuntimeError: `/dev/shm` has no room for it.
         """
-        part = self._named(weight_version)
+        path = self._named(weight_version)
         free = os.statvfs(SHM)
         if free.f_bavail * free.f_frsize < size:
             raise _no_room(size)
-        self._descriptor = os.open(part, _FLAGS, 0o600)
+        self._descriptor = os.open(path, _FLAGS, 0o600)
         os.ftruncate(self._descriptor, max(size, 1))
 
     def write(self, content: memoryview, offset: int) -> None:
-        """Put bytes into the segment that was begun.
+        """Write bytes into the segment that `begin` created.
 
         Raises:
             RuntimeError: `/dev/shm` has no room for them.
@@ -84,7 +84,7 @@ class SegmentFile:
             content, offset = content[written:], offset + written
 
     def reserve(self, weight_version: WeightVersion, size: int) -> mmap.mmap:
-        """Writable memory of `size` bytes; what was there before is removed.
+        """Writable memory of `size` bytes; an earlier segment is removed.
 
         Raises:
             RuntimeError: `/dev/shm` has no room for it.
@@ -95,24 +95,24 @@ class SegmentFile:
         self.remove()
         pid = os.getpid()
         self._path = segment_path(run_id=self._run_id, pid=pid, weight_version=weight_version, rank=self._rank)
-        self._part = self._path.with_name(f".{self._path.name}.part")
-        return self._part
+        self._temporary = self._path.with_name(f".{self._path.name}.part")
+        return self._temporary
 
     def show(self) -> str:
         """Make the segment visible and return its path."""
-        assert self._part is not None and self._path is not None, "begin() or reserve() comes first"
+        assert self._temporary is not None and self._path is not None, "begin() or reserve() comes first"
         self._close()
-        self._part.rename(self._path)
-        self._part = None
+        self._temporary.rename(self._path)
+        self._temporary = None
         return str(self._path)
 
     def remove(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
         self._close()
-        for path in (self._part, self._path):
+        for path in (self._temporary, self._path):
             if path is not None:
                 path.unlink(missing_ok=True)
-        self._path = self._part = None
+        self._path = self._temporary = None
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -139,29 +139,29 @@ def _no_room(size: int) -> RuntimeError:
 
 
 def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) -> mmap.mmap:
-    """Map the segment of `size` bytes that trainer rank `rank` has shown.
+    """Map the segment of `size` bytes of trainer rank `rank`.
 
     Raises:
-        RuntimeError: it is missing or has another size.
+        RuntimeError: the segment is missing or has another size.
     """
     if path is None:
-        raise RuntimeError(f"no segment of trainer rank {rank} came with weight version {version}")
+        raise RuntimeError(f"weight version {version} was announced without a segment of trainer rank {rank}")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise RuntimeError(f"trainer rank {rank} has no segment of weight version {version} at {path}") from error
     try:
-        found = os.fstat(descriptor).st_size
-        if found != max(size, 1):
-            raise RuntimeError(f"segment of trainer rank {rank} at {path} has {found} bytes, the manifest says {size}")
-        # private: torch wants writable memory, and nobody can write through to the other engines
-        return mmap.mmap(descriptor, found, access=mmap.ACCESS_COPY)
+        length = os.fstat(descriptor).st_size
+        if length != max(size, 1):
+            raise RuntimeError(f"segment of trainer rank {rank} at {path} has {length} bytes, the manifest says {size}")
+        # a private mapping: torch needs writable memory, and writes must not reach other engines
+        return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
 
 
 def drop_pages(segment: mmap.mmap, start: int, size: int) -> None:
-    """Let go of the pages that lie wholly in these bytes of a mapped segment; the file has them still."""
+    """Drop the pages that lie completely in these bytes of a mapped segment; the file keeps their contents."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > first:
@@ -169,7 +169,7 @@ def drop_pages(segment: mmap.mmap, start: int, size: int) -> None:
 
 
 def sweep(run_id: str | None = None) -> list[Path]:
-    """Remove segments of dead processes and, if `run_id` is given, all of that run; returns what was removed."""
+    """Remove segments of dead processes and, if `run_id` is given, all segments of that run; returns removed paths."""
     removed: list[Path] = []
     for path in SHM.iterdir():
         match = _NAME.fullmatch(path.name)

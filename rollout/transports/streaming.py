@@ -5,15 +5,15 @@ A bucket is sent to the ranks of every attached engine that require it (`Bucket.
 trainer ranks send to the first engine, and every rank forwards what it receives to the same rank of the next engine
 (`Relay`) while it goes on receiving. So no rank sends a bucket twice. With NCCL buckets stay on devices.
 
-No backend can continue after a missed deadline. A channel that missed one is closed, and a new one has to be made
+No backend can continue after a missed deadline. The channel is then closed, and a new one has to be made
 (`EngineWeights.init_transport`, `GroupSender.attach`).
 
 A message is a header and a body: the whole bucket, or its changes since the receiver's last one
 (`rollout.transports.delta`). Sender and receiver know the weight version of every bucket they keep, so a
 receiver that is new, or that missed a publish, gets whole buckets. Every engine rank keeps its own buckets.
 
-Invariants: a bucket's header and body follow each other, and buckets of a pair of ranks their indices, on both ends;
-with gloo the tag of a message also says which it is, so a bucket is never taken for another.
+Invariants: both ends of a pair of ranks transfer buckets in index order, and each body right after its header. With
+gloo the tag of a message also names its bucket, so a bucket is never mistaken for another.
 """
 
 import time
@@ -34,13 +34,13 @@ from rollout.weights.manifest import Bucket
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A bucket on its way."""
+    """A bucket that is being sent."""
 
     index: int
     works: list[tuple[int, int, dist.Work | None]] = field(default_factory=list)
-    """Engine, rank and what to wait for."""
+    """Engine, engine rank and pending transfer."""
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """Kept until they have been sent."""
+    """Tensors that must stay in memory until they are sent."""
 
 
 class GroupSender:
@@ -49,14 +49,14 @@ class GroupSender:
     def __init__(
         self, *, rank: int, timeout_s: float, backend: Backend = "gloo", delta: bool = False, full_every: int = 0
     ) -> None:
-        """A sender without engines.
+        """Make a sender without engines.
 
         Args:
-            rank: the trainer rank.
-            backend: of all channels that it will be attached to.
-            timeout_s: bounds one publish, from `open` to the last `commit`.
-            delta: keep what was sent, and send what has changed.
-            full_every: every so many publishes all travels whole; 0 for never again.
+            rank: number of the trainer rank.
+            backend: backend of all channels that will be attached.
+            timeout_s: limit of one publish, from `open` to the last `commit`.
+            delta: keep sent buckets, and send only changed bytes.
+            full_every: one in this many publishes sends whole buckets; 0 for the first publish only.
         """
         self._rank = rank
         self._backend: Backend = backend
@@ -65,8 +65,8 @@ class GroupSender:
         self._delta, self._full_every = delta, full_every
         self._num_publishes = 0
         self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
-        self._kept: dict[tuple[int, int], WeightVersion] = {}
-        """Weight version of the bucket that an engine keeps, by engine and bucket."""
+        self._engine_versions: dict[tuple[int, int], WeightVersion] = {}
+        """By engine and bucket: weight version of the bytes that the engine keeps."""
         self.sent_bytes = 0
         self._deadline = 0.0
         self._groups: dict[int, tuple[GroupChannel, Group]] = {}
@@ -76,7 +76,7 @@ class GroupSender:
         self._version = WeightVersion(-1)
 
     def attach(self, engine_id: int, channel: GroupChannel) -> None:
-        """Join the channel of one engine incarnation; the engine's earlier channel is left."""
+        """Join the channel of one engine incarnation, after leaving the engine's earlier channel."""
         self.detach(engine_id)
         self._groups[engine_id] = (channel, join(channel, channel.source_ranks.index(self._rank)))
 
@@ -85,10 +85,10 @@ class GroupSender:
         _, group = self._groups.pop(engine_id, (None, None))
         if group is not None:
             leave(group, self._backend)
-        self._kept = {key: version for key, version in self._kept.items() if key[0] != engine_id}
+        self._engine_versions = {key: version for key, version in self._engine_versions.items() if key[0] != engine_id}
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
-        """Begin a publish; two buffers of the largest bucket's size are used in turns."""
+        """Begin a publish. Buckets alternate between two buffers of the largest bucket's size."""
         self._version = weight_version
         self._deadline = time.monotonic() + self._timeout_s
         self._buckets = {bucket.index: bucket for bucket in buckets}
@@ -102,16 +102,16 @@ class GroupSender:
             self._payloads = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._payloads]
 
     def buffer(self, index: int) -> torch.Tensor:
-        """Writable bytes of bucket `index`; the memory of the bucket before the last one."""
+        """Writable bytes of bucket `index`, in the buffer of the last bucket but one."""
         turn = list(self._buckets).index(index) % len(self._payloads)
         return self._payloads[turn][: self._buckets[index].num_bytes]
 
     def commit(self, index: int) -> None:
-        """Seal a bucket and begin to send it to the ranks of every engine that want it; the last one has arrived then.
+        """Seal a bucket and start to send it to every engine's ranks that require it; the last bucket has arrived then.
 
         Raises:
-            RuntimeError: naming the engine ranks that did not take the last one: late, or gone. Their channel is left;
-                the other engines have it, and sending may go on for them.
+            RuntimeError: naming the engine ranks that did not receive the last bucket in time or have ended. Their
+                channel is left; sending can continue to the other engines.
         """
         payload = self.buffer(index)
         seal(payload, self._version)
@@ -119,33 +119,33 @@ class GroupSender:
         whole = Message(kind=Kind.WHOLE, body=payload, num_changed=payload.numel())
         flight = _Flight(index=index)
         for engine_id, (channel, group) in self._groups.items():
-            lined_up = change is not None and self._kept.get((engine_id, index)) == base_version
-            message = change if change is not None and lined_up else whole
-            header = message.header(base_version if lined_up else -1, keep=self._delta)
-            parts = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), message.body
-            flight.tensors += parts
+            has_baseline = change is not None and self._engine_versions.get((engine_id, index)) == base_version
+            message = change if change is not None and has_baseline else whole
+            header = message.header(base_version if has_baseline else -1, keep=self._delta)
+            tensors = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), message.body
+            flight.tensors += tensors
             for rank in range(channel.num_engine_ranks):
                 if self._buckets[index].required_by(rank):
                     peer = len(channel.source_ranks) + rank
-                    for part, tag in zip(parts, _tags(index), strict=True):
-                        if part.numel():
-                            flight.works.append((engine_id, rank, start_send(group, part, peer, tag)))
+                    for tensor, tag in zip(tensors, _tags(index), strict=True):
+                        if tensor.numel():
+                            flight.works.append((engine_id, rank, start_send(group, tensor, peer, tag)))
         self.sent_bytes += HEADER.size + (change or whole).body.numel()
         if self._delta:
-            kept = torch.empty_like(payload) if change is None else self._baselines[index][1]
-            self._baselines[index] = self._version, kept.copy_(payload)
+            baseline = torch.empty_like(payload) if change is None else self._baselines[index][1]
+            self._baselines[index] = self._version, baseline.copy_(payload)
         self._flights.append(flight)
         if len(self._flights) == len(self._payloads):
-            self._land()
+            self._await_oldest()
 
-    def _land(self) -> None:
-        """Wait until the oldest bucket under way has arrived."""
+    def _await_oldest(self) -> None:
+        """Wait until the oldest bucket in transfer has arrived."""
         flight = self._flights.pop(0)
         late = sorted({(engine, rank) for engine, rank, work in flight.works if not self._done(work)})
         for engine_id, _ in late:
             self.detach(engine_id)
         if self._delta:
-            self._kept |= {(engine_id, flight.index): self._version for engine_id in self._groups}
+            self._engine_versions |= {(engine_id, flight.index): self._version for engine_id in self._groups}
         if late:
             named = ", ".join(f"engine {engine_id} rank {rank}" for engine_id, rank in late)
             raise DeadlineError(
@@ -157,35 +157,35 @@ class GroupSender:
         return done(work, self._deadline, self._backend)
 
     def _change(self, index: int, payload: torch.Tensor) -> tuple[WeightVersion, Message | None]:
-        """What has changed in a bucket, and since which version; nothing where its last bytes are not known."""
+        """Version of a bucket's baseline, and the change since then; -1 and None without a baseline of equal size."""
         if index not in self._baselines or self._baselines[index][1].numel() != payload.numel():
             return WeightVersion(-1), None
         version, baseline = self._baselines[index]
         return version, encode(baseline, payload)
 
     def finish(self) -> str:
-        """Wait for the last bucket to arrive; there is nothing to find.
+        """Wait for the last bucket to arrive; returns an empty address.
 
         Raises:
             RuntimeError: as `commit` does.
         """
         while self._flights:
-            self._land()
+            self._await_oldest()
         self._buckets = {}
         return ""
 
     def abandon(self) -> None:
-        """End the publish."""
+        """Drop the publish in progress."""
         self._buckets, self._flights = {}, []
 
 
 def _tags(index: int) -> tuple[int, int]:
-    """Of a bucket's header and body."""
+    """Tags of a bucket's header and body."""
     return 2 * index, 2 * index + 1
 
 
 class Relay:
-    """Passes on what one engine rank receives to the same rank of the next engine.
+    """Forwards the buckets that one engine rank receives to the same rank of the next engine.
 
     If the next engine does not take a bucket in time, the relay stops sending and this engine continues; the next
     engine reports its own timeout. With n engines behind it, a relay waits n / (n + 1) of the publish's time. So when
@@ -203,26 +203,26 @@ class Relay:
         self._flights: list[list[tuple[torch.Tensor, dist.Work | None]]] = []
 
     def expect(self, timeout_s: float) -> None:
-        """Begin a publish that has so much time; the last one has been passed on then."""
-        self._land(left=0)
+        """Begin a publish with this limit; the last publish has been forwarded then."""
+        self._await_all_but(0)
         self._deadline = time.monotonic() + self._patience * timeout_s
 
-    def pass_on(self, index: int, parts: Sequence[torch.Tensor]) -> None:
-        """Begin to send a bucket's header and body; the one before the last has arrived then."""
+    def forward(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to send a bucket's header and body; the last bucket but one has arrived then."""
         if self._group is None:
             return
         self._flights.append(
             [
-                (part, start_send(self._group, part, self._peer, tag))
-                for part, tag in zip(parts, _tags(index), strict=True)
-                if part.numel()
+                (tensor, start_send(self._group, tensor, self._peer, tag))
+                for tensor, tag in zip(tensors, _tags(index), strict=True)
+                if tensor.numel()
             ]
         )
-        self._land(left=1)
+        self._await_all_but(1)
 
-    def _land(self, *, left: int) -> None:
-        """Wait until no more than `left` buckets are under way."""
-        while self._group is not None and len(self._flights) > left:
+    def _await_all_but(self, most: int) -> None:
+        """Wait until at most `most` buckets are in transfer."""
+        while self._group is not None and len(self._flights) > most:
             if not all(done(work, self._deadline, self._backend) for _, work in self._flights.pop(0)):
                 self.close()
 
@@ -249,21 +249,21 @@ class GroupInbox:
             self._relay = Relay(channel.onward, engine_rank=engine_rank)
 
     def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
-        """Begin a publish, all of which has to come within `timeout_s`."""
+        """Begin a publish, which has to arrive completely within `timeout_s`."""
         if self._relay is not None:
             self._relay.expect(timeout_s)
         self._version, self._timeout_s = weight_version, timeout_s
         self._deadline = time.monotonic() + timeout_s
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Receive one bucket into memory of its own and verify it; in any thread."""
+        """Receive one bucket into new memory and verify it; may be called in any thread."""
         if self._device.type == "cpu":
             return self._take(bucket)
-        with torch.cuda.device(self._device):  # a thread begins on the first device
+        with torch.cuda.device(self._device):  # the current device of a new thread is the first
             return self._take(bucket)
 
     def close(self) -> None:
-        """Leave the channel, and the one that it is passed on to."""
+        """Leave the channel, and the channel to the next engine."""
         leave(self._group, self._channel.backend)
         if self._relay is not None:
             self._relay.close()
@@ -279,7 +279,7 @@ class GroupInbox:
         body = self._receive(bucket, num_bytes, body_tag)
         message = Message(kind=Kind(kind), body=body, num_changed=num_changed)
         if self._relay is not None:
-            self._relay.pass_on(bucket.index, (header, body))
+            self._relay.forward(bucket.index, (header, body))
         payload = self._whole(bucket, message, base_version)
         verify(payload, self._version, index=bucket.index)
         if keep:
@@ -287,15 +287,15 @@ class GroupInbox:
         return payload
 
     def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
-        found = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         source = self._channel.source_of(bucket, self._engine_rank)
         backend = self._channel.backend
-        if num_bytes and not done(start_recv(self._group, found, source, tag), self._deadline, backend):
+        if num_bytes and not done(start_recv(self._group, received, source, tag), self._deadline, backend):
             raise DeadlineError(
                 f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
                 f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"
             )
-        return found
+        return received
 
     def _whole(self, bucket: Bucket, message: Message, base_version: int) -> torch.Tensor:
         if message.kind is Kind.WHOLE:
@@ -307,7 +307,7 @@ class GroupInbox:
         version, baseline = self._baselines.get(bucket.index, (None, None))
         if baseline is None or version != base_version:
             raise RuntimeError(
-                f"bucket {bucket.index}: what has changed since weight version {base_version} came, but "
-                f"{'none' if version is None else version} is kept here"
+                f"bucket {bucket.index}: a delta on weight version {base_version} came, but this rank keeps "
+                f"{'none' if version is None else f'version {version}'}"
             )
         return apply(message, baseline)

@@ -1,8 +1,8 @@
-"""Which tensors a model's checkpoint holds, from its `config.json` alone.
+"""Lists the tensors that a model's checkpoint holds, from its `config.json` alone.
 
-An engine compares every manifest with this list before it touches a weight. The list comes from the
-reference implementation of the architecture (built on the meta device, no memory), so it shares no
-code with the trainer's table of names nor with vLLM's loaders.
+An engine compares every manifest with this list before it touches a weight. The list comes from the reference
+implementation of the architecture, built on the meta device without memory. So it shares no code with the trainer's
+table of names or with vLLM's loaders.
 
 Invariant: `expected_tensors` is sorted by name; tied weights appear once.
 """
@@ -22,7 +22,7 @@ def expected_tensors(directory: str, format: WeightFormat) -> tuple[TensorSpec, 
 
     Args:
         directory: a Hugging Face model directory; only `config.json` is read.
-        format: with its exceptions.
+        format: the weight format with its exceptions.
     """
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
@@ -37,7 +37,7 @@ def expected_tensors(directory: str, format: WeightFormat) -> tuple[TensorSpec, 
 
 
 def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Transformers holds the experts of a layer as stacks, as a publish does, but gate and up in one."""
+    """Tensors of a publish for one of Transformers', which stacks a layer's experts too, but fuses gate and up."""
     parent, _, leaf = name.rpartition(".")
     if not parent.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
         yield name, shape
@@ -50,7 +50,7 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
 
 
 def linears_in_bf16(expected: tuple[TensorSpec, ...]) -> tuple[str, ...]:
-    """Names of the linears of decoder layers, routers among them, that an 8-bit format leaves as they are."""
+    """Names of the decoder layers' linears, including routers, that stay BF16 in an 8-bit format."""
     return tuple(
         name.removesuffix(".weight")
         for spec in expected
@@ -69,24 +69,24 @@ def _as_sent(name: str, shape: tuple[int, ...], format: WeightFormat, num_layers
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """The matrices of the decoder layers and stacks of them, nothing else."""
+    """Whether a tensor is a matrix of a decoder layer, or a stack of them."""
     return ".layers." in name and name.endswith(".weight") and len(shape) >= 2
 
 
 def _has_codes(name: str, shape: tuple[int, ...]) -> bool:
-    """The matrices that an 8-bit format is about: all but routers, whose choices are not to be rounded."""
+    """Whether an 8-bit format quantises the tensor: all matrices but routers, whose choices must not be rounded."""
     return _is_matrix(name, shape) and not name.endswith(".mlp.gate.weight")
 
 
 def differences(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> list[str]:
-    """Return one line per tensor in which a manifest differs from what the model wants; empty if none."""
+    """Return one line per tensor that differs between a manifest and the model's tensors; empty if none."""
     sent = {spec.name: spec for spec in manifest.tensors}
-    wanted = {spec.name: spec for spec in expected}
-    lines = [f"{name} is missing" for name in wanted.keys() - sent.keys()]
-    lines += [f"{name} is unknown to the model" for name in sent.keys() - wanted.keys()]
+    required = {spec.name: spec for spec in expected}
+    lines = [f"{name} is missing" for name in required.keys() - sent.keys()]
+    lines += [f"{name} is unknown to the model" for name in sent.keys() - required.keys()]
     lines += [
-        f"{name} is {list(sent[name].shape)} {sent[name].dtype}, the model wants {list(spec.shape)} {spec.dtype}"
-        for name, spec in wanted.items()
+        f"{name} is {list(sent[name].shape)} {sent[name].dtype}, the model needs {list(spec.shape)} {spec.dtype}"
+        for name, spec in required.items()
         if name in sent and sent[name] != spec
     ]
     if len(sent) != len(manifest.tensors):

@@ -1,4 +1,4 @@
-"""Sums over weights of two sides, held against each other. Made by `rollout.weights.fingerprint`. Pure: no torch."""
+"""Adds up and compares fingerprints of the two sides, made by `rollout.weights.fingerprint`. Pure: no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -10,35 +10,35 @@ NUM_GROUPS: Final = 64
 NUM_VECTORS: Final = 4
 
 Fingerprint = Mapping[str, npt.NDArray[np.float64]]
-"""By tensor, of the parts that somebody holds: sums and sums of squares, [2, NUM_VECTORS, NUM_GROUPS] (of a vector
-[2, 1, NUM_GROUPS])."""
+"""By tensor: sums and sums of squares over the boxes that one rank holds, [2, NUM_VECTORS, NUM_GROUPS]; for a vector
+[2, 1, NUM_GROUPS]."""
 
 
-def add_up(parts: Iterable[Fingerprint]) -> dict[str, npt.NDArray[np.float64]]:
-    """Sums of all parts together."""
-    found: dict[str, npt.NDArray[np.float64]] = {}
-    for part in parts:
-        for name, sums in part.items():
-            found[name] = found[name] + sums if name in found else sums.copy()
-    return found
+def add_up(fingerprints: Iterable[Fingerprint]) -> dict[str, npt.NDArray[np.float64]]:
+    """Fingerprint of all ranks together."""
+    total: dict[str, npt.NDArray[np.float64]] = {}
+    for fingerprint in fingerprints:
+        for name, sums in fingerprint.items():
+            total[name] = total[name] + sums if name in total else sums.copy()
+    return total
 
 
 def difference(
-    found: Fingerprint, expected: Fingerprint, *, leniency: Callable[[str], float] = lambda name: 1.0
+    actual: Fingerprint, expected: Fingerprint, *, leniency: Callable[[str], float] = lambda name: 1.0
 ) -> tuple[float, str]:
-    """The largest difference of a group's sum, over what its rows have together; and where it is.
+    """The largest relative difference of a group's sum, and its tensor and group in words.
 
-    Differences of a tensor are divided by its `leniency`.
-    What rows have together is the root of their sum of squares and of what groups have on average: rounding is some
-    thousandths of it, whatever rows stand out and however parts of a row cancel. 1 where a tensor is not in both.
+    A difference is divided by the root of the group's sum of squares plus the mean sum of squares of all groups. So
+    rounding stays at some thousandths, even if single rows are large or the terms of a row cancel. The difference is
+    also divided by the tensor's `leniency`. A tensor that only one side has counts as 1.
     """
     worst, where = 0.0, ""
-    for name in expected.keys() | found.keys():
-        if name not in found or name not in expected:
+    for name in expected.keys() | actual.keys():
+        if name not in actual or name not in expected:
             return 1.0, f"{name} is known to one side only"
         sums, squares = expected[name]
-        have = np.sqrt(np.fmax(squares, found[name][1]) + squares.mean())
-        gaps = np.abs(found[name][0] - sums) / np.maximum(have, 1e-30)
+        scale = np.sqrt(np.fmax(squares, actual[name][1]) + squares.mean())
+        gaps = np.abs(actual[name][0] - sums) / np.maximum(scale, 1e-30)
         gaps = np.nan_to_num(gaps.ravel(), nan=np.inf) / leniency(name)
         group = int(np.argmax(gaps))
         if gaps[group] > worst:

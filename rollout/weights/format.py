@@ -1,7 +1,7 @@
-"""What the weights of a model become on their way to an engine: which tensors get 8-bit codes, and with what scales.
+"""How the weights of a model travel to an engine: which tensors get 8-bit codes, and with which scales.
 
-The words of `engine.format` and its exceptions, for the trainer that makes the codes and for the engine that says
-what it expects. Pure: no torch.
+The trainer, which makes the codes, and the engine, which checks them, read `engine.format` and its exceptions here.
+Pure: no torch.
 
 Shape legend: N output channels, K inputs, [P, Q] the grid of a matrix's scales.
 """
@@ -19,10 +19,10 @@ FP8_BLOCK: Final = 128
 _WHOLE_ROW: Final = 1 << 62
 
 FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""What vLLM holds as one matrix, which has 8-bit codes or has not."""
+"""Matrices that vLLM holds as one, so either all or none of them have 8-bit codes."""
 
 FUSED_EXPERTS: Final = ("gate_proj", "up_proj", "down_proj")
-"""The same of the experts of a layer."""
+"""The same for the experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class CodeLayout:
     """How a matrix [N, K] is stored in 8 bits: codes of its shape, and a float32 scale for each block."""
 
     dtype: str
-    """Of the codes, as in `rollout.weights.manifest.DTYPE_BYTES`."""
+    """Dtype of the codes, a key of `rollout.weights.manifest.DTYPE_BYTES`."""
     scale_suffix: str
     """`X.weight` has its scales in `X.weight` + suffix, as in checkpoints of this layout."""
     block: tuple[int, int]
@@ -42,7 +42,7 @@ class CodeLayout:
         return rows, columns
 
     def touched(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:
-        """Blocks that a box of the matrix has a part of, as an index into the grid."""
+        """Blocks that a box of the matrix touches, as an index into the grid."""
         rows, columns = (
             slice(first // block, -(-(first + size) // block))
             for first, size, block in zip(start, shape, self.block, strict=True)
@@ -50,7 +50,7 @@ class CodeLayout:
         return rows, columns
 
     def begun(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:
-        """Blocks whose first row and column lie in a box: of boxes that tile a matrix, each block is one's."""
+        """Blocks whose first row and column lie in a box, as an index into the grid; disjoint boxes share none."""
         rows, columns = (
             slice(-(-first // block), -(-(first + size) // block))
             for first, size, block in zip(start, shape, self.block, strict=True)
@@ -67,7 +67,7 @@ LAYOUTS: Final[dict[str, CodeLayout]] = {
     "fp8_channel": CodeLayout(dtype="float8_e4m3fn", scale_suffix="_scale", block=(1, _WHOLE_ROW)),
     "fp8_block": CodeLayout(dtype="float8_e4m3fn", scale_suffix="_scale_inv", block=(FP8_BLOCK, FP8_BLOCK)),
 }
-"""Of the 8-bit formats."""
+"""Layouts of the 8-bit formats, by format name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,9 @@ class WeightFormat:
 
     name: Format
     bf16_first_layers: int = 0
-    """Decoder layers from the first on whose linears stay BF16."""
+    """Number of decoder layers, from the first, whose linears stay BF16."""
     bf16_last_layers: int = 0
-    """Decoder layers up to the last whose linears stay BF16."""
+    """Number of decoder layers, up to the last, whose linears stay BF16."""
     bf16_modules: tuple[str, ...] = ()
     """Patterns (`*` for anything) of names of further modules that stay BF16."""
 
@@ -92,7 +92,7 @@ class WeightFormat:
 
     @classmethod
     def of(cls, config: EngineConfig) -> "WeightFormat":
-        """What an engine's configuration asks for."""
+        """The format of an engine's configuration."""
         return cls(
             name=config.format,
             bf16_first_layers=config.bf16_first_layers,
@@ -102,13 +102,13 @@ class WeightFormat:
 
     @property
     def layout(self) -> CodeLayout | None:
-        """None where nothing gets codes."""
+        """Layout of the codes; None for `bf16`."""
         return LAYOUTS.get(self.name)
 
     def excepts(self, tensor_name: str, num_layers: int) -> bool:
         """Whether a linear of a decoder layer keeps BF16 weights, by the Hugging Face name of one of its tensors.
 
-        The experts of a layer are one module: patterns see their names without numbers.
+        The experts of a layer are one module: patterns match their names without expert numbers.
         """
         module = stack_of(tensor_name).rpartition(".")[0]
         layer = int(module.partition(".layers.")[2].partition(".")[0])

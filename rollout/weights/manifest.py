@@ -1,15 +1,15 @@
-"""The wire format of weights: flat byte buckets and the manifest that says what lies where.
+"""The wire format of weights: flat byte buckets, and the manifest that says which bytes belong to which tensor.
 
-A publish moves tensors under their Hugging Face names (codes and scales are tensors of their own, as
-in a quantised checkpoint: `X.weight` and `X.weight_scale`); a matrix that every expert of a layer has is one
-*stack*, [experts, rows, columns], under a name without the expert's number. Each trainer rank cuts what it owns into
-*pieces* (boxes of a tensor, each of one expert) and packs them into *buckets*, contiguous bytes that a transport can
-move without knowing what they mean. Every bucket ends in a trailer, so that its reader can prove it whole
-and of the right publish before a byte of it is applied.
+A publish moves tensors under their Hugging Face names. Codes and scales are separate tensors, as in a quantised
+checkpoint: `X.weight` and `X.weight_scale`. A matrix that every expert of a layer has travels as one *stack*, [experts,
+rows, columns], under a name without the expert's number. Each trainer rank cuts the tensors that it owns into *pieces*
+(boxes of a tensor, each of one expert) and packs them into *buckets*: contiguous bytes that a transport moves without
+knowing their meaning. Every bucket ends in a trailer, by which its reader verifies that the bucket is complete and
+belongs to the right publish before a byte of it is applied.
 
-Invariants (`WeightManifest.check`): the pieces of a tensor tile it exactly once, each in one matrix; pieces of a bucket
-do not overlap, are aligned to `PIECE_ALIGNMENT` and lie before its trailer; buckets are numbered
-0..n-1 in the order in which a streaming transport sends them.
+Invariants (`WeightManifest.check`): the pieces of a tensor tile it exactly once, each in one matrix. Pieces of a bucket
+do not overlap, are aligned to `PIECE_ALIGNMENT` and lie before its trailer. Buckets are numbered 0..n-1 in the order in
+which a streaming transport sends them.
 
 Nothing here imports torch: controllers and tests read manifests without it.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rollout.types import WeightVersion
 
 PIECE_ALIGNMENT = 64
-"""Bytes; lets a reader view any dtype in place."""
+"""Alignment in bytes, so that a reader can view any dtype in place."""
 
 TRAILER = struct.Struct("<QqQ")
 """Magic, weight version, xxh3-64 of the payload."""
@@ -37,7 +37,7 @@ _EXPERTS = ".experts."
 
 
 def stack_of(name: str) -> str:
-    """Name of the stack that holds an expert's tensor; any other name as it is, that of a stack among them."""
+    """Name of the stack that holds an expert's tensor; other names, also those of stacks, are returned unchanged."""
     parent, separator, rest = name.partition(_EXPERTS)
     number, _, leaf = rest.partition(".")
     return parent + separator + leaf if number.isdigit() else name
@@ -51,7 +51,7 @@ def of_expert(stack: str, expert: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One whole tensor as the engine's loader will see it."""
+    """One whole tensor as the engine's loader sees it."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,13 +70,13 @@ class TensorSpec:
 
     @property
     def unstacked(self) -> tuple[str, ...]:
-        """Names of the tensors that it holds in a checkpoint: of each expert's matrix, or its own alone."""
+        """Names in a checkpoint: of each expert's matrix for a stack, else the tensor's own name."""
         return tuple(of_expert(self.name, expert) for expert in range(self.shape[0])) if self.is_stack else (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A part of a tensor."""
+    """Coordinates of a rectangular region of a tensor."""
 
     start: tuple[int, ...]
     """First index in each dimension."""
@@ -89,16 +89,16 @@ class Box:
 
     @property
     def expert(self) -> int:
-        """Whose matrix of a stack it begins in; 0 in any other tensor."""
+        """Expert of the matrix of a stack in which the box begins; 0 in any other tensor."""
         return self.start[0] if len(self.start) == 3 else 0
 
     @property
     def in_matrix(self) -> "Box":
-        """The same box of one expert's matrix; itself in any other tensor."""
+        """The same box in the coordinates of one expert's matrix; the box itself in any other tensor."""
         return Box(start=self.start[-2:], shape=self.shape[-2:])
 
     def common(self, other: "Box") -> "Box":
-        """What both have; a dimension of it is 0 where they do not meet."""
+        """The intersection; a dimension of its shape is 0 if there is none."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         shape = tuple(
             max(0, min(a + n, b + m) - first)
@@ -107,19 +107,19 @@ class Box:
         return Box(start=start, shape=shape)
 
     def holds(self, other: "Box") -> bool:
-        """Whether all of another box, which is not empty, lies in it."""
+        """Whether another box, which is not empty, lies inside."""
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
         )
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part as an index into something that begins at `origin` of the tensor."""
+        """The box as an index into a tensor that begins at `origin` of this one."""
         return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.start, self.shape, origin, strict=True))
 
 
 def overlap(boxes: Iterable[Box]) -> bool:
-    """Whether any two boxes of one vector or matrix have an element in common; in n log n, for plans of many ranks."""
+    """Whether any two boxes of one vector or matrix share an element; O(n log n), for plans of many ranks."""
     begins, ends = 1, 0
     events = []
     for box in boxes:
@@ -144,7 +144,7 @@ def overlap(boxes: Iterable[Box]) -> bool:
 
 
 Required = Mapping[str, tuple[Box, ...]]
-"""What one engine rank takes of each tensor."""
+"""Boxes of each tensor that one engine rank requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The part of the tensor."""
+        """Coordinates of the piece in its tensor."""
         return Box(start=self.start, shape=self.shape)
 
 
@@ -176,10 +176,10 @@ class Bucket:
     """Payload and trailer together."""
     pieces: tuple[Piece, ...]
     engine_ranks: tuple[int, ...] = ()
-    """Ranks of each engine that want it; () stands for all."""
+    """Ranks of each engine that require it; () for all."""
 
     def required_by(self, engine_rank: int) -> bool:
-        """Whether a rank of an engine takes this bucket."""
+        """Whether a rank of an engine requires this bucket."""
         return not self.engine_ranks or engine_rank in self.engine_ranks
 
     @property
@@ -190,14 +190,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Names, shapes, dtypes and places of every tensor of one publish."""
+    """Names, shapes, dtypes and pieces of every tensor of one publish."""
 
     run_id: str
     weight_version: WeightVersion
     format: str
     """`bf16`, `int8`, `fp8_channel` or `fp8_block`."""
     tensors: tuple[TensorSpec, ...]
-    """In the order in which the engine's loader should see them: layer by layer."""
+    """In the order in which the engine's loader gets them: layer by layer."""
     buckets: tuple[Bucket, ...]
 
     @property
@@ -236,16 +236,16 @@ class WeightManifest:
                 raise RuntimeError(f"{self.tensors[tensor].name}: pieces overlap")
 
     def check_required(self, engine_rank: int, required: Required) -> None:
-        """Raise `RuntimeError` naming the first tensor of which a rank would not get what it takes."""
-        brought: dict[tuple[str, int], list[Box]] = {}
+        """Raise `RuntimeError` naming the first tensor with a required box that the rank would not receive."""
+        sent: dict[tuple[str, int], list[Box]] = {}
         for bucket in self.buckets:
             if bucket.required_by(engine_rank):
                 for piece in bucket.pieces:
-                    brought.setdefault((self.tensors[piece.tensor].name, piece.box.expert), []).append(piece.box)
+                    sent.setdefault((self.tensors[piece.tensor].name, piece.box.expert), []).append(piece.box)
         for name, boxes in required.items():
             for box in boxes:
-                found = sum(box.common(one).size for one in brought.get((name, box.expert), []))
-                if found != box.size:
+                size = sum(box.common(other).size for other in sent.get((name, box.expert), []))
+                if size != box.size:
                     raise RuntimeError(
-                        f"{name}: engine rank {engine_rank} would get {found} of the {box.size} elements that it takes"
+                        f"{name}: engine rank {engine_rank} would get {size} of the {box.size} elements it requires"
                     )

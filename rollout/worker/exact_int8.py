@@ -1,21 +1,35 @@
-"""INT8 matrix products that are checked before an engine uses them, and exact ones for machines whose kernel is wrong.
+"""Tests vLLM's INT8 kernel when an engine starts, and multiplies exactly where that kernel is wrong.
 
-Some kernels add INT8 products in 16 bits and saturate: oneDNN's on CPUs without VNNI is off by a fifth on random codes
-(`ONEDNN_MAX_CPU_ISA=AVX2` shows the same fault on newer CPUs). So the kernel that vLLM would use multiplies small
-matrices of extreme codes when an engine starts, and the results are compared with exact sums. If one of them is wrong,
-`ExactInt8` replaces that kernel: codes are multiplied as float32 numbers, in chunks whose sums float32 holds exactly.
-The test decides, not the name of a CPU, and GPUs are tested the same way.
+Some kernels add INT8 products in 16 bits and saturate. oneDNN's kernel on CPUs without VNNI is off by a fifth on random
+codes; `ONEDNN_MAX_CPU_ISA=AVX2` reproduces the fault on newer CPUs. So the kernel that vLLM would use multiplies small
+matrices of extreme codes, and the results are compared with exact sums. If one result is wrong, `ExactInt8` replaces
+the kernel: it multiplies codes as float32 numbers, in chunks whose sums float32 holds exactly. The test decides, not
+the name of a CPU. GPUs are tested in the same way.
+
+`python -m rollout.worker.exact_int8` runs the test alone. It prints one line on stdout (vLLM's log goes to stderr) and
+exits with status 0, whether the kernel is right, wrong or absent. The line has one of these forms:
+
+    INT8: test products of KERNEL equal exact sums
+    INT8: test products of KERNEL are off by up to PERCENT on this machine; engines multiply codes exactly ...
+    INT8: not asked: vLLM has no INT8 kernel for this platform (NAME)
+
+Any other exit status means that the test did not finish; stderr says why.
 
 Shape legend: T tokens, N output channels, K inputs.
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+if __name__ == "__main__":  # vLLM reads it when it is imported, and logs to stdout by default
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     Int8ScaledMMLinearKernel,
@@ -30,7 +44,7 @@ CHUNK = 1024
 
 _TEST_TOKENS = (1, 5, 64)
 _TEST_SHAPES = ((64, 64), (48, 96), (160, 512))
-"""N and K of the tested matrices: multiples of 16, as kernels ask for, and not all of them multiples of 32."""
+"""N and K of the tested matrices: multiples of 16, which kernels require; some are not multiples of 32."""
 _ROUNDING = 2.0**-7
 """Relative difference allowed between a result and the exact sum: two roundings to BF16."""
 
@@ -43,7 +57,7 @@ Support = tuple[bool, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCheck:
-    """What the test of vLLM's INT8 kernel found on this machine."""
+    """Result of the test of vLLM's INT8 kernel on this machine."""
 
     kernel: str
     """Class name of the kernel that vLLM would use."""
@@ -56,7 +70,7 @@ class KernelCheck:
         return self.error == 0
 
     def line(self) -> str:
-        """What a run says of it."""
+        """The result as one line for the log of a run; the forms are in the head of this file."""
         if self.is_exact:
             return f"INT8: test products of {self.kernel} equal exact sums"
         return (
@@ -66,22 +80,22 @@ class KernelCheck:
 
 
 class ExactInt8(Int8ScaledMMLinearKernel):  # type: ignore[misc]
-    """INT8 with a scale for each output channel and a dynamic one for each token; sums are exact."""
+    """INT8 with a scale for each output channel and a dynamic scale for each token; sums are exact."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Support:
-        """Where vLLM's kernel is wrong."""
+        """Supported only where vLLM's kernel is wrong."""
         return (False, "vLLM's kernel is exact") if check_vllm_kernel().is_exact else (True, None)
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Support:
-        """Whether scales are as above."""
+        """Whether weights have channel scales, and inputs symmetric dynamic scales."""
         if c.is_channelwise and c.input_symmetric and not c.is_static_input_scheme:
             return True, None
-        return False, "takes a scale for each output channel, and a dynamic one for each token"
+        return False, "needs a scale for each output channel and a dynamic scale for each token"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep codes as float32 numbers, [N, K]."""
+        """Store the codes as float32 numbers, [N, K]."""
         codes, *_ = self.layer_param_names
         replace_parameter(layer, codes, getattr(layer, codes).data.float())
 
@@ -92,8 +106,8 @@ class ExactInt8(Int8ScaledMMLinearKernel):  # type: ignore[misc]
         outputs = exact_product(inputs, codes) * input_scales * scales.view(1, -1)
         if bias is not None:
             outputs += bias
-        found: torch.Tensor = outputs.to(x.dtype).view(*x.shape[:-1], -1)
-        return found
+        products: torch.Tensor = outputs.to(x.dtype).view(*x.shape[:-1], -1)
+        return products
 
 
 def quantise_tokens(inputs_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +130,7 @@ def exact_product(inputs_TK: torch.Tensor, codes_NK: torch.Tensor) -> torch.Tens
 
 
 def register() -> None:
-    """Offer `ExactInt8` to vLLM before its own kernels, once."""
+    """Put `ExactInt8` before vLLM's own kernels; a second call changes nothing."""
     offered = kernels._POSSIBLE_INT8_KERNELS[current_platform._enum]
     if ExactInt8 not in offered:
         offered.insert(0, ExactInt8)
@@ -124,24 +138,35 @@ def register() -> None:
 
 @cache
 def check_vllm_kernel() -> KernelCheck:
-    """Compare products of the kernel that vLLM would use here with exact sums; takes a fraction of a second."""
-    kernel = _kernel_of_vllm()
+    """Compare products of the kernel that vLLM would use here with exact sums; takes a fraction of a second.
+
+    Raises:
+        RuntimeError: vLLM has no INT8 kernel for this platform.
+    """
+    kernel = _vllm_kernel()
+    if kernel is None:
+        raise RuntimeError(f"vLLM has no INT8 kernel for this platform ({_platform()}); use engine.format=bf16")
     with _bf16_by_default(), torch.no_grad():
         errors = [_error(kernel, inputs, codes) for inputs, codes in _test_products()]
     return KernelCheck(kernel=kernel.__name__, error=max(errors))
 
 
-def _kernel_of_vllm() -> type[Int8ScaledMMLinearKernel]:
-    offered: list[type[Int8ScaledMMLinearKernel]] = kernels._POSSIBLE_INT8_KERNELS[current_platform._enum]
+def _vllm_kernel() -> type[Int8ScaledMMLinearKernel] | None:
+    """The kernel that vLLM chooses without `ExactInt8`; None if it has none for this platform."""
+    offered: list[type[Int8ScaledMMLinearKernel]] = kernels._POSSIBLE_INT8_KERNELS.get(current_platform._enum, [])
     for kernel in offered:
         if kernel is not ExactInt8 and kernels.is_supported_and_can_implement_kernel(kernel, _CONFIG, None)[0]:
             return kernel
-    raise RuntimeError(f"vLLM has no INT8 kernel for this platform ({current_platform.device_name}); use bf16")
+    return None
+
+
+def _platform() -> str:
+    return current_platform.device_name or "unknown"
 
 
 @contextmanager
 def _bf16_by_default() -> Iterator[None]:
-    """While vLLM builds a model its dtype is torch's default, and kernels read it there."""
+    """Set torch's default dtype, where kernels read the dtype of the model, as vLLM does while it builds one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -151,35 +176,35 @@ def _bf16_by_default() -> Iterator[None]:
 
 
 def _test_products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Codes of tokens [T, K] and of weights [N, K], int8: all the largest, the largest of both signs, and random."""
+    """Codes of tokens [T, K] and weights [N, K], int8: all 127, random signs of 127, and random codes."""
     random = torch.Generator().manual_seed(0)
 
     def codes(rows: int, columns: int, kind: str) -> torch.Tensor:
         if kind == "largest":
-            found = torch.full((rows, columns), LARGEST_CODE, device="cpu")
+            numbers = torch.full((rows, columns), LARGEST_CODE, device="cpu")
         elif kind == "signs":
-            found = (2 * torch.randint(0, 2, (rows, columns), generator=random, device="cpu") - 1) * LARGEST_CODE
+            numbers = (2 * torch.randint(0, 2, (rows, columns), generator=random, device="cpu") - 1) * LARGEST_CODE
         else:
-            found = torch.randint(-LARGEST_CODE, LARGEST_CODE + 1, (rows, columns), generator=random, device="cpu")
-        return found.to(torch.int8)
+            numbers = torch.randint(-LARGEST_CODE, LARGEST_CODE + 1, (rows, columns), generator=random, device="cpu")
+        return numbers.to(torch.int8)
 
     for num_tokens, (n, k), kind in itertools.product(_TEST_TOKENS, _TEST_SHAPES, ("largest", "signs", "random")):
         inputs = codes(num_tokens, k, kind)
-        inputs[:, 0] = LARGEST_CODE  # so the scale of each token is 1, and its codes are its numbers
+        inputs[:, 0] = LARGEST_CODE  # so each token has scale 1, and its codes are its inputs
         yield inputs, codes(n, k, kind)
 
 
 def _error(kernel: type[Int8ScaledMMLinearKernel], inputs: torch.Tensor, codes: torch.Tensor) -> float:
     """Relative error of one product; 0 where no result differs from the exact sum by more than rounding."""
     exact = inputs.double() @ codes.double().t()
-    found = _multiply(kernel, inputs, codes).double().cpu()
-    if bool(((found - exact).abs() <= _ROUNDING * exact.abs() + 1).all()):
+    products = _multiply(kernel, inputs, codes).double().cpu()
+    if bool(((products - exact).abs() <= _ROUNDING * exact.abs() + 1).all()):
         return 0.0
-    return float((found - exact).norm() / exact.norm())
+    return float((products - exact).norm() / exact.norm())
 
 
 def _multiply(kernel: type[Int8ScaledMMLinearKernel], inputs: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The product [T, N] in BF16 by `kernel`, through a layer such as vLLM makes; scales are 1."""
+    """The product [T, N] in BF16 by `kernel`, through a layer with the attributes that vLLM sets; scales are 1."""
     device = torch.device(current_platform.device_type)
     layer = torch.nn.Module()
     layer.__dict__["logical_widths"] = [len(codes)]
@@ -194,6 +219,13 @@ def _multiply(kernel: type[Int8ScaledMMLinearKernel], inputs: torch.Tensor, code
     return outputs
 
 
-if __name__ == "__main__":
+def _main() -> None:
     current_platform.import_kernels()
-    print(check_vllm_kernel().line())
+    if _vllm_kernel() is None:
+        print(f"INT8: not asked: vLLM has no INT8 kernel for this platform ({_platform()})")
+    else:
+        print(check_vllm_kernel().line())
+
+
+if __name__ == "__main__":
+    _main()

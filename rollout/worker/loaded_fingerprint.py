@@ -1,6 +1,6 @@
-"""Sums of the weights that a worker's model holds, taken through the kernels that it samples with.
+"""Fingerprint of the weights that a worker's model holds, computed by the kernels that it samples with.
 
-See `rollout.weights.fingerprint`. The model must not be running a forward meanwhile.
+See `rollout.weights.fingerprint`. The model must not run a forward at the same time.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from rollout.weights.manifest import Box, TensorSpec, of_expert
 from rollout.worker.loader_recording import Landing
 
 _LAST_OF_EXPERT = "w2_weight"
-"""The parameter in which vLLM stacks the last matrices of a layer's experts."""
+"""vLLM's parameter that stacks the down projections of a layer's experts."""
 
 
 @torch.no_grad()
@@ -29,20 +29,20 @@ def loaded_fingerprint(
     counted: Collection[tuple[str, Box]],
     dtype: torch.dtype,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Sums of each tensor's parts on this rank, by name, an expert's by its own.
+    """Sums of each tensor's boxes on this rank, float64 [2, S, G] by name; each expert's tensor has its own name.
 
-    Scales have none, being part of every product.
+    Scales have no sums, because they are part of every product.
 
     Args:
-        model: the worker's.
-        landings: what its loaders copied where.
-        specs: of the tensors.
-        counted: tensor and box of the parts that this rank answers for.
-        dtype: of activations.
+        model: the worker's model.
+        landings: where its loaders copied each box.
+        specs: the tensors of a publish.
+        counted: tensor and box of each box that this rank's fingerprint includes.
+        dtype: dtype of activations.
     """
     shapes = {spec.name: spec.shape for spec in specs}
     products: dict[tuple[str, Box], torch.Tensor] = {}
-    found: dict[str, npt.NDArray[np.float64]] = {}
+    fingerprint: dict[str, npt.NDArray[np.float64]] = {}
     experts: dict[str, torch.Tensor] = {}
     for landing in landings:
         name, box, shape = landing.name, landing.box, shapes[landing.name]
@@ -54,7 +54,7 @@ def loaded_fingerprint(
             if landing.module not in experts:
                 experts[landing.module] = _through_experts(layer, shape[0], dtype)
             sums = fold(experts[landing.module][landing.start // shape[0]], box, shape)
-            found[name] = found[name] + sums if name in found else sums
+            fingerprint[name] = fingerprint[name] + sums if name in fingerprint else sums
             continue
         if len(shape) == 1:
             rows: torch.Tensor = getattr(layer, landing.parameter).unsqueeze(0)
@@ -65,16 +65,18 @@ def loaded_fingerprint(
                 products[key] = _product(layer, column_signs(box, shape), dtype)
             rows = products[key]
         sums = fold(rows[:, landing.start : landing.start + box.shape[0]], box, shape)
-        found[name] = found[name] + sums if name in found else sums
-    return found
+        fingerprint[name] = fingerprint[name] + sums if name in fingerprint else sums
+    return fingerprint
 
 
 def _through_experts(layer: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What each expert, or this rank's part of it, makes of a few tokens, [experts, tokens, hidden]."""
+    """Outputs of each expert, or of this rank's rows of it, for `expert_inputs`: [experts, tokens, hidden]."""
     method = layer.quant_method
     assert isinstance(method, FusedMoEMethodBase)
     if method.is_monolithic:
-        raise RuntimeError(f"{type(method).__name__} chooses experts itself, so that none can be asked alone")
+        raise RuntimeError(
+            f"{type(method).__name__} chooses experts itself, so the outputs of one expert cannot be computed"
+        )
     inputs = expert_inputs(hidden_size)
     count = cast(int, layer.local_num_experts)
     device = next(layer.parameters()).device
@@ -91,7 +93,7 @@ def _through_experts(layer: torch.nn.Module, hidden_size: int, dtype: torch.dtyp
 
 
 def _product(layer: torch.nn.Module, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's outputs for a few tokens, without bias, [tokens, outputs of this rank]."""
+    """A layer's outputs without bias, [tokens, outputs of this rank]."""
     weight = layer.weight
     if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
         assert isinstance(weight, torch.Tensor)

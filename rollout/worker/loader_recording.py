@@ -1,15 +1,15 @@
-"""Which parts of which tensors vLLM's own loaders take on one rank: recorded without a byte, then fed with just those.
+"""Records which box of which tensor vLLM's own loaders copy on one rank, and later feeds them exactly those boxes.
 
-vLLM's loaders take whole, unfused tensors under their Hugging Face names and cut their rank's part out of them
-themselves. What they cut is found out by giving them *stand-ins*: tensors of the right names and shapes without
-storage, of which every `copy_` tells a part by its offset, shape and strides; a stack is shown as its experts'
-matrices. A publish is then copied as they were seen to copy (`rollout.worker.loader_replay`). Where loaders do more
-than that, they load the publish themselves: they are given the stand-ins again, and whatever they copy out of one into
-a real parameter is replaced by the part that came. So no table of ours says how vLLM fuses, shards or pads, and no rank
-needs more than its own parts.
+vLLM's loaders take whole, unfused tensors under their Hugging Face names and cut out their rank's share themselves. To
+record the cuts, the loaders get *stand-ins*: tensors of the right names and shapes without storage. Every `copy_` out
+of a stand-in shows a box by its offset, shape and strides; a stack is shown as its experts' matrices. A publish is
+copied as recorded (`rollout.worker.loader_replay`). Where loaders do more than copy, they load the publish themselves:
+they get the stand-ins again, and every copy out of a stand-in into a real parameter is replaced by a copy of the
+received box. So this project needs no table of how vLLM fuses, shards or pads, and a rank receives only the boxes it
+needs.
 
-Invariant: every tensor is seen to be copied when loaders are recorded. One that a loader takes in another way (a cast,
-a sum) is refused then, and not found out by wrong weights later.
+Invariant: the recording sees a copy of every tensor. A tensor that a loader uses in another way (a cast, a sum) is
+refused when it is recorded, before wrong weights could be sampled from.
 """
 
 import math
@@ -30,52 +30,52 @@ from rollout.weights.manifest import Box, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """Where a part of a tensor ends up on one rank."""
+    """The place in a rank's parameters where a box of a tensor ends."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     box: Box
     module: str
     parameter: str
     offset: int
-    """Of its first element in the parameter's storage."""
+    """Elements from the start of the parameter's storage to the box's first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @property
     def start(self) -> int:
-        """First row in the parameter."""
+        """First row of the box in the parameter."""
         return self.offset // max(self.strides[0] if self.strides else 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What loaders were seen to do on one rank."""
+    """Copies that vLLM's loaders made on one rank."""
 
     landings: tuple[Landing, ...]
-    """What they copied where, in their order, each part once."""
+    """Every copied box with its place, in the loaders' order, each once."""
     plain: frozenset[str]
-    """Modules to which they did nothing else, and of which they filled all that is ever loaded."""
+    """Modules that copies alone fill completely: no other operation touches their parameters."""
 
 
-class Source(Protocol):
-    """Who has the parts of tensors; `rollout.worker.received_parts.Arrivals`."""
+class BoxSource(Protocol):
+    """Received boxes of tensors; `rollout.worker.received_pieces.ReceivedPieces`."""
 
-    def part(self, name: str, box: Box) -> torch.Tensor:
-        """A part of a tensor, of the box's shape."""
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """One box of a tensor, in the box's shape."""
 
-    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The same in boxes that make it up."""
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The same box without a copy: the boxes that make it up, with a view of each."""
 
 
 _Copy = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-"""What to do for a copy of (name, destination, view of a stand-in)."""
+"""Called for a copy with (name, destination, view of a stand-in); returns the result of the copy."""
 _Look = Callable[[bool, Sequence[torch.Tensor], object], None]
-"""Told of every other operation: whether it changes memory, the tensors it was given, what it has returned."""
+"""Called for every other operation with: whether it writes memory, its tensor arguments, its result."""
 
 
 class StandIns:
-    """Tensors without storage, in the place of a publish's."""
+    """Tensors without storage that stand for the tensors of a publish."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = tuple(specs)
@@ -84,19 +84,19 @@ class StandIns:
         }
 
     def items(self, specs: Sequence[TensorSpec] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """For a model's `load_weights`, of all specs or of these, in their order."""
+        """Names and tensors for a model's `load_weights`: of the given specs in order, or of all."""
         for spec in self._specs if specs is None else specs:
             tensor = self._tensors[spec.name]
             yield from zip(spec.unstacked, tensor if spec.is_stack else (tensor,), strict=True)
 
     @torch.no_grad()
     def record(self, model: torch.nn.Module) -> Recording:
-        """What the loaders of a model do on this rank; the model is left as it was.
+        """Record the copies that a model's loaders make on this rank; the model stays unchanged.
 
         Raises:
-            RuntimeError: a tensor is not copied at all, or not into a parameter.
+            RuntimeError: a tensor is never copied, or is copied to memory of no parameter.
         """
-        found: dict[Landing, None] = {}
+        landings: dict[Landing, None] = {}
         opaque: set[str] = set()
         with _in_checkpoint_layout(model):
             homes = {
@@ -118,7 +118,7 @@ class StandIns:
                     shape=tuple(destination.shape),
                     strides=destination.stride(),
                 )
-                found[landing] = None
+                landings[landing] = None
                 if not self._is_box(name, view) or destination.shape != view.shape:
                     opaque.add(module)
                 return destination
@@ -132,45 +132,47 @@ class StandIns:
 
             with _Copies(self._tensors, note, look):
                 model.load_weights(self.items())  # type: ignore[operator]
-        if lost := [landing.name for landing in found if not landing.parameter]:
-            raise RuntimeError(f"vLLM's loaders copy {', '.join(lost[:5])} into no parameter of the model")
-        if missing := self._tensors.keys() - {landing.name for landing in found}:
+        if lost := [landing.name for landing in landings if not landing.parameter]:
+            raise RuntimeError(
+                f"vLLM's loaders copy {', '.join(lost[:5])} to memory that belongs to no parameter of the model"
+            )
+        if missing := self._tensors.keys() - {landing.name for landing in landings}:
             names = ", ".join(sorted(missing)[:5])
-            raise RuntimeError(f"vLLM's loaders do not copy {names}: no part of it can be sent alone")
+            raise RuntimeError(f"vLLM's loaders do not copy {names}: its boxes for this rank are unknown")
         filled = Counter[str]()
         places: dict[str, set[tuple[str, int]]] = {}
-        for landing in found:
+        for landing in landings:
             filled[landing.module] += math.prod(landing.shape)
             if (place := (landing.parameter, landing.offset)) in places.setdefault(landing.module, set()):
                 opaque.add(landing.module)
             places[landing.module].add(place)
         plain = {module for module, size in filled.items() if size == sizes[module]}
-        return Recording(tuple(found), frozenset(plain - opaque))
+        return Recording(tuple(landings), frozenset(plain - opaque))
 
-    def feed(self, source: Source) -> TorchDispatchMode:
-        """While it is entered, what loaders copy out of stand-ins into real parameters comes from `source`."""
+    def feed(self, source: BoxSource) -> TorchDispatchMode:
+        """A context in which copies out of stand-ins into real parameters take their values from `source`."""
 
         def replace(name: str, destination: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-            if destination.is_meta:  # vLLM counts what a layer has been given before it gets memory
+            if destination.is_meta:  # vLLM loads twice; the first time it only counts elements, without memory
                 return destination
             box = self._box(name, view)
             if self._is_box(name, view):
-                copy_part(source, name, box, destination)
+                copy_box(source, name, box, destination)
                 return destination
-            part = source.part(name, box)
-            # a view that is no box was given the whole matrix
-            first = part.storage_offset() + view.storage_offset() - box.expert * math.prod(box.in_matrix.shape)
-            return destination.copy_(part.as_strided(view.shape, view.stride(), first))
+            matrix = source.read(name, box)
+            # for a view that is no box, `box` is the whole matrix
+            first = matrix.storage_offset() + view.storage_offset() - box.expert * math.prod(box.in_matrix.shape)
+            return destination.copy_(matrix.as_strided(view.shape, view.stride(), first))
 
         return _Copies(self._tensors, replace)
 
     def _box(self, name: str, view: torch.Tensor) -> Box:
-        """The part that a view shows, of one matrix; the whole matrix for a view that is no box of it."""
+        """The box of one matrix that a view shows; the whole matrix if the view is no box of it."""
         whole = self._tensors[name]
-        left, start = view.storage_offset(), []
+        offset, start = view.storage_offset(), []
         for stride in whole.stride():
-            start.append(left // stride)
-            left %= stride
+            start.append(offset // stride)
+            offset %= stride
         stacked = max(whole.dim() - 2, 0)
         shape = view.shape
         if not self._is_box(name, view):
@@ -178,33 +180,33 @@ class StandIns:
         return Box(start=tuple(start), shape=(1,) * stacked + tuple(shape))
 
     def _is_box(self, name: str, view: torch.Tensor) -> bool:
-        """Whether a view is a box of one matrix; a transposed square is not, though it has the shape of one."""
+        """Whether a view is a box of one matrix; a transposed square is not, in spite of its shape."""
         strides = self._tensors[name].stride()[-2:]
         pairs = zip(view.shape, view.stride(), strides, strict=False)
-        return view.dim() == len(strides) and all(size <= 1 or ours == theirs for size, ours, theirs in pairs)
+        return view.dim() == len(strides) and all(size <= 1 or stride == whole for size, stride, whole in pairs)
 
 
-def copy_part(source: Source, name: str, box: Box, destination: torch.Tensor) -> None:
-    """Copy a part of a tensor into memory of its shape (of one matrix), piece by piece."""
+def copy_box(source: BoxSource, name: str, box: Box, destination: torch.Tensor) -> None:
+    """Copy a box of one matrix into memory of its shape, bucket by bucket."""
     if destination.dim() < 2:
-        destination.copy_(source.part(name, box))
+        destination.copy_(source.read(name, box))
         return
-    target = destination.view(box.shape)  # of a stack, with its first dimension
-    for common, piece in source.pieces(name, box):
-        target[common.slices(box.start)].copy_(piece)
-        del piece  # its bucket need not be held until the next one has come
+    target = destination.view(box.shape)  # a box of a stack has three dimensions
+    for common, view in source.views(name, box):
+        target[common.slices(box.start)].copy_(view)
+        del view  # so that its bucket is released before the next one is taken
 
 
-def wanted_of(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
-    """What a rank takes of each tensor, a `Required`."""
-    found: dict[str, dict[Box, None]] = {}
+def required_boxes(landings: Sequence[Landing]) -> dict[str, tuple[Box, ...]]:
+    """Boxes of each tensor that a rank requires, in the form of `Required`."""
+    required: dict[str, dict[Box, None]] = {}
     for landing in landings:
-        found.setdefault(landing.name, {})[landing.box] = None
-    return {name: tuple(boxes) for name, boxes in found.items()}
+        required.setdefault(landing.name, {})[landing.box] = None
+    return {name: tuple(boxes) for name, boxes in required.items()}
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches `copy_` out of stand-ins, whose storages are known by their identity."""
+    """Intercepts `copy_` out of stand-ins, which it recognises by their storage."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], on_copy: _Copy, on_other: _Look | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,15 +229,15 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._on_copy(name, destination, view)
         result = func(*args, **(kwargs or {}))
         if self._on_other is not None:
-            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._on_other(func._schema.is_mutable, given, result)
         return result
 
 
 @contextmanager
 def _in_checkpoint_layout(model: torch.nn.Module) -> Iterator[None]:
-    """A model's parameters on the meta device, with vLLM's bare loaders; afterwards the parameters it had."""
-    absent = [(layer, name) for layer in model.modules() for name, one in layer._parameters.items() if one is None]
+    """Put a model's parameters on the meta device, with vLLM's plain loaders; restore the old parameters afterwards."""
+    absent = [(layer, name) for layer in model.modules() for name, value in layer._parameters.items() if value is None]
     layerwise.initialize_layerwise_reload(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "weight_loader"):
@@ -249,5 +251,5 @@ def _in_checkpoint_layout(model: torch.nn.Module) -> Iterator[None]:
             if info.can_load():
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
-        for layer, name in absent:  # what a kernel has packed away
+        for layer, name in absent:  # parameters that a kernel has packed and removed
             layer.register_parameter(name, None)

@@ -1,8 +1,9 @@
-"""A publish loaded without vLLM's loaders: what they were seen to copy is copied.
+"""Loads a publish without vLLM's loaders, by repeating the copies that were recorded.
 
-Loaders are Python that vLLM runs twice for every tensor, first to count; a publish is hundreds of tensors. What a
-layer needs besides (memory in checkpoint layout, repacking, its old storage back) is vLLM's still: each layer is
-processed when its last tensor has come, as by `vllm.model_executor.model_loader.reload.layerwise`.
+vLLM's loaders are Python code that vLLM runs twice for every tensor, first to count elements, and a publish has
+hundreds of tensors. vLLM still does everything else that a layer needs: memory in checkpoint layout, repacking, and its
+old storage back. Each layer is processed when its last tensor has arrived, as in
+`vllm.model_executor.model_loader.reload.layerwise`.
 """
 
 import inspect
@@ -12,25 +13,25 @@ import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout.weights.manifest import TensorSpec
-from rollout.worker.loader_recording import Landing, Recording, Source, copy_part
+from rollout.worker.loader_recording import BoxSource, Landing, Recording, copy_box
 
 Step = str | tuple[TensorSpec, ...]
-"""A module whose tensors have come, or tensors for vLLM's loaders."""
+"""A module whose tensors have all arrived, or tensors for vLLM's loaders."""
 
 
 def replayed(recording: Recording) -> frozenset[str]:
-    """Modules that need no loader: plain ones that share no tensor with others."""
+    """Modules that need no loader: plain modules that share no tensor with a module that does."""
     modules = frozenset(recording.plain)
     while True:
         others = {landing.name for landing in recording.landings if landing.module not in modules}
-        kept = modules - {landing.module for landing in recording.landings if landing.name in others}
-        if kept == modules:
+        remaining = modules - {landing.module for landing in recording.landings if landing.name in others}
+        if remaining == modules:
             return modules
-        modules = kept
+        modules = remaining
 
 
 def steps(specs: Sequence[TensorSpec], recording: Recording) -> Iterator[Step]:
-    """What to load when, in the order of a publish's tensors."""
+    """Steps of loading, in the order of a publish's tensors."""
     modules = replayed(recording)
     homes: dict[str, set[str]] = {}
     missing: dict[str, set[str]] = {}
@@ -54,8 +55,8 @@ def steps(specs: Sequence[TensorSpec], recording: Recording) -> Iterator[Step]:
         yield tuple(for_loaders)
 
 
-def load(layer: torch.nn.Module, landings: Sequence[Landing], source: Source) -> None:
-    """Copy all that lands in a layer that vLLM has put back into checkpoint layout, and let vLLM repack it."""
+def load(layer: torch.nn.Module, landings: Sequence[Landing], source: BoxSource) -> None:
+    """Copy every box of a layer that vLLM has put back into checkpoint layout, and let vLLM repack the layer."""
     info = layerwise.get_layerwise_info(layer)
     loaders = []
     for landing in landings:
@@ -70,11 +71,11 @@ def load(layer: torch.nn.Module, landings: Sequence[Landing], source: Source) ->
             parameter.weight_loader = loader
 
 
-def _copy(param: torch.Tensor, landing: Landing, source: Source) -> None:
-    """`param` is put in by vLLM, by this name, once it has memory."""
+def _copy(param: torch.Tensor, landing: Landing, source: BoxSource) -> None:
+    """Copy one box; vLLM passes `param` by this name as soon as it has memory."""
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         memory = param.detach().as_strided(landing.shape, landing.strides, landing.offset)
-        copy_part(source, landing.name, landing.box, memory)
+        copy_box(source, landing.name, landing.box, memory)
 
 
 _COPY = inspect.signature(_copy)

@@ -1,14 +1,14 @@
-"""Drafts inside vLLM: which request each row of the batch is, and how far it may be drafted.
+"""Drafts inside vLLM: maps rows of the batch to requests, and bounds the length of each row's draft.
 
-vLLM makes a `HistoryProposer` by name (`speculative_config`) and asks it after every forward for drafts
-of all rows, without saying whose rows they are. The worker therefore binds it to its model runner, where
-a row has a request and a request has the key of its prompt. Everything that is known of texts and
-acceptance lives in `history.drafting.drafter`; here are only rows.
+vLLM creates a `HistoryProposer` by name (`speculative_config`) and calls it after every forward for drafts of all rows,
+without saying which requests the rows belong to. So the worker binds the proposer to its model runner, where each row
+has a request and each request has the key of its prompt. Texts and acceptance are the business of
+`history.drafting.drafter`; this file handles only rows.
 
-Invariants: a request has one slot of the drafter from the first forward that samples for it until vLLM
-says that it has ended, preemptions and weight updates included; no draft reaches beyond the response's
-limit or the engine's longest request, and all of them fit one forward, so that no row waits for its
-neighbours' drafts; only the rank whose drafts are used drafts.
+Invariants: a request keeps one slot of the drafter from the first forward that samples for it until vLLM reports its
+end, across preemptions and weight updates. No draft reaches beyond the response's limit or the engine's longest
+request. All drafts of a batch fit into one forward, so no row waits for the drafts of other rows. Only the rank whose
+drafts are used computes drafts.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from history.drafting.forward_cost import ForwardCostModel
 
 PROMPT_KEY = "prompt_key"
-"""Where `SamplingParams.extra_args` carries a prompt's key (`history.types`); a request without one is not drafted."""
+"""Key of the prompt's key in `SamplingParams.extra_args` (`history.types`); without it a request gets no drafts."""
 STEP = "step"
-"""Where it carries the step that it is sampled for."""
+"""Key of the step in `SamplingParams.extra_args`."""
 
 _THREADS_BESIDE_GPUS = 4
-"""That draft where the process would wait for a device; on a CPU its cores multiply matrices."""
+"""Threads that draft on a GPU engine, whose process would only wait; on a CPU the cores multiply matrices."""
 
 
 class ModelRunner(Protocol):
-    """What is read of vLLM's model runner (V1)."""
+    """The attributes of vLLM's model runner (V1) that this file reads."""
 
     input_batch: InputBatch
     requests: dict[str, CachedRequestState]
-    """Every request that has not ended, those included that are not in the batch now."""
+    """Every request that has not ended, including requests outside the current batch."""
     max_model_len: int
 
 
 class RowDrafter(Protocol):
-    """What is asked of a drafter: `history.drafting.drafter.Drafter`, or another in its place."""
+    """The interface of a drafter: `history.drafting.drafter.Drafter`, or a benchmark's replacement."""
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int) -> int:
-        """The slot of a request that appeared."""
+        """Register a new request; returns its slot."""
 
     def close(self, slot: int) -> None:
-        """The request is gone."""
+        """Release the slot of a request that has ended."""
 
     def propose(
         self,
@@ -60,17 +60,17 @@ class RowDrafter(Protocol):
         num_tokens: npt.NDArray[np.int32],
         rooms: npt.NDArray[np.int32],
     ) -> list[list[int]]:
-        """Drafts of a batch."""
+        """Drafts of a batch, one per row."""
 
     def drain(self) -> DraftStats:
-        """What happened since the last call."""
+        """Statistics since the last call."""
 
 
 class _Request(NamedTuple):
     slot: int
-    """Of the drafter; -1 for a request that is not drafted."""
+    """Slot of the drafter; -1 for a request without drafts."""
     limit: int
-    """Most tokens of prompt and response together."""
+    """Upper bound of prompt and response tokens together."""
 
 
 class HistoryProposer:
@@ -88,12 +88,12 @@ class HistoryProposer:
         self._row_limits: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def load_model(self, target_model: object) -> None:
-        """There is none."""
+        """Do nothing: there is no draft model."""
 
     def bind(self, runner: ModelRunner, forward_ended: Callable[[], None]) -> None:
-        """Draft from now on, for the rows of `runner`; to be called on the rank whose drafts are used.
+        """Start drafting for the rows of `runner`; called only on the rank whose drafts are used.
 
-        `forward_ended` is called before each proposal: what follows is not the forward's time.
+        `forward_ended` is called before each proposal, so that drafting does not count as the forward's time.
         """
         # numba may not be imported before the CPU worker has initialised
         from history.drafting.compile import compile_kernels
@@ -102,11 +102,11 @@ class HistoryProposer:
         self._runner = runner
         self._forward_ended = forward_ended
         self._cost_model = ForwardCostModel(verify_sizes=self._graph_sizes)
-        compile_kernels()  # or load them, before the first request comes
+        compile_kernels()  # or load them from the cache, before the first request
         self._drafter = self.make_drafter(self._cost_model)
 
     def make_drafter(self, cost_model: "ForwardCostModel") -> RowDrafter:
-        """The drafter of an engine."""
+        """Make the drafter of an engine."""
         from history.drafting.drafter import Drafter
 
         return Drafter(
@@ -127,10 +127,10 @@ class HistoryProposer:
         """Return one draft per row.
 
         Args:
-            sampled_token_ids: what each row has just emitted; nothing if a part of its prompt is still to be computed.
-            num_tokens_no_spec: [at least R], tokens of each row's text, the emitted ones included.
+            sampled_token_ids: tokens that each row has just emitted; empty while the row is in prefill.
+            num_tokens_no_spec: [at least R], number of tokens of each row's text, including the emitted tokens.
             token_ids_cpu: [at least R, L], the texts.
-            slot_mappings: of the key-value cache; unused.
+            slot_mappings: slots of the key-value cache; unused.
         """
         if self._drafter is None:
             return [[] for _ in sampled_token_ids]
@@ -140,13 +140,13 @@ class HistoryProposer:
         if not all(sampled_token_ids):
             slots = np.where([bool(ids) for ids in sampled_token_ids], slots, -1)
         num_tokens = num_tokens_no_spec[:num_rows]
-        # a forward computes and emits one token of each row beside its draft
+        # beside its draft, each row computes one token in a forward
         most = min(self._max_draft_tokens, max(self._max_forward_tokens // num_rows - 1, 0))
         rooms = np.clip(limits - num_tokens - 1, 0, most)
         return self._drafter.propose(slots, token_ids_cpu[:num_rows], num_tokens, rooms)
 
     def observe(self, forward: ForwardRecord) -> None:
-        """Learn what a forward costs, from one in which every row decoded."""
+        """Update the cost model with a forward in which every row decoded."""
         if self._drafter is not None:
             self._cost_model.observe(
                 num_rows=forward.num_running,
@@ -156,18 +156,18 @@ class HistoryProposer:
             )
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that vLLM will not run again."""
+        """Release the slots of requests that vLLM will not run again."""
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None and self._drafter is not None:
                 self._drafter.close(request.slot)
 
     def drain(self) -> DraftStats:
-        """What drafting did since the last call."""
+        """Drafting statistics since the last call."""
         return DraftStats() if self._drafter is None else self._drafter.drain()
 
     def _rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Slot and limit of each row, [R]; rows move when requests come and go."""
+        """Slot and limit of each row, [R]; rows change when requests start and end."""
         row_ids = self._runner.input_batch.req_ids
         if row_ids != self._row_ids:
             self._row_ids = list(row_ids)

@@ -1,16 +1,15 @@
 """The engine's end of a publish, inside each vLLM worker: buckets in, loaded weights out.
 
-It sits in vLLM's seat for weight transfer (`WeightTransferEngine`) and uses layerwise reload, the only
-update path that works for every format on every platform: the model goes back to checkpoint layout on
-the meta device, vLLM's own loaders take unfused tensors in manifest order, of which this rank has been sent
-what they showed that they copy (`rollout.worker.loader_recording`), and each layer is repacked into its old storage
-when its last tensor has come.
+The class takes the place of vLLM's `WeightTransferEngine` and uses layerwise reload, the only update path that works
+for every format on every platform. The model goes back to checkpoint layout on the meta device. vLLM's own loaders take
+unfused tensors in manifest order; this rank has received the boxes that they copy (`rollout.worker.loader_recording`).
+Each layer is repacked into its old storage when its last tensor has arrived.
 
-The order of one update: `expect` (nothing is touched), `start_weight_update`, `receive_weights`,
-`finish_weight_update`; or, after a failure, `discard`, which leaves a model that is whole but mixed:
-the engine is fenced then, and the next full publish starts from a clean slate.
+The order of one update: `expect` (the model stays unchanged), `start_weight_update`, `receive_weights`,
+`finish_weight_update`. After a failure, `discard` leaves a complete model with mixed weights. The engine is then
+fenced, and the next full publish starts from a clean state.
 
-Invariant: no byte reaches a loader that was not verified against its bucket's trailer.
+Invariant: no byte reaches a loader before it was verified against its bucket's trailer.
 """
 
 import logging
@@ -37,8 +36,8 @@ from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import loader_replay, vllm_quirks
 from rollout.worker.loaded_fingerprint import loaded_fingerprint
-from rollout.worker.loader_recording import Landing, Recording, StandIns, wanted_of
-from rollout.worker.received_parts import Arrivals
+from rollout.worker.loader_recording import Landing, Recording, StandIns, required_boxes
+from rollout.worker.received_pieces import ReceivedPieces
 
 _logger = logging.getLogger(__name__)
 
@@ -52,14 +51,14 @@ class UpdateOrder:
 
     manifest: WeightManifest
     segments: Mapping[int, str]
-    """Addresses of staged buckets, by trainer rank; of colocated ones, by engine rank."""
+    """Addresses of staged buckets by trainer rank, or of shared regions by engine rank if colocated."""
     timeout_s: float
     """Deadline of the whole publish."""
 
 
 @dataclass
 class ChannelInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """How vLLM hands a channel to its workers: as bytes, since its own serialiser knows no foreign types."""
+    """vLLM's message with a channel for its workers; bytes, because its serialiser supports no other types."""
 
     channel: bytes
     """Pickled `Channel`."""
@@ -67,7 +66,7 @@ class ChannelInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInit(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """How vLLM starts an update in its workers."""
+    """vLLM's message that starts an update in its workers."""
 
     weight_version: int
 
@@ -86,7 +85,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _recording = Recording((), frozenset())
     _inbox: AwaitedInbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
-    """In force while loaders copy out of stand-ins."""
+    """Context in which loaders copy received boxes instead of stand-ins."""
 
     @property
     def _rank(self) -> int:
@@ -94,7 +93,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         return rank
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
-        """Join a channel; an earlier one is left."""
+        """Join a channel, after leaving the earlier one."""
         self.shutdown()
         channel: Channel = pickle.loads(init_info.channel)
         if isinstance(channel, GroupChannel):
@@ -102,10 +101,10 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self._channel = channel
 
     def expect(self, order: UpdateOrder) -> None:
-        """Open the inbox of a publish without touching the model; a streaming one begins to receive.
+        """Open the inbox of a publish without touching the model; a streaming inbox starts to receive.
 
         Raises:
-            RuntimeError: what was staged for this rank is missing, or what was handed over to it is corrupt.
+            RuntimeError: a staged file for this rank is missing, or its shared region is corrupt.
         """
         if self._channel is None:
             raise RuntimeError(
@@ -113,44 +112,44 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             )
         self._order = order
         if isinstance(self._channel, ColocatedChannel):
-            self._inbox = self._handed_over(self._channel, order)
+            self._inbox = self._colocated_inbox(self._channel, order)
         elif self._stream is None:
             self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
         else:
             self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
-            own = [bucket for bucket in order.manifest.buckets if bucket.required_by(self._rank)]
-            self._inbox = Prefetch(self._stream, own)
+            required = [bucket for bucket in order.manifest.buckets if bucket.required_by(self._rank)]
+            self._inbox = Prefetch(self._stream, required)
 
-    def _handed_over(self, channel: ColocatedChannel, order: UpdateOrder) -> ColocatedInbox:
+    def _colocated_inbox(self, channel: ColocatedChannel, order: UpdateOrder) -> ColocatedInbox:
         rank, shared_with = self._rank, channel.shared_with[self._rank]
         address = order.segments.get(rank)
         if address is None:
-            raise RuntimeError(f"no trainer rank has laid down anything for engine rank {rank}")
+            raise RuntimeError(f"no trainer rank has filled a shared region for engine rank {rank}")
         if channel.memory == "shm":
             memory = map_shm(order.manifest, address, engine_rank=rank, shared_with=shared_with)
         else:
-            from rollout.transports.cuda_ipc import map_cuda  # exists only where there are devices
+            from rollout.transports.cuda_ipc import map_cuda  # needs CUDA
 
             memory = map_cuda(address)
         return ColocatedInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
 
     def required(self, specs: Sequence[TensorSpec]) -> Required:
-        """What this rank's loaders take of a publish of these tensors; leaves the model as it is."""
+        """Boxes that this rank's loaders copy from a publish of these tensors; the model stays unchanged."""
         self._specs, self._recording = tuple(specs), StandIns(specs).record(self.model)
         modules = {landing.module for landing in self._recording.landings}
         if slow := sorted(modules - loader_replay.replayed(self._recording)):
             _logger.warning("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
-        return wanted_of(self._recording.landings)
+        return required_boxes(self._recording.landings)
 
     def loaded_fingerprint(self, counted: Collection[tuple[str, Box]]) -> Fingerprint:
         """Fingerprint of the weights that the model holds now; `required` must have been called before."""
         return loaded_fingerprint(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
 
     def arrived(self) -> bool:
-        """Whether a verified part of the publish can be applied.
+        """Whether verified buckets are there, so that the publish can begin to be applied.
 
         Raises:
-            RuntimeError: it is late, corrupt or of another publish, or none was expected.
+            RuntimeError: a bucket is late, corrupt or of another publish, or no publish was expected.
         """
         if self._inbox is None:
             raise RuntimeError("no publish was announced to this rank")
@@ -168,21 +167,21 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
         stand_ins = StandIns(order.manifest.tensors)
-        arrivals = Arrivals(order.manifest, inbox, engine_rank=self._rank)
-        self._feeding = stand_ins.feed(arrivals)
+        received = ReceivedPieces(order.manifest, inbox, engine_rank=self._rank)
+        self._feeding = stand_ins.feed(received)
         landings: dict[str, list[Landing]] = {}
         for landing in self._recording.landings:
             landings.setdefault(landing.module, []).append(landing)
         for step in loader_replay.steps(order.manifest.tensors, self._recording):
             if isinstance(step, str):
-                loader_replay.load(self.model.get_submodule(step), landings[step], arrivals)
+                loader_replay.load(self.model.get_submodule(step), landings[step], received)
             else:
                 with self._feeding:
                     self.model.load_weights(stand_ins.items(step))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Repack what is left (padded tensors are copied only here) and give the model its kernel tensors back."""
+        """Repack the remaining layers (padded tensors are copied only here) and restore the model's kernel tensors."""
         with self._feeding:
             layerwise.finalize_layerwise_reload(self.model, self.model_config)
         vllm_quirks.after_reload(self.model)
@@ -191,7 +190,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Forget half-loaded layers after a failure, so that the next update begins cleanly."""
+        """Drop half-loaded layers after a failure, so that the next update starts from a clean state."""
         for layer in self.model.modules():
             info = layerwise.get_layerwise_info(layer)
             info.loaded_weights = []
@@ -200,7 +199,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         self.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Leave the channel; its senders see the closed connection at once."""
+        """Leave the channel; its senders notice the closed connection at once."""
         if isinstance(self._inbox, Prefetch):
             self._inbox.close()
         if self._stream is not None:
@@ -209,5 +208,5 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(*args: object, **kwargs: object) -> None:
-        """Asked for by vLLM before 0.32; our trainers have senders of their own."""
+        """Required by vLLM before 0.32, and never called: trainer ranks have their own senders."""
         raise NotImplementedError("trainer ranks send through rollout.transports")

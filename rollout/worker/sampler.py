@@ -1,15 +1,16 @@
-"""Which tokens a forward emits: every token is drawn by a number of its own, and a draft stands as far as it agrees.
+"""Samples tokens with one random number per token, and accepts a draft as far as it equals the sampled tokens.
 
-The number is a hash of the response's seed and of the token's place in its text. So a response is the same with drafts
-and without, in whatever batch, but for the rounding of its logits. A draft token is accepted if it is what was drawn,
-which happens with the probability that the model gives it; what stands in its place otherwise is distributed as the
-model says of all other tokens. That is speculative sampling (Leviathan et al., arXiv:2211.17192) of drafts that are
-certain of themselves.
+The random number is a hash of the response's seed and the token's position in its text. So a response is the same with
+and without drafts, in any batch, except for the rounding of its logits. A draft token is accepted if it equals the
+sampled token, which happens with the probability that the model gives it. Otherwise the sampled token has the model's
+distribution over all other tokens. This is speculative sampling (Leviathan et al., arXiv:2211.17192) with drafts of
+probability 1.
 
-vLLM's rejection sampler also runs where nothing is drafted, and for log-probabilities it copies a row of logits for
-each request and token of the longest draft: more memory than all logits together, more time than some forwards.
+vLLM's rejection sampler also runs without drafts. For log-probabilities it copies a row of logits for each request and
+token of the longest draft, which takes more memory than all logits together and more time than some forwards.
 
-Invariant: what is asked for beyond temperature, top-p, top-k and the log-probability of the emitted token, vLLM does.
+Invariant: vLLM's own sampler handles every request that asks for more than temperature, top-p, top-k and the
+log-probability of the emitted token.
 """
 
 import logging
@@ -35,21 +36,21 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 _log = logging.getLogger(__name__)
 
 _BLOCK = 256
-"""Tokens of the vocabulary whose probabilities are added up first: a token is looked for among blocks, then in one."""
+"""Vocabulary tokens per block: a token is searched among the sums of blocks first, then within one block."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""Logits that are looked at together: as many as stay in a core's cache; 128 MB on a GPU."""
+"""Logits processed at a time: what fits into a core's cache, and 128 MB on a GPU."""
 _GREEDY = 1e-5
-"""Temperatures below are taken for 0, as vLLM does."""
+"""Lower temperatures count as 0, as in vLLM."""
 _IDLE = (
     (MinPLogitsProcessor, "min_p_count"),
     (LogitBiasLogitsProcessor, "biases"),
     (MinTokensLogitsProcessor, "min_toks"),
 )
-"""Fields of vLLM's own logits processors that are 0 or empty while no request asks for them."""
+"""Fields of vLLM's own logits processors that are 0 or empty while no request uses the processor."""
 
 
 class ModelRunner(Protocol):
-    """What is used of vLLM's model runner (V1)."""
+    """The attributes of vLLM's model runner (V1) that this file uses."""
 
     input_batch: InputBatch
     sampler: Sampler
@@ -58,27 +59,27 @@ class ModelRunner(Protocol):
 
 
 class TokenSampler:
-    """Stands in the place of a runner's `_sample`."""
+    """Replaces a runner's `_sample`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._by_vllm = runner._sample
-        self._has_left_some = False
+        self._vllm_sample = runner._sample
+        self._has_warned = False
 
     def sample(self, logits: torch.Tensor, metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        """Emit what is accepted of each draft and one more token.
+        """Emit the accepted tokens of each draft and one more token.
 
         Args:
-            logits: [M, V], of each request one row for every token of its draft and one more; requests as in the batch.
-            metadata: of the drafts; None for an engine without any.
+            logits: [M, V]; each request has one row per draft token and one more, in the order of the batch.
+            metadata: vLLM's metadata of the drafts; None for an engine without drafts.
         """
         batch = self._runner.input_batch
         sampling = batch.sampling_metadata
         if self._runner.sampler.logprobs_mode != "processed_logprobs" or not _is_plain(sampling):
-            if not self._has_left_some:
-                _log.warning("a request asks for what only vLLM's own sampler does; beside it, all are sampled there")
-                self._has_left_some = True
-            return self._by_vllm(logits, metadata)
+            if not self._has_warned:
+                _log.warning("a request needs vLLM's own sampler, which then samples all requests of its batches")
+                self._has_warned = True
+            return self._vllm_sample(logits, metadata)
         num_rows = batch.num_reqs
         lengths = np.ones(num_rows, dtype=np.int64)
         if metadata is not None:
@@ -94,14 +95,14 @@ class TokenSampler:
 
 
 def install(runner: ModelRunner) -> None:
-    """Sample like this in all forwards from now on."""
+    """Make a runner sample by `TokenSampler` in all later forwards."""
     runner._sample = TokenSampler(runner).sample  # type: ignore[method-assign]
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 bits, functions of seed and place alone; arguments and result [M].
+    """Numbers in [0, 1) with 53 bits that depend on seed and position alone; arguments and result [M].
 
-    SplitMix64 (Steele, Lea and Flood 2014), begun at a hash of the seed: neighbouring seeds share no stream.
+    SplitMix64 (Steele, Lea and Flood 2014), started at a hash of the seed, so that neighbouring seeds share no stream.
     """
     bits = _mixed(_mixed(seeds) + places.astype(np.uint64) * _GOLDEN) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
@@ -118,15 +119,15 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _seeds(generators: Mapping[int, torch.Generator], num_rows: int) -> npt.NDArray[np.uint64]:
-    """[R]; a request without a seed gets a new one in every forward."""
-    found = torch.randint(2**63 - 1, (num_rows,)).numpy().astype(np.uint64)
+    """Seed of each row, [R]; a request without a seed gets a random one in every forward."""
+    seeds = torch.randint(2**63 - 1, (num_rows,)).numpy().astype(np.uint64)
     for row, generator in generators.items():
-        found[row] = generator.initial_seed()
-    return found
+        seeds[row] = generator.initial_seed()
+    return seeds
 
 
 def _is_plain(sampling: SamplingMetadata) -> bool:
-    """Whether nothing is asked for that only vLLM does."""
+    """Whether no request needs vLLM's own sampler."""
     holder = sampling.thinking_budget_state_holder
     return (
         sampling.no_penalties
@@ -146,38 +147,38 @@ def _is_idle(processor: LogitsProcessor) -> bool:
 def draw(
     logits: torch.Tensor, sampling: SamplingMetadata, *, rows: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A token for every position, and its log-probability if that is asked for.
+    """Sample a token for every position, with its log-probability if a request asks for it.
 
     Args:
-        logits: [M, V]; left as they are.
-        sampling: temperature, top-p and top-k of R requests.
+        logits: [M, V]; not modified.
+        sampling: temperature, top-p and top-k of the R requests.
         rows: [M], the request of each position.
         uniforms: [M], float64 in [0, 1).
 
     Returns:
-        [M], int64, and [M], float32: at the temperature, after top-p and top-k.
+        Tokens, int64 [M], and log-probabilities at the temperature, after top-p and top-k, float32 [M].
     """
     num_positions, vocabulary = logits.shape
     step = max(_AT_ONCE[logits.device.type] // vocabulary, 1)
     num_blocks = -(-vocabulary // _BLOCK)
-    # what comes behind the vocabulary stays 0
+    # entries beyond the vocabulary stay 0
     weights = torch.zeros((min(step, num_positions), num_blocks, _BLOCK), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_positions, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num_positions, dtype=torch.float32, device=logits.device)
     for start in range(0, num_positions, step):
-        part = slice(start, min(start + step, num_positions))
-        tokens[part], found = _draw_part(
-            logits[part], sampling, rows[part], uniforms[part], weights[: part.stop - part.start]
+        some = slice(start, min(start + step, num_positions))
+        tokens[some], of_tokens = _draw_some(
+            logits[some], sampling, rows[some], uniforms[some], weights[: some.stop - some.start]
         )
-        if found is not None:
-            logprobs[part] = found
+        if of_tokens is not None:
+            logprobs[some] = of_tokens
     return tokens, None if sampling.max_num_logprobs is None else logprobs
 
 
-def _draw_part(
+def _draw_some(
     logits: torch.Tensor, sampling: SamplingMetadata, rows: torch.Tensor, uniforms: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same of so few positions that they are all looked at together; `weights` is room for their probabilities."""
+    """`draw` for few positions at a time; `weights` is memory for their probabilities."""
     scores = weights.flatten(1)[:, : logits.shape[1]]
     scores.copy_(logits)
     greedy, is_greedy, temperatures = None, None, None
@@ -194,13 +195,13 @@ def _draw_part(
         top_k, top_p = (None if x is None else x[rows] for x in (sampling.top_k, sampling.top_p))
         scores.copy_(apply_top_k_top_p(scores.contiguous(), top_k, top_p))
     greatest = scores.amax(dim=-1)
-    # on a CPU torch's exponential alone takes ten times as long for what comes to 0
+    # softmax, because on a CPU torch's exponential takes ten times as long for results near 0
     scores.copy_(scores.softmax(dim=-1))
-    # what logits that are not numbers lead to is one of the vocabulary, its log-probability is none
+    # for NaN logits the token is still in the vocabulary, and its log-probability is NaN
     tokens = _pick(weights, uniforms).clamp(max=logits.shape[1] - 1)
     if greedy is not None:
         tokens = greedy if is_greedy is None else torch.where(is_greedy, greedy, tokens)
-    # from the logit: the probability of what is very unlikely has few bits
+    # from the logit, because the probability of a very unlikely token has few bits
     chosen = logits.gather(1, tokens.unsqueeze(1)).float()
     if temperatures is not None:
         chosen /= temperatures
@@ -208,16 +209,16 @@ def _draw_part(
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Where the share `uniforms` of all weight lies to the left.
+    """Index at which the cumulative weight reaches the share `uniforms` of the total weight.
 
-    Blocks and the tokens of one are added up in float64: a token's chance is as exact as its weight, however small.
+    Sums over blocks, and over the tokens of one block, are in float64. So a token's chance is as exact as its weight.
 
     Args:
-        weights: [M, B, N], float32, at least one of each M above 0.
+        weights: [M, B, N], float32, with at least one weight above 0 for each M.
         uniforms: [M], float64.
 
     Returns:
-        [M], int64, among B x N; never a place without weight, but for weights that are not numbers.
+        Indices into B x N, int64 [M]; never of a weight 0, except where weights are NaN.
     """
     blocks = weights.sum(dim=-1).double()
     ends = blocks.cumsum(dim=-1)
@@ -231,19 +232,19 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _below(goal: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """[M, 1] of [M]; rounding may have brought it to the end or below 0."""
+    """`goal` [M] as [M, 1], clamped to [0, end): rounding may have moved it outside."""
     return torch.minimum(goal.clamp(min=0), torch.nextafter(end, torch.zeros_like(end))).unsqueeze(1)
 
 
 def emit(
     tokens: torch.Tensor, logprobs: torch.Tensor | None, metadata: SpecDecodeMetadata | None, starts: torch.Tensor
 ) -> SamplerOutput:
-    """Of each request the tokens up to the first that is not the draft's, that one included.
+    """Emit the tokens of each request up to and including the first that differs from its draft.
 
     Args:
-        tokens: [M], drawn at all positions.
-        logprobs: [M], or None.
-        metadata: of the drafts; None if there are none.
+        tokens: [M], sampled at all positions.
+        logprobs: [M], their log-probabilities, or None.
+        metadata: vLLM's metadata of the drafts; None if there are no drafts.
         starts: [R], first position of each request.
     """
     most = 0 if metadata is None else metadata.max_spec_len
@@ -251,14 +252,14 @@ def emit(
     places = (starts.unsqueeze(1) + numbers).clamp(max=len(tokens) - 1)
     emitted = tokens[places]
     if metadata is not None and most:
-        drafts = torch.full_like(tokens, -1)  # a draft's padding is -1, too, which is drawn nowhere
+        drafts = torch.full_like(tokens, -1)  # a draft's padding is -1 too, and -1 is never sampled
         drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
         agrees = tokens == drafts
         ends = agrees[places].long().cumprod(dim=1).sum(dim=1, keepdim=True)
         emitted = emitted.masked_fill(numbers > ends, -1)
-    found = None
+    of_emitted = None
     if logprobs is not None:
         flat = emitted.reshape(-1, 1)
-        # ranks are left out (0): nobody reads them, and they cost a pass over the logits
-        found = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), torch.zeros_like(flat[:, 0]))
-    return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=found)
+        # ranks are 0: nothing reads them, and computing them takes a pass over the logits
+        of_emitted = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), torch.zeros_like(flat[:, 0]))
+    return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=of_emitted)

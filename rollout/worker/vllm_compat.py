@@ -1,6 +1,6 @@
-"""Where vLLM 0.25/0.26 and 0.32 differ, and the few internals of `AsyncLLM` that are read.
+"""Differences between vLLM 0.25/0.26 and 0.32, and the few internals of `AsyncLLM` that are read.
 
-Everything else in this package uses vLLM's public interface as it is in all of these versions.
+The rest of this package uses only vLLM's public interface that all of these versions share.
 """
 
 import asyncio
@@ -13,14 +13,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout.types import Logprobs, TokenIds
 
 DEAD = EngineDeadError
-"""What calls and requests raise when the process that samples has ended."""
+"""Raised by calls and requests when the sampling process has ended."""
 
 
 async def drain(llm: AsyncLLM) -> None:
-    """Wait until every output that the engine core has sent was handed to its request.
+    """Wait until every output that the engine core has sent has reached its request.
 
-    After `pause_generation` the core sends no more. Its outputs lie in `outputs_queue` before the pause returns, and
-    the handler processes what it takes without yielding (one chunk: see `ProcessEnv`), so an empty queue means done.
+    After `pause_generation` the core sends nothing more. All its outputs are in `outputs_queue` before the pause
+    returns. The handler processes each output without yielding (one chunk: see `ProcessEnv`), so an empty queue means
+    that all are processed.
     """
     queue = llm.engine_core.outputs_queue
     while not queue.empty():
@@ -29,39 +30,39 @@ async def drain(llm: AsyncLLM) -> None:
 
 
 def num_emitted_tokens(llm: AsyncLLM, request_id: str) -> int | None:
-    """Tokens that a request has emitted so far; None once it has finished (or before it was taken)."""
+    """Tokens that a request has emitted so far; None once it has finished, or before vLLM knows it."""
     state = llm.output_processor.request_states.get(request_id)
     return None if state is None else int(state.detokenizer.num_output_tokens())
 
 
 def emitted(llm: AsyncLLM, request_id: str) -> tuple[TokenIds, Logprobs]:
-    """Tokens that a request has emitted so far, with their log-probabilities; also when the engine has died."""
+    """Tokens that a request has emitted so far, with their log-probabilities; works after the engine has died."""
     state = llm.output_processor.request_states.get(request_id)
     if state is None or state.logprobs_processor is None or state.logprobs_processor.logprobs is None:
         return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
     ids = np.array(state.detokenizer.output_token_ids, dtype=np.int32)
     logprobs = np.array(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
-    count = min(len(ids), len(logprobs))  # one is updated before the other
+    count = min(len(ids), len(logprobs))  # vLLM updates one list before the other
     return ids[:count], logprobs[:count]
 
 
 def num_context_tokens(llm: AsyncLLM, request_id: str) -> int:
-    """Tokens of a request that have keys and values: prompt and emitted ones, 0 before the first is emitted."""
+    """Tokens of a request that have keys and values: prompt and emitted tokens; 0 before the first emitted token."""
     emitted = num_emitted_tokens(llm, request_id)
     return int(llm.output_processor.request_states[request_id].prompt_len) + emitted if emitted else 0
 
 
 def first_blocks(cache: torch.Tensor, num_blocks: int, count: int) -> torch.Tensor:
-    """The first `count` of the blocks of a layer's key-value cache, a view.
+    """A view of the first `count` blocks of a layer's key-value cache.
 
-    Blocks are the first dimension since vLLM 0.32; before, keys and values may come first. Kernels may count smaller
-    blocks than the scheduler does.
+    Since vLLM 0.32 blocks are the first dimension; before, keys and values may be the first. A kernel's blocks may be
+    smaller than the scheduler's.
     """
     dim = next(dim for dim in (0, 1) if cache.shape[dim] >= num_blocks and cache.shape[dim] % num_blocks == 0)
     return cache.narrow(dim, 0, count * (cache.shape[dim] // num_blocks))
 
 
 async def note_weight_version(llm: AsyncLLM, weight_version: int) -> None:
-    """Tell vLLM >= 0.32 the version of the weights that it holds, so that it reports spans of its own."""
+    """Tell vLLM >= 0.32 the version of its weights, so that it reports version spans itself."""
     if hasattr(llm, "update_weight_version"):
         await llm.update_weight_version(str(weight_version))

@@ -1,8 +1,8 @@
-"""Faults of vLLM that have to be worked around, one function each, named after the symptom.
+"""Workarounds for faults of vLLM, one function each, named after the symptom.
 
-Every function looks at the kernel or symbol in use, not at a version: where upstream has mended the
-fault, or another kernel was picked, nothing happens. For each there is a test that fails once the
-fault is gone, so that the function can go too.
+Every function checks the kernel or symbol in use, not a version. Where upstream has fixed the fault, or another kernel
+is in use, the function does nothing. Each function has a test that fails once the fault is gone, so that the function
+can be removed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from rollout.cpu import quirks
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Interval in seconds at which a waiting caller checks that the engine is alive."""
 
 
@@ -31,17 +31,16 @@ class CoreClient(Protocol):
 
 
 def calls_wait_forever_for_a_dead_engine(client: CoreClient) -> None:
-    """Have calls that are waiting when the process dies raise what later ones do.
+    """Make pending calls raise `EngineDeadError` when the sampling process dies, as later calls do.
 
-    vLLM notices the death and fails requests, but leaves pending calls unanswered: an update would wait for its
-    deadline.
+    vLLM notices the death and fails requests, but never answers pending calls: an update would wait for its deadline.
     """
     call = client.call_utility_async
 
     async def call_while_it_lives(method: str, *args: object) -> object:
         answer = asyncio.ensure_future(call(method, *args))
         try:
-            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+            while not (await asyncio.wait({answer}, timeout=_POLL_S))[0]:
                 if client.resources.engine_dead:
                     raise EngineDeadError
             return answer.result()
@@ -56,32 +55,32 @@ class ModelRunner(Protocol):
 
     input_batch: InputBatch
     discard_request_mask: CpuGpuBuffer
-    """Rows of the batch whose sampled token will be thrown away."""
+    """Rows of the batch whose sampled token is discarded."""
     max_model_len: int
     num_spec_tokens: int
     effective_drafter_max_model_len: int
-    """Where no row may be drafted once a row's text and a full draft would reach beyond it."""
+    """Bound for a row's text with a full draft; once one row exceeds it, vLLM drafts for no row."""
 
 
 @contextmanager
 def seeded_request_dies_in_partial_prefill(runner: ModelRunner) -> Iterator[None]:
-    """Let rows whose sampled token will be thrown away sample without their own generator.
+    """Let rows whose sampled token is discarded sample without their own generator.
 
-    A prompt that is prefilled in several chunks samples a token after each of them, and vLLM rewinds the request's
-    generator for all but the last by its CUDA offset, which a CPU generator does not have, and which one that
-    `rollout.worker.sampler` has read its seed from has never left. Without the generator there is nothing to rewind.
+    A prompt that is prefilled in several chunks samples a token after each chunk. For all chunks but the last, vLLM
+    rewinds the request's generator by its CUDA offset. A CPU generator has no such offset, and `rollout.worker.sampler`
+    reads only the seed of a generator, so its offset never changes. Without the generator vLLM rewinds nothing.
     """
     generators = runner.input_batch.generators
     discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
-    aside = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
+    removed = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
     try:
         yield
     finally:
-        generators.update(aside)
+        generators.update(removed)
 
 
 def one_request_near_its_end_takes_the_drafts_of_all(runner: ModelRunner) -> None:
-    """Lift the bound beyond which vLLM drafts zeros for the whole batch; the proposer bounds each row by itself."""
+    """Raise the bound beyond which vLLM drafts zeros for the whole batch; the proposer bounds each row separately."""
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
@@ -91,19 +90,19 @@ class _NotAboutRotaryEmbeddings(logging.Filter):
 
 
 def reload_complains_about_rotary_embeddings() -> None:
-    """Drop the warning that a rotary embedding "failed to load weights": it has only a table that it makes itself."""
+    """Drop the warning that a rotary embedding "failed to load weights": its only table is computed, not loaded."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    if not any(isinstance(each, _NotAboutRotaryEmbeddings) for each in logger.filters):
+    if not any(isinstance(filter, _NotAboutRotaryEmbeddings) for filter in logger.filters):
         logger.addFilter(_NotAboutRotaryEmbeddings())
 
 
 def before_reload(model: nn.Module) -> None:
-    """Run what has to happen before a model goes back to checkpoint layout to be loaded."""
+    """Apply the workarounds that are needed before a model goes back to checkpoint layout."""
     quirks.embedding_is_held_twice(model)
     quirks.output_layer_is_packed_beside_its_old_copy(model)
     quirks.experts_multiply_by_unpacked_weights_after_reload(model)
 
 
 def after_reload(model: nn.Module) -> None:
-    """Run what has to happen after the last layer was repacked."""
+    """Apply the workarounds that are needed after the last layer was repacked."""
     quirks.tied_head_multiplies_by_old_embedding_after_reload(model)

@@ -1,9 +1,9 @@
-"""The vLLM worker of our engines. Importing this module is meant to have effects.
+"""The vLLM worker of this project's engines. Importing this module has side effects on purpose.
 
-vLLM imports it in every worker process by name (`worker_cls`), which makes it the place where the
-weight receiver is registered and where faults of vLLM are worked around before the first kernel runs.
-The subclass adds what the engine asks of its ranks: the two halves of an update that vLLM has no call
-for, a probe that runs while generation is paused, the trace of forwards, the kernels in use.
+vLLM imports the module by name in every worker process (`worker_cls`). So this is the place that registers the weight
+receiver and works around faults of vLLM before the first kernel runs. The subclass adds the calls that the engine makes
+to its ranks: the two halves of an update that vLLM has no call for, a probe that runs while generation is paused, the
+trace of forwards, and the names of the kernels in use.
 """
 
 import logging
@@ -50,11 +50,11 @@ PROBE_ID = "probe"
 
 
 Clock = Callable[[], Callable[[], float]]
-"""Calling it stops the clock and returns a function that gives the seconds since its start."""
+"""Stops the clock when called; the returned function gives the seconds since the start."""
 
 
 def start_clock() -> Clock:
-    """Start a clock of the work that is submitted from now on: by events on a CUDA device, by wall clock elsewhere."""
+    """Start a clock for the work submitted from now on: CUDA events on a CUDA device, wall time elsewhere."""
     if not current_platform.is_cuda():
         start = time.perf_counter()
         return lambda: partial(float, time.perf_counter() - start)
@@ -81,11 +81,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     _under_way: tuple[SchedulerOutput, float, Clock] | None = None
 
     def init_device(self) -> None:
-        """Take the device, as a process that ends with its engine's owner."""
+        """Initialise the device; this process ends when its engine's owner ends."""
         owner = self.vllm_config.additional_config.get("owner_pid")
         if owner is not None:
             die_with(owner)
-        # for what `sampler` leaves to vLLM's own
+        # for requests that `sampler` leaves to vLLM's own sampler
         quirks.drafted_rows_are_sampled_at_a_random_temperature()
         quirks.padding_of_a_draft_is_accepted()
         super().init_device()
@@ -106,7 +106,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return output
 
     def sample_tokens(self, grammar_output: object) -> object:
-        """Sample after a forward, which ends its record; drafts for the next one are not part of it."""
+        """Sample after a forward and close its record; drafting for the next forward is not part of the record."""
         with vllm_quirks.seeded_request_dies_in_partial_prefill(self.model_runner):
             output = super().sample_tokens(grammar_output)
         self._close_record()
@@ -122,13 +122,13 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 proposer.observe(record)
 
     def drain_trace(self) -> bytes:
-        """Return the forwards since the last call, as bytes of `rollout.tracing.forwards.FORWARD`."""
+        """Return the forwards since the last call, as bytes of `rollout.tracing.forwards.FORWARD` records."""
         return b"" if self._log is None else self._log.drain()
 
     # -- drafts ------------------------------------------------------------------------------------
 
     def compile_or_warm_up_model(self) -> object:
-        """Take sampling over and bind the proposer, once the model is there and before the first request is."""
+        """Install the sampler and bind the proposer: after the model is loaded, before the first request."""
         done = super().compile_or_warm_up_model()
         sampler.install(self.model_runner)
         if (proposer := self._proposer()) is not None and self.rank == 0:
@@ -137,31 +137,31 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return done
 
     def draft_stats(self) -> bytes:
-        """Return what drafting did since the last call, a pickled `DraftStats`."""
+        """Return the drafting statistics since the last call, a pickled `DraftStats`."""
         proposer = self._proposer()
         return pickle.dumps(DraftStats() if proposer is None else proposer.drain())
 
     def _proposer(self) -> HistoryProposer | None:
-        """None in a stock engine."""
+        """The proposer; None in a baseline engine, which does not draft."""
         drafter = getattr(self.model_runner, "drafter", None)
         return drafter if isinstance(drafter, HistoryProposer) else None
 
     # -- weights -----------------------------------------------------------------------------------
 
     def answer(self, method: str, *args: object) -> list[object]:
-        """Run a method and answer [what it returned, ""] or [None, what it raised].
+        """Run a method; returns [result, ""] or, after an exception, [None, type and message].
 
-        An exception must not leave a rank: vLLM raises it as soon as it has read the first rank's answer, and takes the
-        other ranks' answers for those to its next call.
+        An exception must not leave a rank. vLLM would raise it right after the first rank's answer, and would then
+        mistake the other ranks' answers for answers to its next call.
         """
         try:
             return [getattr(self, method)(*args), ""]
-        except Exception as error:  # the border to the engine's process
+        except Exception as error:  # process border
             logging.getLogger(__name__).exception("rank %s could not %s", self.rank, method)
             return [None, f"{type(error).__name__}: {error}"]
 
     def open_channel(self, channel: bytes) -> None:
-        """Join the channel (a pickled `Channel`) that publishes come through."""
+        """Join the channel (a pickled `Channel`) through which publishes arrive."""
         self.init_weight_transfer_engine({"channel": channel})
 
     def close_channel(self) -> None:
@@ -169,33 +169,33 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         self.shutdown_weight_transfer_engine()
 
     def required(self, specs: bytes) -> bytes:
-        """Pickled `Required`: what this rank takes of a publish of these tensors (a pickled tuple of `TensorSpec`)."""
+        """Pickled `Required`: the boxes this rank requires of these tensors (a pickled tuple of `TensorSpec`)."""
         return pickle.dumps(self._receiver().required(pickle.loads(specs)))
 
     def loaded_fingerprint(self, counted: bytes) -> bytes:
-        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the weights in place.
+        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the loaded weights.
 
-        `counted` is a pickled list: for each rank the tensors and boxes that it answers for.
+        `counted` is a pickled list: for each rank the tensors and boxes that its fingerprint includes.
         """
-        own = pickle.loads(counted)[self.rank]
+        boxes = pickle.loads(counted)[self.rank]
         with set_current_vllm_config(self.vllm_config):
-            return pickle.dumps(self._receiver().loaded_fingerprint(own))
+            return pickle.dumps(self._receiver().loaded_fingerprint(boxes))
 
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))
 
     def weights_arrived(self) -> bool:
-        """Whether a verified part of the announced publish can be applied."""
+        """Whether verified buckets of the announced publish are there, so that it can be applied."""
         return self._receiver().arrived()
 
     def apply_weights(self, weight_version: int) -> None:
-        """Apply the announced publish. After a failure the model is whole but mixed, and ready for the next publish."""
+        """Apply the announced publish. After a failure the model has mixed weights; a next publish is possible."""
         self.start_weight_update()
         try:
             self.update_weights({"weight_version": weight_version})
             self.finish_weight_update()
-        except Exception:  # whatever failed, no layer may stay half loaded; `answer` reports it to the engine
+        except Exception:  # after any failure no layer may stay half loaded; `answer` reports the error
             with set_current_vllm_config(self.vllm_config):
                 self._receiver().discard()
             self._weight_update_active = False
@@ -215,19 +215,19 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of a prompt's tokens given those before them, at temperature 1, [len - 1].
 
-        Runs one forward outside the scheduler, which must be paused. The blocks of the key-value cache that it writes
-        to have afterwards what they had before: they may be a response's.
+        Runs one forward outside the scheduler, which must be paused. The forward writes to blocks of the key-value
+        cache that may belong to a response, so their contents are saved and restored.
         """
         limit = self.scheduler_config.max_num_batched_tokens
         if len(token_ids) > limit:
             raise ValueError(f"a probe of {len(token_ids)} tokens is longer than one forward ({limit} tokens)")
         order = _probe_order(token_ids, self._block_sizes())
-        kept = [(place, place.clone()) for place in self._probed_blocks(order)]
+        saved = [(blocks, blocks.clone()) for blocks in self._probed_blocks(order)]
         try:
             return self._run_probe(order)
         finally:
-            for place, content in kept:
-                place.copy_(content)
+            for blocks, content in saved:
+                blocks.copy_(content)
 
     def _probed_blocks(self, order: SchedulerOutput) -> list[torch.Tensor]:
         """Views of the cache blocks that a probe writes, one per layer."""
@@ -242,19 +242,19 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             output = super().sample_tokens(None)
         if hasattr(output, "get_output"):
             output = output.get_output()
-        leave = SchedulerOutput.make_empty()
-        leave.finished_req_ids = {PROBE_ID}
-        super().execute_model(leave)
+        finished = SchedulerOutput.make_empty()
+        finished.finished_req_ids = {PROBE_ID}
+        super().execute_model(finished)
         if self.rank != 0:
             return []
-        found = output.prompt_logprobs_dict[PROBE_ID]
-        return [float(x) for x in found.logprobs[:, 0]]
+        logprobs = output.prompt_logprobs_dict[PROBE_ID].logprobs
+        return [float(value) for value in logprobs[:, 0]]
 
     def _block_sizes(self) -> list[int]:
         return [group.kv_cache_spec.block_size for group in self.model_runner.kv_cache_config.kv_cache_groups]
 
     def kernel_classes(self) -> list[list[str]]:
-        """Name and kernel of each linear layer; shows whether 8-bit weights are multiplied in 8 bits."""
+        """Name and kernel of each linear layer; the kernel shows whether a layer multiplies in 8 bits."""
         return [
             [name, kernel]
             for name, layer in self.model_runner.get_model().named_modules()
@@ -262,7 +262,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         ]
 
     def kernel_notes(self) -> list[str]:
-        """Lines for the log of a run: how INT8 codes are multiplied, if a layer has them."""
+        """Lines for the log of a run: how INT8 codes are multiplied, if any layer has them."""
         layers = self.model_runner.get_model().modules()
         if any(isinstance(_chosen_kernel(layer), Int8ScaledMMLinearKernel) for layer in layers):
             return [exact_int8.check_vllm_kernel().line()]
@@ -282,7 +282,7 @@ def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[],
 
 
 def _only_decodes(order: SchedulerOutput) -> bool:
-    """Whether every row computes its newest token and its draft, and no row a part of its prompt."""
+    """Whether every row computes its newest token and its draft, and no row is in prefill."""
     num_drafted = sum(len(draft) for draft in order.scheduled_spec_decode_tokens.values())
     return bool(order.total_num_scheduled_tokens == len(order.num_scheduled_tokens) + num_drafted)
 
@@ -320,6 +320,6 @@ def _kernel_of(layer: torch.nn.Module) -> str | None:
 
 
 def _chosen_kernel(layer: torch.nn.Module) -> object | None:
-    """The object that multiplies for a layer whose weights are quantised."""
+    """The kernel of a layer whose weights are quantised; None if there is none."""
     scheme = getattr(layer, "scheme", getattr(layer, "quant_method", None))
     return getattr(scheme, "kernel", getattr(scheme, "fp8_linear", None))

@@ -9,22 +9,19 @@ from launcher.cluster.node import NodeResources
 from megatron_rl.model.spec import Experts, ModelSpec
 from rollout.config import EngineConfig
 from rollout.weights.format import WeightFormat
+from tests.support.model_specs import qwen_spec
 
-QWEN_7B = ModelSpec(
+QWEN_7B = qwen_spec(
     family="qwen2",
     num_layers=28,
     hidden_size=3584,
     num_heads=28,
-    num_kv_heads=4,
     head_dim=128,
     ffn_size=18944,
     vocab_size=152064,
     rope_theta=1e6,
-    rope_scaling=None,
-    tied=False,
     qkv_bias=True,
     qk_norm=False,
-    rms_eps=1e-6,
     max_positions=4096,
 )
 """Qwen2.5-7B."""

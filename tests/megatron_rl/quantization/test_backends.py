@@ -149,7 +149,7 @@ def test_compiled_loops_round_every_number_as_torch_does() -> None:
 
 def test_a_backend_is_chosen_by_device_dtype_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, bf16 = torch.device("cuda"), [torch.bfloat16]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: code_loops.MOST_THREADS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: code_loops.MAX_THREADS)
     monkeypatch.setattr(te_kernel, "is_installed", lambda: True)
 
     def chosen(name: str, device: torch.device, dtypes: list[torch.dtype]) -> type:
@@ -161,5 +161,5 @@ def test_a_backend_is_chosen_by_device_dtype_and_threads(monkeypatch: pytest.Mon
         assert chosen(name, cuda, bf16) is (TransformerEngineBackend if name == "fp8_block" else TorchBackend)
     monkeypatch.setattr(te_kernel, "is_installed", lambda: False)
     assert chosen("fp8_block", cuda, bf16) is TorchBackend
-    monkeypatch.setattr(torch, "get_num_threads", lambda: code_loops.MOST_THREADS + 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: code_loops.MAX_THREADS + 1)
     assert chosen("int8", CPU, bf16) is TorchBackend

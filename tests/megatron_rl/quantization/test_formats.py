@@ -55,5 +55,5 @@ def test_non_finite_weights_are_refused(bad: float, name: str) -> None:
     weight = torch.ones(4, 8)
     weight[2, 3] = bad
     rule = Quantizer(format=formats.CODE_FORMATS[name], backend=TorchBackend())
-    with pytest.raises(ValueError, match=r"1 of \d scales would be of non-finite"):
+    with pytest.raises(ValueError, match=r"1 of \d scales belong to weights that are not finite"):
         rule.factors(rule.amax(weight, (0, 0)))

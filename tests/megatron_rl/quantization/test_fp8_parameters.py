@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.quantization.fp8 import block_amax, fp8_block_codes, fp8_block_values, fp8_scale
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.hf_load import load
-from megatron_rl.weights.shards import Kind, shards
+from megatron_rl.weights.shards import Kind, rank_shards
 from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.tiny_megatron_models import save_model
 
@@ -77,7 +78,7 @@ def test_scales_of_another_layout_are_refused():
     with pytest.raises(RuntimeError, match=r"\(2, 1\) do not belong to codes \(256, 256\)"):
         fp8_parameters.Blocks.of(parameter)
     parameter._is_2D_scaled = False
-    with pytest.raises(RuntimeError, match="no codes by rows with a scale for each 128 x 128"):
+    with pytest.raises(RuntimeError, match="no row-wise codes with a scale for each 128 x 128"):
         fp8_parameters.Blocks.of(parameter)
 
 
@@ -123,9 +124,7 @@ class FakeModel:
 def test_loading_fills_fp8_parameters_whole_and_others_as_ever(tmp_path):
     spec = read_model_spec(save_model("wide", tmp_path, dtype=torch.float32))
     for rank in range(2):
-        held = shards(
-            spec, tensor=2, tensor_rank=rank, layers=range(2), first=True, last=True, uses_te_layer_names=True
-        )
+        held = rank_shards(spec, ParallelConfig(tensor=2), tensor_rank=rank, pipeline_rank=0, uses_te_layer_names=True)
         model = FakeModel(held)
         load(model, held, spec, tmp_path)
         from safetensors.torch import load_file

@@ -1,6 +1,6 @@
 """Any trainer of 64 ranks to any engines of 64 ranks: what arrives is what slicing the whole quantised model gives.
 
-The real plan, packers and arrivals; a transport that is a dictionary, and a collective that is a barrier of threads.
+The real plan, packers and received; a transport that is a dictionary, and a collective that is a barrier of threads.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from megatron_rl.weights import packer as packer_module
 from megatron_rl.weights.fp8_passthrough import parameter_shapes
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard, wire_tensors
-from megatron_rl.weights.shards import rank_shards, shards
+from megatron_rl.weights.shards import hf_shapes, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import Box, Required
-from rollout.worker.received_parts import Arrivals
+from rollout.worker.received_pieces import ReceivedPieces
 from tests.megatron_rl.weights.test_reshard_plan import SPEC as SMALL
 from tests.support.deadline import DEADLINE_S
 from tests.support.trainers.memory_sender import MemorySender
@@ -60,8 +60,7 @@ class Meeting:
 
 def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    held = shards(spec, tensor=1, tensor_rank=0, layers=range(spec.num_layers), first=True, last=True)
-    shapes = {one.hf_name: one.hf_full_shape for one in held}
+    shapes = hf_shapes(spec)
     return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
 
 
@@ -125,12 +124,12 @@ def _of_single_experts(box: Box) -> Iterator[Box]:
         yield Box(start=(expert, *box.start[1:]), shape=(1, *box.shape[1:]))
 
 
-def assembled(arrivals: Arrivals, name: str, box: Box) -> torch.Tensor:
+def assembled(received: ReceivedPieces, name: str, box: Box) -> torch.Tensor:
     """A part as a loader is fed with it: a vector whole, a matrix piece by piece."""
     if len(box.shape) < 2:
-        return arrivals.part(name, box)
+        return received.read(name, box)
     found: torch.Tensor | None = None
-    for common, piece in arrivals.pieces(name, box):
+    for common, piece in received.views(name, box):
         found = piece.new_empty(box.shape) if found is None else found
         found[common.slices(box.start)] = piece
     assert found is not None
@@ -161,11 +160,11 @@ def meetings(monkeypatch):
     name=st.sampled_from(["bf16", "int8", "fp8_channel", "fp8_block"]),
     experts=st.sampled_from([(0, 1), (8, 1), (8, 4)]),
     bucket_bytes=st.integers(1000, 30_000),
-    strip=st.sampled_from([300, 1 << 20]),
+    box_size=st.sampled_from([300, 1 << 20]),
     seed=st.integers(0, 1000),
 )
 def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
-    meetings, layout, engine_ranks, name, experts, bucket_bytes, strip, seed
+    meetings, layout, engine_ranks, name, experts, bucket_bytes, box_size, seed
 ):
     tensor, pipeline, data = layout
     count, spread = experts
@@ -198,20 +197,20 @@ def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
             held=held,
             parameters=parameters_of(held, whole),
             tensor_group=groups[slot.pipeline_rank, slot.data_rank] if tensor > 1 else None,
-            answers=lambda _: True,
+            fingerprints=lambda _: True,
         )
         packer.refresh_scales()
         packer.send(memory, WeightVersion(0))
 
-    with mock.patch.object(packer_module, "STRIP", strip), ThreadPoolExecutor(WORLD) as threads:
+    with mock.patch.object(packer_module, "CPU_BOX_SIZE", box_size), ThreadPoolExecutor(WORLD) as threads:
         list(threads.map(send, slots))
     manifest = plan.manifest("run", WeightVersion(0))
     manifest.check()
     expected = quantised_whole(plan, whole)
     for rank in range(engine_ranks):
-        arrivals = Arrivals(manifest, memory, engine_rank=rank)
+        received = ReceivedPieces(manifest, memory, engine_rank=rank)
         for tensor_name, boxes in required[rank].items():
             for box in boxes:
-                part = assembled(arrivals, tensor_name, box)
+                part = assembled(received, tensor_name, box)
                 right = expected[tensor_name][box.slices((0,) * len(box.start))]
                 assert torch.equal(part.view(torch.uint8), right.contiguous().view(torch.uint8)), (tensor_name, box)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
@@ -19,11 +18,11 @@ from megatron_rl.weights.shards import Kind, rank_shards
 from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS, WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, Box
+from tests.support.model_specs import qwen_spec
 from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 from tests.support.trainers.memory_sender import MemorySender
 
-SPEC = ModelSpec(
-    family="qwen3",
+SPEC = qwen_spec(
     num_layers=2,
     hidden_size=256,
     num_heads=4,
@@ -31,12 +30,7 @@ SPEC = ModelSpec(
     head_dim=128,
     ffn_size=192,
     vocab_size=150,
-    rope_theta=1e4,
-    rope_scaling=None,
     tied=True,
-    qkv_bias=False,
-    qk_norm=True,
-    rms_eps=1e-6,
     max_positions=64,
 )
 """Of every matrix but gate and up (and rows of down) the blocks agree: 192 is one and a half."""
@@ -66,7 +60,7 @@ class Published:
             held=self.held,
             parameters=self.parameters,
             tensor_group=None,
-            answers=lambda _: True,
+            fingerprints=lambda _: True,
         )
 
     def send(self):
@@ -142,13 +136,13 @@ def test_bf16_is_what_the_parameter_stands_for():
         assert torch.equal(sent[one.hf_name][one.hf_slices], fp8_parameters.values(parameter, one.megatron_slices))
 
 
-@pytest.mark.parametrize("strip", [5000, 1 << 20])
+@pytest.mark.parametrize("size", [5000, 1 << 20])
 @pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
-def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, strip):
+def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, size):
     published = Published(format)
     sent = published.send()
     sums = published.packer.published_fingerprint()
-    monkeypatch.setattr(packer, "STRIP", strip)
+    monkeypatch.setattr(packer, "CPU_BOX_SIZE", size)
     assert all((published.send()[name] == sent[name]).all() for name in sent)
     again = published.packer.published_fingerprint()
     assert sums.keys() == again.keys()
@@ -214,13 +208,13 @@ def test_a_weight_that_is_no_number_stops_the_publish_before_anything_of_its_mat
     most=st.integers(1, 5000),
     multiple=st.sampled_from([1, 128]),
 )
-def test_strips_tile_a_box_and_cut_no_block(start, height, columns, most, multiple):
+def test_row_boxes_tile_a_box_and_cut_no_block(start, height, columns, most, multiple):
     box = Box(start=(start, 7), shape=(height, columns))
-    found = list(packer.strips(box, most=most, multiple=multiple))
+    found = list(packer.row_boxes(box, most=most, multiple=multiple))
     end = start
-    for strip in found:
-        assert strip.start == (end, 7) and strip.shape[1] == columns and strip.shape[0] > 0
-        assert strip.size <= max(most, multiple * columns)
-        end += strip.shape[0]
+    for row_box in found:
+        assert row_box.start == (end, 7) and row_box.shape[1] == columns and row_box.shape[0] > 0
+        assert row_box.size <= max(most, multiple * columns)
+        end += row_box.shape[0]
         assert end % multiple == 0 or end == start + height
     assert end == start + height

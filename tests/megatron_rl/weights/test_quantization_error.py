@@ -24,7 +24,7 @@ def test_signal_noise_saturation_and_change_by_hand() -> None:
     weight = torch.tensor([[3.0, -4.0]])
     for codes in (torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[127, 3]], dtype=torch.int8)):
         watch.begin()
-        watch.see("model.layers.7.mlp.up_proj.weight", BOX, weight, codes, torch.tensor([[3.0, -3.0]]))
+        watch.add("model.layers.7.mlp.up_proj.weight", BOX, weight, codes, torch.tensor([[3.0, -3.0]]))
     (sums,) = watch.sums().values()
     assert list(watch.sums()) == [7]
     assert (sums.signal, sums.noise, sums.num_codes) == (25, 1, 2)
@@ -36,7 +36,7 @@ def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() ->
     whole = torch.arange(1.0, 25.0).view(4, 6)
     watch, other = CodeWatch(), CodeWatch()
     for one, weight in ((watch, whole[:, 2:5]), (other, whole[:, 2:5].clone())):
-        one.see("model.layers.0.x.weight", BOX, weight, weight.to(torch.int8), weight + 0.5)
+        one.add("model.layers.0.x.weight", BOX, weight, weight.to(torch.int8), weight + 0.5)
     assert watch.sums() == other.sums() and watch.sums()[0].noise == pytest.approx(12 * 0.25)
 
 
@@ -63,5 +63,5 @@ def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float
     codes = format.codes(weight, factors, (0, 0))
     watch = CodeWatch()
     box = Box(start=(0, 0), shape=(256, 256))
-    watch.see("model.layers.0.x.weight", box, weight, codes, format.values(codes, format.scales(factors), (0, 0)))
+    watch.add("model.layers.0.x.weight", box, weight, codes, format.values(codes, format.scales(factors), (0, 0)))
     assert least < watch.sums()[0].sqnr_db < most

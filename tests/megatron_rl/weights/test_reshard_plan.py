@@ -7,30 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.reshard_plan import Role, plan_reshard, wire_tensors
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES, TRAILER, Box
+from tests.support.model_specs import qwen_spec
 
 INT8 = WeightFormat(name="int8")
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=3,
-    hidden_size=32,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=101,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    rms_eps=1e-6,
-    max_positions=128,
-)
+SPEC = qwen_spec()
 
 specs = st.builds(
     dataclasses.replace,
@@ -58,8 +42,8 @@ def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, name, 
     format = WeightFormat(name=name, bf16_first_layers=kept)
     plan = plan_reshard(spec, parallel, format=format, bucket_bytes=bucket_bytes, uses_te_layer_names=False)
     plan.manifest("r", WeightVersion(0)).check()
-    for bucket, sources in zip(plan.buckets, plan.sources, strict=True):
-        assert len(bucket.pieces) == len(sources)
+    for bucket, planned in zip(plan.buckets, plan.pieces, strict=True):
+        assert [(p.tensor, p.box) for p in bucket.pieces] == [(p.tensor, p.box) for p in planned]
         assert bucket.num_bytes <= max(bucket_bytes, 64) or len(bucket.pieces) == 1
         assert bucket.source_rank < parallel.world_size
         tensors = [piece.tensor for piece in bucket.pieces]
@@ -96,8 +80,8 @@ def test_data_parallel_replicas_share_the_sending():
     sent = [sum(bucket.num_bytes for bucket in plan.buckets_of(rank)) for rank in range(8)]
     for replicas in (sent[0::2], sent[1::2]):
         assert max(replicas) - min(replicas) <= max(bucket.num_bytes for bucket in plan.buckets)
-    for bucket, sources in zip(plan.buckets, plan.sources, strict=True):  # of what they hold
-        start = {source.shard.hf_start for source in sources if source.shard.hf_name.endswith("q_proj.weight")}
+    for bucket, pieces in zip(plan.buckets, plan.pieces, strict=True):  # each rank sends boxes that it holds
+        start = {piece.shard.hf_start for piece in pieces if piece.shard.hf_name.endswith("q_proj.weight")}
         assert all((first[0] >= 32) == bool(bucket.source_rank % 2) for first in start)
 
 
@@ -105,10 +89,10 @@ def test_a_rank_of_a_row_parallel_matrix_sends_its_columns_and_only_the_first_se
     plan = plan_reshard(SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False)
     name = "model.layers.0.mlp.down_proj.weight"
     found = [
-        (bucket.source_rank, source.role, piece.start, piece.shape)
-        for bucket, sources in zip(plan.buckets, plan.sources, strict=True)
-        for piece, source in zip(bucket.pieces, sources, strict=True)
-        if source.shard.hf_name == name
+        (bucket.source_rank, piece.role, piece.box.start, piece.box.shape)
+        for bucket, pieces in zip(plan.buckets, plan.pieces, strict=True)
+        for piece in pieces
+        if piece.shard.hf_name == name
     ]
     assert found == [
         (0, Role.CODES, (0, 0), (32, 24)),

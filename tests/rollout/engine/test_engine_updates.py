@@ -44,7 +44,7 @@ REFUSED = {
     "in format 'int8'": lambda live: with_manifest(live.publish("B"), format="int8"),
     f"{NORM} is missing": lambda live: without_tensor(live, NORM),
     "surplus is unknown": lambda live: with_norm(live, name="surplus"),
-    f"{NORM} is .64. bfloat16, the model wants .128.": lambda live: with_norm(live, shape=(64,)),
+    f"{NORM} is .64. bfloat16, the model needs .128.": lambda live: with_norm(live, shape=(64,)),
     f"{NORM} is .128. float32": lambda live: with_norm(live, dtype="float32"),
     "cover": lambda live: with_manifest(live.publish("B"), buckets=live.publish("B").manifest.buckets[:-1]),
     "named twice": lambda live: with_manifest(

@@ -27,7 +27,7 @@ from rollout.transports.shm import ShmInbox, ShmSender
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.types import WeightVersion
 from rollout.weights.manifest import Box, Bucket, WeightManifest
-from rollout.worker.received_parts import Arrivals
+from rollout.worker.received_pieces import ReceivedPieces
 from tests.support.engines.packing import Publish, pack
 
 
@@ -49,9 +49,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def assemble(manifest: WeightManifest, inbox: Inbox) -> list[tuple[str, torch.Tensor]]:
     """Every tensor of a publish, whole."""
-    arrivals = Arrivals(manifest, inbox, engine_rank=0)
+    received = ReceivedPieces(manifest, inbox, engine_rank=0)
     boxes = [(spec.name, Box(start=(0,) * len(spec.shape), shape=spec.shape)) for spec in manifest.tensors]
-    return [(name, arrivals.part(name, box)) for name, box in boxes]
+    return [(name, received.read(name, box)) for name, box in boxes]
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -355,7 +355,7 @@ def test_a_change_of_something_else_is_refused():
     inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
     sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
     sending.start()
-    with pytest.raises(RuntimeError, match="changed since weight version 0 came, but 7 is kept here"):
+    with pytest.raises(RuntimeError, match="a delta on weight version 0 came, but this rank keeps version 7"):
         raw(inbox, second)
     sending.join()
 
@@ -600,12 +600,12 @@ def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bu
                 assert Path(addresses[host]).stat().st_size == files.bucket_offsets(shared)[1]
             for rank in engine_ranks:
                 inbox = exchange.inbox(publish, addresses, host=host, engine_rank=rank)
-                arrivals = Arrivals(publish.manifest, inbox, engine_rank=rank)
+                received = ReceivedPieces(publish.manifest, inbox, engine_rank=rank)
                 (box,) = HALVES[rank]["layers.0.q_proj.weight"]
                 expected = tensors()["layers.0.q_proj.weight"][box.slices((0, 0))]
-                assert torch.equal(arrivals.part("layers.0.q_proj.weight", box), expected)
+                assert torch.equal(received.read("layers.0.q_proj.weight", box), expected)
                 norm = Box(start=(0,), shape=(16,))
-                assert torch.equal(arrivals.part("layers.0.norm.weight", norm), tensors()["layers.0.norm.weight"])
+                assert torch.equal(received.read("layers.0.norm.weight", norm), tensors()["layers.0.norm.weight"])
         exchange.abandon()
     assert not [path for path in files.SHM.iterdir() if "transporttest" in path.name]
 

@@ -12,7 +12,7 @@ from rollout.transports.colocated import ColocatedInbox, ColocatedSender
 from rollout.transports.rendezvous import open_store
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.weights.manifest import Box
-from rollout.worker.received_parts import Arrivals
+from rollout.worker.received_pieces import ReceivedPieces
 from tests.support.engines.packing import Publish, pack
 
 pytestmark = [
@@ -39,9 +39,9 @@ def publish(version: int) -> Publish:
 
 def arrived(found: Publish, inbox: ColocatedInbox | GroupInbox) -> bool:
     """Whether every tensor lies whole on a device."""
-    arrivals = Arrivals(found.manifest, inbox, engine_rank=0)
+    received = ReceivedPieces(found.manifest, inbox, engine_rank=0)
     for name, expected in tensors().items():
-        part = arrivals.part(name, Box(start=(0,) * expected.dim(), shape=tuple(expected.shape)))
+        part = received.read(name, Box(start=(0,) * expected.dim(), shape=tuple(expected.shape)))
         if not part.is_cuda or not torch.equal(part.cpu(), expected):
             return False
     return True

@@ -1,6 +1,7 @@
 """INT8 products are exact: by vLLM's kernel where it is right, by ours where it is not."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -137,3 +138,31 @@ def test_the_kernel_that_this_machine_chooses_is_exact():
     is_exact, chosen, error = chosen_with("DEFAULT")
     assert float(error) == 0
     assert (chosen == "ExactInt8") == (is_exact == "False")
+
+
+def line_of_the_command(*options: str, **variables: str) -> str:
+    """The only line on stdout of `python -m rollout.worker.exact_int8`."""
+    environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, *options]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    return line
+
+
+def test_the_command_prints_its_line_alone_also_for_a_wrong_kernel():
+    line = line_of_the_command("-m", "rollout.worker.exact_int8", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert re.fullmatch(r"INT8: test products of \w+ are off by up to \d+% on this machine; .*", line)
+
+
+NO_KERNEL = """
+import runpy
+from vllm.model_executor.kernels import linear
+linear._POSSIBLE_INT8_KERNELS.clear()
+runpy.run_module("rollout.worker.exact_int8", run_name="__main__")
+"""
+
+
+def test_the_command_says_so_where_vllm_has_no_kernel():
+    line = line_of_the_command("-c", NO_KERNEL, VLLM_LOGGING_STREAM="ext://sys.stderr")
+    assert line.startswith("INT8: not asked: vLLM has no INT8 kernel for this platform (")

@@ -1,4 +1,4 @@
-"""What loaders copy out of stand-ins is the part that came, whatever view they have made of it."""
+"""Loaders copy the received box out of a stand-in, whatever view they have made of it."""
 
 from collections.abc import Iterator
 
@@ -16,24 +16,24 @@ SPECS = (
 )
 
 
-class Parts:
+class Boxes:
     """Of tensors that are there."""
 
-    def part(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> torch.Tensor:
         """A view into the middle of something larger, as a bucket's piece is."""
         whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
         found = whole[box.slices((0,) * whole.dim())]
         larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
         return larger[5:].view(found.shape)
 
-    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """Row by row, and each row in two."""
         *before, row, left = box.start
         *one, rows, columns = box.shape
         for number in range(rows):
             for first, end in ((0, columns // 2), (columns // 2, columns)):
                 piece = Box(start=(*before, row + number, left + first), shape=(*one, 1, end - first))
-                yield piece, self.part(name, piece)
+                yield piece, self.read(name, piece)
 
 
 VIEWS = {
@@ -42,7 +42,7 @@ VIEWS = {
     "columns": lambda one: one[:, 2:5],
     "one row": lambda one: one[3],
     "transposed": lambda one: one.t(),
-    "part of the transposed": lambda one: one.t()[1:4, 2:],
+    "box of the transposed": lambda one: one.t()[1:4, 2:],
     "flat": lambda one: one.reshape(-1)[7:],
 }
 
@@ -52,7 +52,7 @@ def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> N
     shown = dict(StandIns(SPECS).items())
     assert list(shown) == ["matrix.weight", *(f"m.experts.{expert}.up.weight" for expert in range(3))]
     stand_ins = StandIns(SPECS)
-    with stand_ins.feed(Parts()):
+    with stand_ins.feed(Boxes()):
         for (_, tensor), real in zip(stand_ins.items(), [MATRIX, *STACK], strict=True):
             expected = VIEWS[how](real)
             found = torch.zeros(expected.shape)
@@ -63,8 +63,8 @@ def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> N
 def test_a_square_matrix_is_transposed_where_its_loader_does_so() -> None:
     square = MATRIX[:, :4].contiguous()
 
-    class Square(Parts):
-        def part(self, name: str, box: Box) -> torch.Tensor:
+    class Square(Boxes):
+        def read(self, name: str, box: Box) -> torch.Tensor:
             return square[box.slices((0, 0))]
 
     stand_ins = StandIns([TensorSpec(name="square.weight", shape=(4, 4), dtype="float32")])

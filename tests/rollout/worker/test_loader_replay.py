@@ -20,20 +20,20 @@ SPECS = tuple(TensorSpec(name=name, shape=shape, dtype="float32") for name, shap
 WHOLE = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(7)) for spec in SPECS}
 
 
-class Parts:
+class Boxes:
     """Of tensors that are there."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def part(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> torch.Tensor:
         """A view."""
         self.asked.append(name)
         return WHOLE[name][box.slices((0,) * WHOLE[name].dim())]
 
-    def pieces(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """In one."""
-        yield box, self.part(name, box)
+        yield box, self.read(name, box)
 
 
 class Layer(nn.Module):
@@ -114,7 +114,7 @@ def test_what_is_replayed_is_what_loaders_load_in_the_order_of_tensors() -> None
     for layer in layers.layers.values():
         layer.num_calls = 0
     for _ in range(2):  # a publish after the other
-        source = Parts()
+        source = Boxes()
         layerwise.initialize_layerwise_reload(layers)
         found = list(loader_replay.steps(SPECS, recording))
         assert found[:2] == ["layers.halves", "layers.columns"]
@@ -141,8 +141,8 @@ def test_what_is_replayed_is_what_loaders_load_in_the_order_of_tensors() -> None
 
 
 def test_a_failed_copy_leaves_the_loaders_where_they_were() -> None:
-    class Broken(Parts):
-        def part(self, name: str, box: Box) -> torch.Tensor:
+    class Broken(Boxes):
+        def read(self, name: str, box: Box) -> torch.Tensor:
             raise RuntimeError("lost")
 
     layers = model()

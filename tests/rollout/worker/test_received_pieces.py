@@ -1,11 +1,11 @@
-"""Parts of tensors from the buckets that one rank was sent, held no longer than needed."""
+"""Boxes of tensors are assembled from the buckets that one rank received, held no longer than needed."""
 
 import pytest
 import torch
 
 from rollout.types import WeightVersion
 from rollout.weights.manifest import TRAILER, Box, Bucket, Piece, TensorSpec, WeightManifest
-from rollout.worker.received_parts import Arrivals
+from rollout.worker.received_pieces import ReceivedPieces
 
 MATRIX = torch.arange(24, dtype=torch.float32).view(4, 6)
 BIAS = torch.arange(4, dtype=torch.float32)
@@ -53,20 +53,20 @@ LEFT, RIGHT = Box(start=(0, 0), shape=(4, 3)), Box(start=(0, 3), shape=(4, 3))
 
 def test_a_rank_takes_its_own_buckets_and_no_others() -> None:
     manifest, inbox = publish([(LEFT, (0,)), (RIGHT, (1,))])
-    arrivals = Arrivals(manifest, inbox, engine_rank=1)
-    assert torch.equal(arrivals.part("matrix", RIGHT), MATRIX[:, 3:])
+    received = ReceivedPieces(manifest, inbox, engine_rank=1)
+    assert torch.equal(received.read("matrix", RIGHT), MATRIX[:, 3:])
     assert inbox.taken == [1]
-    with pytest.raises(RuntimeError, match="matrix: 0 of the 12 elements"):
-        arrivals.part("matrix", LEFT)
+    with pytest.raises(RuntimeError, match="matrix: this rank received 0 of the 12 elements"):
+        received.read("matrix", LEFT)
 
 
-def test_a_part_is_put_together_from_pieces_that_overlap_it() -> None:
+def test_a_box_is_assembled_from_pieces_that_overlap_it() -> None:
     manifest, inbox = publish([(LEFT, ()), (RIGHT, ())])
     middle = Box(start=(1, 2), shape=(2, 3))
-    assert torch.equal(Arrivals(manifest, inbox, engine_rank=0).part("matrix", middle), MATRIX[1:3, 2:5])
+    assert torch.equal(ReceivedPieces(manifest, inbox, engine_rank=0).read("matrix", middle), MATRIX[1:3, 2:5])
 
 
-def test_a_part_of_which_something_is_missing_is_refused_before_anything_is_loaded() -> None:
+def test_a_box_that_is_not_covered_is_refused_before_anything_is_loaded() -> None:
     manifest, _ = publish([(LEFT, (0,)), (RIGHT, (1,))])
     whole = Box(start=(0, 0), shape=(4, 6))
     manifest.check_required(0, {"matrix": (LEFT,), "bias": (Box(start=(1,), shape=(2,)),)})
@@ -76,18 +76,21 @@ def test_a_part_of_which_something_is_missing_is_refused_before_anything_is_load
         manifest.check_required(0, {"scale": (Box(start=(0,), shape=(1,)),)})
 
 
-def test_buckets_are_let_go_of_when_all_of_them_was_loaded_and_vectors_may_be_loaded_again() -> None:
+def test_buckets_are_released_when_all_of_them_was_read_and_vectors_may_be_loaded_again() -> None:
     manifest, inbox = publish([(LEFT, ()), (RIGHT, ())])
-    arrivals = Arrivals(manifest, inbox, engine_rank=0)
+    received = ReceivedPieces(manifest, inbox, engine_rank=0)
     bias = Box(start=(0,), shape=(4,))
     for _ in range(2):
-        assert torch.equal(arrivals.part("bias", bias), BIAS)
-    assert torch.equal(arrivals.part("matrix", LEFT), MATRIX[:, :3])
-    assert inbox.taken == [2, 0] and not arrivals._held
-    with pytest.raises(RuntimeError, match="bucket 0 was let go of"):
-        arrivals.part("matrix", LEFT)
+        assert torch.equal(received.read("bias", bias), BIAS)
+    assert torch.equal(received.read("matrix", LEFT), MATRIX[:, :3])
+    assert inbox.taken == [2, 0] and not received._held
+    with pytest.raises(RuntimeError, match="bucket 0 was read completely"):
+        received.read("matrix", LEFT)
 
 
 def test_nothing_of_a_tensor_is_nothing() -> None:
     manifest, inbox = publish([(LEFT, ()), (RIGHT, ())])
-    assert Arrivals(manifest, inbox, engine_rank=0).part("matrix", Box(start=(4, 0), shape=(0, 6))).shape == (0, 6)
+    assert ReceivedPieces(manifest, inbox, engine_rank=0).read("matrix", Box(start=(4, 0), shape=(0, 6))).shape == (
+        0,
+        6,
+    )
