@@ -55,9 +55,9 @@ def chrome_trace(run: RunTimeline) -> Event:
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
         events += _slices(timeline, forwards, row=number, origin_s=origin_s)
         events += _running(forwards, engine=number, origin_s=origin_s)
-    for name, what, start_s, stop_s in _lanes(run.spans):
+    for name, activity, start_s, stop_s in _lanes(run.spans):
         row = rows.setdefault(name, len(rows))
-        events.append(_slice(what, start_s, stop_s, row=row, origin_s=origin_s))
+        events.append(_slice(activity, start_s, stop_s, row=row, origin_s=origin_s))
     for step in run.steps:
         row = rows.setdefault("steps", len(rows))
         # a step's row is written a moment after its last span has ended
@@ -76,7 +76,7 @@ def chrome_trace(run: RunTimeline) -> Event:
 
 
 def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Row, what, start and end of each span; a row's spans that overlap lie in further rows."""
+    """Row, activity, start and end of each span; a row's spans that overlap lie in further rows."""
     ended_s: dict[str, float] = {}
     for span in spans:
         first = lane = _row_of(span)
@@ -84,16 +84,16 @@ def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
             lane = f"{first}, {2 if lane == first else int(lane.rpartition(' ')[2]) + 1}"
         start_s = min(max(span.start_s, ended_s.get(lane, -math.inf)), span.end_s)
         ended_s[lane] = max(span.end_s, ended_s.get(lane, -math.inf))
-        yield lane, span.what, start_s, span.end_s
+        yield lane, span.activity, start_s, span.end_s
 
 
 def _row_of(span: Span) -> str:
-    match span.what:
+    match span.activity:
         case "checkpoint" | "evaluate":
             return "checkpoint, evaluation"
         case "rollout":
             return "controller"
-    return "publisher" if span.who == "engines" else span.who
+    return "publisher" if span.actor == "engines" else span.actor
 
 
 def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s: float) -> Iterator[Event]:

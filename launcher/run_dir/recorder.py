@@ -82,10 +82,10 @@ class RunRecorder:
         """Move the bar."""
         self._progress.phase(phase, done, total)
 
-    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+    def record_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
         """Keep a span (`megatron_rl.controller.phases.RecordSpan`)."""
-        self._directory.record_span(who, what, start_s, end_s)
-        self._timeline.add_span(who, what, start_s, end_s)
+        self._directory.record_span(actor, activity, start_s, end_s)
+        self._timeline.add_span(actor, activity, start_s, end_s)
 
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Keep a step's metrics, samples, traces and forwards."""

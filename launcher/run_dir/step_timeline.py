@@ -30,9 +30,9 @@ class StepTimeline:
         self.speed: EngineSpeed | None = None
         """As of the last step that was closed; None while there is too little evidence."""
 
-    def add_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """Somebody did something; wall clock."""
-        self._spans.append(Span(who=who, what=what, start_s=start_s, end_s=end_s))
+    def add_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
+        """Add an activity of an actor; wall clock."""
+        self._spans.append(Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s))
 
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
         """What each engine has run since the last call."""

@@ -62,10 +62,11 @@ _WAITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Somebody did something; wall clock."""
+    """An activity of an actor, as `events.jsonl` records it; times are wall clock."""
 
-    who: str
-    what: str
+    actor: str
+    """`engines`, `trainer` or `publisher`."""
+    activity: str
     start_s: float
     end_s: float
 
@@ -110,7 +111,7 @@ def engine_timelines(
     shifted = [
         (part, span.start_s - start_s, span.end_s - start_s)
         for span in spans
-        if (part := _WAITS.get((span.who, span.what))) is not None and span.end_s > span.start_s
+        if (part := _WAITS.get((span.actor, span.activity))) is not None and span.end_s > span.start_s
     ]
     waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
     ordered = [of_one[np.argsort(of_one["started_at_s"], kind="stable")] for of_one in forwards]
