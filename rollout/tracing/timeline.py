@@ -114,28 +114,46 @@ def engine_timelines(
         if (part := _WAITS.get((span.actor, span.activity))) is not None and span.end_s > span.start_s
     ]
     waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
-    ordered = [of_one[np.argsort(of_one["started_at_s"], kind="stable")] for of_one in forwards]
-    shares = [np.ones(len(of_one)) if speed is None else speed.saturated_shares(of_one) for of_one in ordered]
-    runs = [_running(of_one, origin_s=start_s) for of_one in ordered]
-    stretches = [_stretches(run) for run in runs]
+    runs = [_Runs.of(of_engine, speed, origin_s=start_s) for of_engine in forwards]
+    stretches = [engine.stretches for engine in runs]
     return [
         _timeline(
-            run,
-            share,
-            stretch,
+            engine,
             others=np.concatenate([*stretches[:number], *stretches[number + 1 :], np.zeros((0, 2))]),
             waits=waits,
             start_s=start_s,
             length_s=length_s,
         )
-        for number, (run, share, stretch) in enumerate(zip(runs, shares, stretches, strict=True))
+        for number, engine in enumerate(runs)
     ]
 
 
 _PRIORITY = (Part.PUBLISH, Part.CHECKPOINT, Part.TRAINER_WAIT)
 
 
-def _running(forwards: Forwards, *, origin_s: float) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """When one engine runs forwards, in seconds since the start of the timeline."""
+
+    forwards: Floats
+    """[N, 2] start and end of each forward, rising; no two overlap."""
+    saturated: Floats
+    """[N] in [0, 1]: share of each forward that a saturated engine would have needed."""
+    stretches: Floats
+    """[S, 2] start and end of forwards with less than `GAP_S` between them."""
+
+    @classmethod
+    def of(cls, forwards: Forwards, speed: EngineSpeed | None, *, origin_s: float) -> "_Runs":
+        ordered = forwards[np.argsort(forwards["started_at_s"], kind="stable")]
+        intervals = _intervals(ordered, origin_s=origin_s)
+        return cls(
+            forwards=intervals,
+            saturated=np.ones(len(ordered)) if speed is None else speed.saturated_shares(ordered),
+            stretches=_stretches(intervals),
+        )
+
+
+def _intervals(forwards: Forwards, *, origin_s: float) -> Floats:
     """When each forward ran, [N, 2] seconds since `origin_s`; in order, and none before the one before has ended.
 
     A device takes forwards one after another, and the next may be launched while one still runs.
@@ -147,42 +165,39 @@ def _running(forwards: Forwards, *, origin_s: float) -> Floats:
     return np.stack([begins, begins + seconds], axis=1)
 
 
-def _stretches(runs: Floats) -> Floats:
-    """Forwards with less than `GAP_S` between them as one, [S, 2]."""
-    if not len(runs):
-        return runs
-    cuts = np.flatnonzero(runs[1:, 0] - runs[:-1, 1] >= GAP_S) + 1
-    return np.stack([runs[np.r_[0, cuts], 0], runs[np.r_[cuts - 1, len(runs) - 1], 1]], axis=1)
+def _stretches(intervals: Floats) -> Floats:
+    """Join intervals with less than `GAP_S` between them, [S, 2]."""
+    if not len(intervals):
+        return intervals
+    cuts = np.flatnonzero(intervals[1:, 0] - intervals[:-1, 1] >= GAP_S) + 1
+    return np.stack([intervals[np.r_[0, cuts], 0], intervals[np.r_[cuts - 1, len(intervals) - 1], 1]], axis=1)
 
 
 def _timeline(
-    runs: Floats,
-    saturated: Floats,
-    stretches: Floats,
-    *,
-    others: Floats,
-    waits: Mapping[Part, Floats],
-    start_s: float,
-    length_s: float,
+    engine: _Runs, *, others: Floats, waits: Mapping[Part, Floats], start_s: float, length_s: float
 ) -> EngineTimeline:
-    bounds = [runs, others, *waits.values()]
+    """Cut the time at every bound of an interval, and give each moment to the first part that holds.
+
+    `others` are the stretches of the other engines, [S, 2]; `waits` the intervals of each waiting part, [W, 2].
+    """
+    bounds = [engine.forwards, others, *waits.values()]
     inside = np.concatenate([edges[(edges > 0) & (edges < length_s)] for edges in bounds])
     edges = np.unique(np.concatenate([[0.0, length_s], inside]))
     middles = (edges[:-1] + edges[1:]) / 2
     shares = np.zeros((len(middles), len(PARTS)))
-    number = np.searchsorted(runs[:, 0], middles, side="right") - 1
+    number = np.searchsorted(engine.forwards[:, 0], middles, side="right") - 1
     free = np.ones(len(middles), dtype=bool)
 
     def give(part: Part, holds: Flags) -> None:
         shares[holds & free, PARTS.index(part)] = 1.0
         free[holds] = False
 
-    running = _covered(runs, middles)
-    shares[running, PARTS.index(Part.SATURATED)] = saturated[number[running]]
-    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - saturated[number[running]]
+    running = _covered(engine.forwards, middles)
+    shares[running, PARTS.index(Part.SATURATED)] = engine.saturated[number[running]]
+    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - engine.saturated[number[running]]
     free[running] = False
     give(Part.PUBLISH, _covered(waits[Part.PUBLISH], middles))
-    give(Part.GAP, _covered(stretches, middles))
+    give(Part.GAP, _covered(engine.stretches, middles))
     give(Part.CHECKPOINT, _covered(waits[Part.CHECKPOINT], middles))
     give(Part.TRAINER_WAIT, _covered(waits[Part.TRAINER_WAIT], middles))
     give(Part.TAIL_WAIT, _covered(others, middles))
