@@ -8,7 +8,10 @@ exactly one queue, once; there are as many queues as engines.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.types import GroupId
+from rollout.types import GroupId, PromptGroup
+
+_FIRST = -1
+"""Step of groups that go before all others: evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,21 @@ class RolloutPlan:
     """An engine that has nothing left of a step takes what waits for another."""
     steps_together: int = 1
     """Steps whose groups have no precedence over each other."""
+
+
+def plan_first(groups: Sequence[PromptGroup], *, num_engines: int) -> RolloutPlan:
+    """A plan without forecasts: the groups go before those of every step, in order, to any engine."""
+    forecasts = [
+        GroupForecast(
+            group_id=group.group_id,
+            step=_FIRST,
+            num_responses=len(group.seeds),
+            tokens=float(group.sampling.max_response_tokens),
+        )
+        for group in groups
+    ]
+    queues = tuple(tuple(forecasts[engine::num_engines]) for engine in range(num_engines))
+    return RolloutPlan(queues=queues, shares_work=True)
 
 
 def check_plan(plan: RolloutPlan, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> None:

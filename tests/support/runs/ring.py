@@ -157,5 +157,5 @@ class Ring:
     def begin_on(self, engine: int, group: PromptGroup):
         """The same without waiting for it."""
         # the engine will say that these have ended; a pool takes more than it began for another pool's
-        self.pool._sent[engine] += len(group.seeds)
+        self.pool._slots.begin(engine, len(group.seeds))
         return self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)
