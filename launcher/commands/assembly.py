@@ -234,7 +234,7 @@ def _pool(
     return EnginePool(
         engines,
         [scorer],
-        slots_per_engine=config.engine.max_num_seqs,
+        seats_per_engine=config.engine.max_num_seqs,
         batches=planner,
         whole_step=config.deterministic,
         migration=GroupMigration(rule=rule),

@@ -121,7 +121,7 @@ def _evaluate(
 ) -> list[EvaluationRow]:
     engines, starting = begun
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
-    pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
+    pool = EnginePool(engines, [scorer], seats_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 

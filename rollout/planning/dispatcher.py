@@ -20,13 +20,13 @@ _Entry = tuple[int, float, int, GroupForecast]
 the newest arrival of a group counts."""
 
 
-def free_slots_for(group_size: int, num_slots: int) -> int:
-    """How many of an engine's slots have to be free before it is given a group of that size: half of it.
+def free_seats_for(group_size: int, num_seats: int) -> int:
+    """How many of an engine's seats have to be free before it is given a group of that size: half of it.
 
-    With fewer, most of the group would wait for slots here while another engine may have them; with more, slots stay
+    With fewer, most of the group would wait for seats here while another engine may have them; with more, seats stay
     empty.
     """
-    return min(max(group_size // 2, 1), num_slots)
+    return min(max(group_size // 2, 1), num_seats)
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class Dispatcher:
         """[engine], expected tokens of what waits for it and of what it runs."""
         return tuple(self._tokens)
 
-    def loads(self, num_slots: int) -> list[EngineLoad]:
+    def loads(self, num_seats: int) -> list[EngineLoad]:
         """All engines as planning sees them."""
-        return [EngineLoad(num_slots=num_slots, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
+        return [EngineLoad(num_seats=num_seats, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
 
     def admit(self, plan: RolloutPlan) -> None:
         """Add a plan's groups behind what waits, by step."""

@@ -35,7 +35,7 @@ class GroupForecast:
 class EngineLoad:
     """One engine as planning sees it."""
 
-    num_slots: int
+    num_seats: int
     """Responses that it decodes at once."""
     speed: float = 1.0
     """Relative to the others; positive."""

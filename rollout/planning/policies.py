@@ -19,7 +19,7 @@ import numpy as np
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
 
 LENGTH_COST = 1.4
-"""Power of its length that a response costs an engine which has only such: long ones leave slots empty, and their
+"""Power of its length that a response costs an engine which has only such: long ones leave seats empty, and their
 context is long. Simulated; RhymeRL's second tier, more engines for the long ones until ends rise linearly by rank, is
 this by rule: searching for that line with forecast ends did worse (0.8 of the speed), because forecasts of the
 longest are low."""

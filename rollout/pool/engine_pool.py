@@ -1,8 +1,8 @@
 """All engines of a run behind one queue: groups go in, scored groups come out.
 
 Groups are placed whole. `rollout.planning.dispatcher` decides which engine starts which group: an engine is given its
-next group when half of the group finds free slots. Slots become free response by response, so the pool asks a full
-engine to answer when enough of its responses have ended (`EngineActor.ended_at_least`, `rollout.pool.slot_counts`).
+next group when half of the group finds free seats. Seats become free response by response, so the pool asks a full
+engine to answer when enough of its responses have ended (`EngineActor.ended_at_least`, `rollout.pool.seat_counts`).
 A deterministic run (`whole_step=True`) is the exception: all admitted groups are handed over before the engine samples
 its first token, because the composition of a batch must not depend on timing.
 
@@ -26,13 +26,13 @@ from typing import Protocol
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, brief, node_of
-from rollout.planning.dispatcher import Dispatcher, free_slots_for
+from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.group_places import GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
-from rollout.pool.slot_counts import SlotCounts
+from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup
 
 Progress = Callable[[int, int], None]
@@ -72,7 +72,7 @@ class EnginePool:
         engines: EngineGroup,
         scorers: Sequence[ray.actor.ActorHandle],
         *,
-        slots_per_engine: int,
+        seats_per_engine: int,
         batches: Batches | None = None,
         whole_step: bool = False,
         migration: GroupMigration | None = None,
@@ -94,21 +94,21 @@ class EnginePool:
         self._whole_step = whole_step
         self._revive = revive
         self._places = GroupPlaces()
-        self._slots = SlotCounts(len(engines), slots_per_engine=slots_per_engine)
+        self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
         self._dispatcher = Dispatcher(len(engines))
         self._closed: set[int] = set()
         """Lost engines whose queues are closed."""
-        self._slot_calls: dict[ray.ObjectRef, int] = {}
-        """Engines that were asked to answer when enough slots are free, by the call."""
+        self._seat_calls: dict[ray.ObjectRef, int] = {}
+        """Engines that were asked to answer when enough seats are free, by the call."""
         self._survey: tuple[ray.ObjectRef, int] | None = None
         """The call that asks an engine for its running groups (`migration.donor`), and the engine."""
 
     def loads(self) -> list[EngineLoad]:
         """The work of each engine, as planning sees it."""
-        return self._dispatcher.loads(self._slots.slots_per_engine)
+        return self._dispatcher.loads(self._seats.seats_per_engine)
 
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
-        """Queue `groups` as planned, and start those for which there are free slots.
+        """Queue `groups` as planned, and start those for which there are free seats.
 
         Without a plan they go before all waiting groups, and any engine takes the next one.
         """
@@ -187,24 +187,24 @@ class EnginePool:
             raise failures[0]
 
     def check_integrity(self) -> None:
-        """Assert that every group is in exactly one place and that no engine holds more than its slots allow."""
+        """Assert that every group is in exactly one place and that no engine holds more than its seats allow."""
         self._places.check_integrity()
         self._dispatcher.check_integrity()
-        self._slots.check_integrity()
+        self._seats.check_integrity()
 
     def _dispatch(self) -> None:
-        """Give groups to the emptiest engine until no engine has room; ask full engines to report free slots."""
+        """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
         self._follow_lost_engines()
         candidates = set(self._engines.there)
         while candidates:
-            engine = self._slots.emptiest(candidates)
+            engine = self._seats.emptiest(candidates)
             forecast = self._dispatcher.peek(engine)
-            needed = 0 if forecast is None else free_slots_for(forecast.num_responses, self._slots.slots_per_engine)
-            if forecast is None or self._slots.free(engine) < needed:
+            needed = 0 if forecast is None else free_seats_for(forecast.num_responses, self._seats.seats_per_engine)
+            if forecast is None or self._seats.free(engine) < needed:
                 candidates.discard(engine)
-                if forecast is not None and engine not in self._slot_calls.values():
-                    num_ended = self._slots.num_ended_for(engine, needed)
-                    self._slot_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
+                if forecast is not None and engine not in self._seat_calls.values():
+                    num_ended = self._seats.num_ended_for(engine, needed)
+                    self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
                 continue
             self._dispatcher.take(engine)
             self._start(forecast, engine=engine)
@@ -217,14 +217,14 @@ class EnginePool:
         call = self._engines.actors[engine].generate_group.options(num_returns=2)
         summary, columns = call.remote(group, *continued)
         self._places.start(group.group_id, summary, engine=engine, columns=ColumnsRef(columns))
-        self._slots.begin(engine, len(group.seeds))
+        self._seats.begin(engine, len(group.seeds))
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 
     def _calls(self) -> list[ray.ObjectRef]:
         """All remote calls that have not ended."""
         surveys = [] if self._survey is None else [self._survey[0]]
-        return [*self._places.generating, *self._places.scoring, *self._slot_calls, *surveys]
+        return [*self._places.generating, *self._places.scoring, *self._seat_calls, *surveys]
 
     def _advance(self, timeout_s: float | None = None) -> None:
         """Wait for calls, at most `timeout_s`, and act on those that have ended."""
@@ -247,8 +247,8 @@ class EnginePool:
         for ref in {*ready, *more}:
             if self._survey is not None and ref == self._survey[0]:
                 self._abort_migrating(*self._survey)
-            elif ref in self._slot_calls:
-                self._report_slots(ref)
+            elif ref in self._seat_calls:
+                self._report_seats(ref)
             elif ref in self._places.generating:
                 self._finish_generating(ref)
             elif ref in self._places.scoring:
@@ -290,8 +290,8 @@ class EnginePool:
         if chosen is not None:
             self._engines.actors[source].abort.remote(chosen)
 
-    def _report_slots(self, ref: ray.ObjectRef) -> None:
-        engine = self._slot_calls.pop(ref)
+    def _report_seats(self, ref: ray.ObjectRef) -> None:
+        engine = self._seat_calls.pop(ref)
         try:
             num_ended: int = ray.get(ref)
         except ray.exceptions.RayActorError as error:
@@ -299,7 +299,7 @@ class EnginePool:
             return
         except ray.exceptions.RayError as error:
             raise _failed(engine, "ended_at_least", error) from error
-        self._slots.report(engine, num_ended)
+        self._seats.report(engine, num_ended)
 
     def _lose(self, engine: int, error: Exception) -> None:
         """Mark an engine as lost; EnginesLostError in a deterministic run, which has no other engine."""
@@ -316,8 +316,8 @@ class EnginePool:
         lost = set(self._engines.lost)
         for engine in lost - self._closed:
             self._dispatcher.close(engine)
-            self._slot_calls = {ref: number for ref, number in self._slot_calls.items() if number != engine}
-            self._slots.reset(engine)
+            self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
+            self._seats.reset(engine)
             if self.migration.lost(engine):
                 self._survey = None
         for engine in self._closed - lost:

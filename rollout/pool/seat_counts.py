@@ -1,6 +1,6 @@
-"""How many slots of each engine are in use, by the engines' own reports. No Ray.
+"""How many seats of each engine are in use, by the engines' own reports. No Ray.
 
-Slots become free response by response. The pool counts the responses that it has begun; an engine reports how many
+Seats become free response by response. The pool counts the responses that it has begun; an engine reports how many
 have ended since its start.
 
 Invariant (`check_integrity`): an engine has ended at most the responses that the pool has begun.
@@ -9,29 +9,29 @@ Invariant (`check_integrity`): an engine has ended at most the responses that th
 from collections.abc import Iterable
 
 
-class SlotCounts:
-    """Slots of all engines. `begin`, `report` and `reset` mutate."""
+class SeatCounts:
+    """Seats of all engines. `begin`, `report` and `reset` mutate."""
 
-    def __init__(self, num_engines: int, *, slots_per_engine: int) -> None:
-        self.slots_per_engine = slots_per_engine
+    def __init__(self, num_engines: int, *, seats_per_engine: int) -> None:
+        self.seats_per_engine = seats_per_engine
         self._begun = [0] * num_engines
         self._ended = [0] * num_engines
 
     def used(self, engine: int) -> int:
-        """Slots in use, as of the engine's last report."""
+        """Seats in use, as of the engine's last report."""
         return self._begun[engine] - self._ended[engine]
 
     def free(self, engine: int) -> int:
-        """Slots not in use; negative while responses wait for a slot inside the engine."""
-        return self.slots_per_engine - self.used(engine)
+        """Seats not in use; negative while responses wait for a seat inside the engine."""
+        return self.seats_per_engine - self.used(engine)
 
     def emptiest(self, engines: Iterable[int]) -> int:
-        """The engine with the fewest slots in use; the lowest number among equals."""
+        """The engine with the fewest seats in use; the lowest number among equals."""
         return min(engines, key=lambda engine: (self.used(engine), engine))
 
     def num_ended_for(self, engine: int, num_free: int) -> int:
-        """How many responses must have ended, since the engine's start, before `num_free` slots are free."""
-        return self._begun[engine] - (self.slots_per_engine - num_free)
+        """How many responses must have ended, since the engine's start, before `num_free` seats are free."""
+        return self._begun[engine] - (self.seats_per_engine - num_free)
 
     def begin(self, engine: int, num_responses: int) -> None:
         """The pool has begun responses on an engine."""
