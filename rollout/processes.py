@@ -53,8 +53,8 @@ class ProcessEnv:
         own = {"VLLM_CPU_OMP_THREADS_BIND": bind}
         return self._threads(threads) | self._network() | _OFFLINE | _VLLM | HEAP | own
 
-    def scorer(self) -> dict[str, str]:
-        """Environment of a process that scores responses."""
+    def single_threaded(self) -> dict[str, str]:
+        """Environment of a process that computes with one thread: text, history."""
         return self._threads(1) | _OFFLINE
 
     def _threads(self, threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a command: Ray, scorers, engines, trainer ranks.
+"""Starts and ends the processes of a command: Ray, text actors, engines, trainer ranks.
 
 Everything is started before anything is waited for, since an engine and a trainer rank each take many
 seconds to come up. Whatever happens, `Processes.close` ends what was started: a command leaves no
@@ -30,7 +30,7 @@ from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
 from rollout.processes import HEAP, ProcessEnv, on_devices
-from rollout.rewards.scorer import ScorerActor
+from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
 
@@ -38,7 +38,7 @@ START_TIMEOUT_S = 600.0
 """A process that has not come up by then will not."""
 
 CLOSE_TIMEOUT_S = 15.0
-"""How long an engine or a scorer may take to end its children."""
+"""How long an engine or a text actor may take to end its children."""
 
 _LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """Ray makes its workers nice (15), and whatever else runs on the machine then takes a core from the threads of an
@@ -64,19 +64,20 @@ class Processes:
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
 
-    def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
+    def start_text_actor(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
         """Start the process that holds the tokenizer and the reward workers."""
-        variables = self._variables(self.environment.scorer(), "scorer-0")
-        scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
-        self.started.append(scorer)
+        actor_class: ray.actor.ActorClass = TextActor
+        variables = self._variables(self.environment.single_threaded(), "scorer-0")
+        text_actor = actor_class.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
+        self.started.append(text_actor)
         try:
-            facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+            facts: TokenizerFacts = ray.get(text_actor.start.remote(), timeout=START_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineError(
                 f"the controller waited {START_TIMEOUT_S:.0f} s for the scorer to load tokenizer and reward function",
                 Place(role="scorer", ranks=(0,)),
             ) from error
-        return scorer, facts
+        return text_actor, facts
 
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
         """Start engine processes."""
@@ -111,7 +112,11 @@ class Processes:
     ) -> HistoryService:
         """Start the shards and readers of a run; see `history.store.service.start_history`."""
         service = start_history(
-            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), log=say
+            config,
+            directory=directory,
+            fingerprint=fingerprint,
+            environment=self.environment.single_threaded(),
+            log=say,
         )
         self.histories.append(service)
         return service
@@ -122,7 +127,7 @@ class Processes:
         self.histories.remove(service)
 
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        """End engines and scorers, and what they have started themselves."""
+        """End engines and text actors, with the processes that they have started."""
         closing = [actor.close.remote() for actor in actors]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:

@@ -73,7 +73,7 @@ class Resume:
 class _Inputs:
     """What a run samples and remembers."""
 
-    scorer: Actor
+    text_actor: Actor
     training: TrainingPrompts
     evaluation: dict[str, tuple[Prompt, ...]]
     order: PromptOrder
@@ -114,7 +114,7 @@ def build(
     restarter = _restarter(checked, running, workers, delivery, history, progress)
     clock = PhaseClock(recorder.record_span)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
-    pool = _pool(config, engines, inputs.scorer, planner, recorder, revival)
+    pool = _pool(config, engines, inputs.text_actor, planner, recorder, revival)
     controller = Controller(
         planner=planner,
         pool=pool,
@@ -139,15 +139,15 @@ def build(
     running.end_trainer(trainer)
     if inputs.history is not None:
         running.end_history(inputs.history)
-    running.end([*engines.actors, inputs.scorer])
+    running.end([*engines.actors, inputs.text_actor])
 
 
 def _read_inputs(config: RunConfig, running: Processes, resume: Resume, run_id: str, progress: RunProgress) -> _Inputs:
     """Read and tokenise all prompts, and begin with the history that there is; user input is refused here."""
     with judging_user_input():
-        scorer, tokenizer = running.start_scorer(config.model, config.reward)
-        training = load_training_prompts(scorer, config.data)
-        evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+        text_actor, tokenizer = running.start_text_actor(config.model, config.reward)
+        training = load_training_prompts(text_actor, config.data)
+        evaluation = load_evaluation_prompts(text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         order = training_order(training, config.data, seed=config.seed, state=resume.order)
         evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
         history = start_drafting(
@@ -161,7 +161,7 @@ def _read_inputs(config: RunConfig, running: Processes, resume: Resume, run_id: 
         )
     for line in training.lines():
         progress.say(line)
-    return _Inputs(scorer=scorer, training=training, evaluation=evaluation, order=order, history=history)
+    return _Inputs(text_actor=text_actor, training=training, evaluation=evaluation, order=order, history=history)
 
 
 def _start_workers(
@@ -210,7 +210,7 @@ def _recorder(
         directory,
         tracker,
         progress,
-        scorer=inputs.scorer,
+        text_actor=inputs.text_actor,
         engines=engines,
         history=inputs.history,
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
@@ -223,7 +223,7 @@ def _recorder(
 def _pool(
     config: RunConfig,
     engines: EngineGroup,
-    scorer: Actor,
+    text_actor: Actor,
     planner: Planner,
     recorder: RunRecorder,
     revival: EngineRevival,
@@ -233,7 +233,7 @@ def _pool(
     rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if moves else None
     return EnginePool(
         engines,
-        [scorer],
+        [text_actor],
         seats_per_engine=config.engine.max_num_seqs,
         batches=planner,
         whole_step=config.deterministic,

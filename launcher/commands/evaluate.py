@@ -50,21 +50,21 @@ def evaluate_directories(
     at_once = 1 if running.num_gpus_per_engine_rank else 2
     begun: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
-    scorer: Actor | None = None
+    text_actor: Actor | None = None
     prompts: EvaluationPrompts = {}
     for number, (step, evaluation) in enumerate(evaluations.items()):
         for ahead in list(evaluations)[number : number + at_once]:
             if ahead not in begun:
                 begun[ahead] = _begin_engines(evaluations[ahead], running)
-            if scorer is None:  # before engines that nobody waits for take its place
-                scorer, prompts = _load_prompts(evaluation, running)
-        assert scorer is not None
-        found = _evaluate(evaluation, begun[step], scorer, prompts, progress, step=step)
+            if text_actor is None:  # before engines that nobody waits for take its place
+                text_actor, prompts = _load_prompts(evaluation, running)
+        assert text_actor is not None
+        found = _evaluate(evaluation, begun[step], text_actor, prompts, progress, step=step)
         running.end(begun[step][0].actors)
         progress.evaluation(found)
         rows += found
-    if scorer is not None:
-        running.end([scorer])
+    if text_actor is not None:
+        running.end([text_actor])
     return rows
 
 
@@ -72,17 +72,17 @@ def evaluate_directory(
     config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
 ) -> list[EvaluationRow]:
     """Read the prompts, start BF16 engines on one directory, sample and score every set, end them."""
-    scorer, prompts = _load_prompts(config, running)
+    text_actor, prompts = _load_prompts(config, running)
     begun = _begin_engines(config, running)
-    rows = _evaluate(config, begun, scorer, prompts, progress, step=step)
-    running.end([*begun[0].actors, scorer])
+    rows = _evaluate(config, begun, text_actor, prompts, progress, step=step)
+    running.end([*begun[0].actors, text_actor])
     return rows
 
 
 def _load_prompts(config: EvalConfig, running: Processes) -> tuple[Actor, EvaluationPrompts]:
     with judging_user_input():
-        scorer, _ = running.start_scorer(config.model, config.reward)
-        return scorer, load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
+        text_actor, _ = running.start_text_actor(config.model, config.reward)
+        return text_actor, load_evaluation_prompts(text_actor, config.sets, config.max_prompt_tokens)
 
 
 def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
@@ -113,7 +113,7 @@ def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
 def _evaluate(
     config: EvalConfig,
     begun: StartingEngines,
-    scorer: Actor,
+    text_actor: Actor,
     prompts: EvaluationPrompts,
     progress: RunProgress,
     *,
@@ -121,7 +121,7 @@ def _evaluate(
 ) -> list[EvaluationRow]:
     engines, starting = begun
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
-    pool = EnginePool(engines, [scorer], seats_per_engine=config.engine.max_num_seqs)
+    pool = EnginePool(engines, [text_actor], seats_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 

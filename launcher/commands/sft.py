@@ -59,7 +59,7 @@ def sft(config: SftConfig) -> None:
 
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
     """Tokenise in a process of its own: transformers imports torch."""
-    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.scorer()})
+    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.single_threaded()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
     load_kernels()  # the task takes longer
     with judging_user_input():

@@ -1,7 +1,7 @@
 """Writes a run down as it goes: the one place where the loop meets the run directory, wandb and the console.
 
 A step's row goes to `metrics.jsonl` first, then to wandb, then to the console; its samples are written
-by the scorer's process (the controller holds no text) while the next step runs, and are waited for
+by the text actor (the controller holds no text) while the next step runs, and are waited for
 before the next step's samples and before a checkpoint.
 """
 
@@ -52,7 +52,7 @@ class RunRecorder:
         tracker: Tracker,
         progress: RunProgress,
         *,
-        scorer: ray.actor.ActorHandle,
+        text_actor: ray.actor.ActorHandle,
         engines: EngineGroup,
         history: HistoryService | None,
         baseline_engines: Sequence[int],
@@ -67,7 +67,7 @@ class RunRecorder:
         self._directory = directory
         self._tracker = tracker
         self._progress = progress
-        self._scorer = scorer
+        self._text_actor = text_actor
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._history = history
@@ -97,7 +97,7 @@ class RunRecorder:
         self._directory.append_metrics(step, metrics)
         self._progress.step(step, metrics)
         self.flush()
-        self._pending = self._scorer.write_samples.remote(
+        self._pending = self._text_actor.write_samples.remote(
             groups,
             samples_path=str(self._directory.samples_path(step)),
             traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",

@@ -78,7 +78,7 @@ class EnginePool:
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
     ) -> None:
-        """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.scorer.ScorerActor` handles.
+        """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;

@@ -13,7 +13,7 @@ class ScorerPool:
     """All scorers of a run. `submit` mutates."""
 
     def __init__(self, scorers: Sequence[ray.actor.ActorHandle]) -> None:
-        """`scorers` are `rollout.rewards.scorer.ScorerActor` handles."""
+        """`scorers` are `rollout.rewards.text_actor.TextActor` handles."""
         self._scorers = tuple(scorers)
         self._next = 0
 
