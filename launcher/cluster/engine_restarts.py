@@ -37,17 +37,17 @@ class EngineRestarter:
             EnginesLostError: engines of this run have died too often.
             RuntimeError: one does not come up.
         """
-        self.engines.notice_deaths(timeout_s=ANSWER_TIMEOUT_S)
+        self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
         lost = self.engines.lost
         if not lost:
             return 0
         self.num_restarts += len(lost)
         for number in lost:
-            self.say(f"engine {number} died and is started again: {self.engines.why(number)}")
+            self.say(f"engine {number} died and is started again: {self.engines.loss_reason(number)}")
         if self.num_restarts > self.max_restarts:
             raise EnginesLostError(
                 f"engines have died {self.num_restarts} times, engine.max_restarts = {self.max_restarts} times are "
-                f"allowed; the last one of: {self.engines.why(lost[-1])}",
+                f"allowed; the last one of: {self.engines.loss_reason(lost[-1])}",
                 Place(role="engine", ranks=lost),
             )
         self.running.end([self.engines.actors[number] for number in lost])

@@ -100,7 +100,7 @@ class Dispatcher:
         self._tokens[engine] -= group.work
         del self._shared_by[group_id]
 
-    def again(self, group_id: GroupId, *, at: int | None = None) -> None:
+    def requeue(self, group_id: GroupId, *, at: int | None = None) -> None:
         """A running group was interrupted: it waits once more, before everything else of its step.
 
         With `at` it waits for that engine alone.

@@ -138,7 +138,7 @@ class GroupMigration:
         self._asked = None
         return True
 
-    def returned(self, group_id: GroupId, *, goes_on: bool) -> int | None:
+    def returned(self, group_id: GroupId, *, resumable: bool) -> int | None:
         """The call of a group has ended on an engine that lives, with responses that could go on, or otherwise.
 
         Returns the engine at which the group goes on because it moves; None for any other group.
@@ -147,7 +147,7 @@ class GroupMigration:
         if self._leaving is None or self._leaving[0] != group_id:
             return None
         (_, target), self._leaving = self._leaving, None
-        if not goes_on:
+        if not resumable:
             return None
         self.num_moved += 1
         return target

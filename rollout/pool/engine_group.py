@@ -63,15 +63,15 @@ class EngineGroup:
         return tuple(sorted(self._lost))
 
     @property
-    def there(self) -> tuple[int, ...]:
+    def alive(self) -> tuple[int, ...]:
         """Numbers of the others."""
         return tuple(number for number in range(len(self._actors)) if number not in self._lost)
 
-    def lose(self, number: int, why: str) -> None:
+    def mark_lost(self, number: int, why: str) -> None:
         """An engine has died."""
         self._lost.setdefault(number, why)
 
-    def why(self, number: int) -> str:
+    def loss_reason(self, number: int) -> str:
         """What an engine was lost of; empty for one that is there."""
         return self._lost.get(number, "")
 
@@ -80,12 +80,12 @@ class EngineGroup:
         self._actors[number] = actor
         self._lost.pop(number, None)
 
-    def notice_deaths(self, *, timeout_s: float) -> None:
+    def check_alive(self, *, timeout_s: float) -> None:
         """Ask every engine whether it and its vLLM are alive; those that are not are lost from now on.
 
         An engine that does not answer in time is not judged: whoever calls it next waits, and names it.
         """
-        asking = {self._actors[number].fault.remote(): number for number in self.there}
+        asking = {self._actors[number].fault.remote(): number for number in self.alive}
         done, _ = ray.wait(list(asking), num_returns=len(asking), timeout=timeout_s) if asking else ([], [])
         for ref in done:
             try:
@@ -93,7 +93,7 @@ class EngineGroup:
             except ray.exceptions.RayActorError as error:
                 fault = brief(error)
             if fault:
-                self.lose(asking[ref], fault)
+                self.mark_lost(asking[ref], fault)
 
     def wait(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
         """Answers of a call by the number of the engine, ascending.
@@ -220,7 +220,7 @@ class EngineGroup:
 
     def _begin(self, method: str, kind: type[Answer], *args: object) -> EngineCall[Answer]:
         """Start a call with the same arguments on every engine that is there."""
-        return self._begin_each(method, kind, dict.fromkeys(self.there, args))
+        return self._begin_each(method, kind, dict.fromkeys(self.alive, args))
 
     def _begin_each(
         self, method: str, kind: type[Answer], args: Mapping[int, tuple[object, ...]]
@@ -235,7 +235,7 @@ class EngineGroup:
             self.wait(self._begin(method, NoneType), timeout_s=timeout_s)
         except RuntimeError:
             before = self.lost
-            self.notice_deaths(timeout_s=timeout_s)
+            self.check_alive(timeout_s=timeout_s)
             if self.lost == before:
                 raise
             self._call_living(method, timeout_s=timeout_s)

@@ -195,7 +195,7 @@ class EnginePool:
     def _dispatch(self) -> None:
         """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
         self._follow_lost_engines()
-        candidates = set(self._engines.there)
+        candidates = set(self._engines.alive)
         while candidates:
             engine = self._seats.emptiest(candidates)
             forecast = self._dispatcher.peek(engine)
@@ -229,13 +229,13 @@ class EnginePool:
     def _advance(self, timeout_s: float | None = None) -> None:
         """Wait for calls, at most `timeout_s`, and act on those that have ended."""
         calls = self._calls()
-        if not calls and not self._engines.there and self._revive is not None:
+        if not calls and not self._engines.alive and self._revive is not None:
             self._revive()
             self._dispatch()
             return
-        if not calls and not self._engines.there:
+        if not calls and not self._engines.alive:
             raise EnginesLostError(
-                f"no engine is left, and {len(self._places.waiting)} groups wait: {self._engines.why(0)}",
+                f"no engine is left, and {len(self._places.waiting)} groups wait: {self._engines.loss_reason(0)}",
                 Place(role="engine", ranks=self._engines.lost),
             )
         if not calls:
@@ -267,7 +267,7 @@ class EnginePool:
     def _idle_engine(self) -> int | None:
         """An engine that runs no group and for which none waits."""
         busy = {item.engine for item in self._places.generating.values()}
-        idle = (engine for engine in self._engines.there if engine not in busy)
+        idle = (engine for engine in self._engines.alive if engine not in busy)
         return next((engine for engine in idle if self._dispatcher.peek(engine) is None), None)
 
     def _abort_migrating(self, ref: ray.ObjectRef, source: int) -> None:
@@ -308,7 +308,7 @@ class EnginePool:
                 f"engine {engine} died, and a deterministic run has no other: {brief(error)}",
                 Place(role="engine", ranks=(engine,), node=node_of(error)),
             ) from error
-        self._engines.lose(engine, brief(error))
+        self._engines.mark_lost(engine, brief(error))
         self._follow_lost_engines()
 
     def _follow_lost_engines(self) -> None:
@@ -331,14 +331,14 @@ class EnginePool:
         try:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            self.migration.returned(group_id, goes_on=False)
+            self.migration.returned(group_id, resumable=False)
             self._lose(item.engine, error)
             self._reissue(ref, group_id, None)
             return
         except ray.exceptions.RayError as error:
             raise _failed(item.engine, f"group {group_id}", error) from error
         sampled = Sampled(summary=summary, columns=item.columns)
-        target = self.migration.returned(group_id, goes_on=summary.is_unfinished and not summary.fault)
+        target = self.migration.returned(group_id, resumable=summary.is_unfinished and not summary.fault)
         if summary.fault:
             self._lose(item.engine, ProcessLostError(summary.fault))
             if summary.is_unfinished:
@@ -346,7 +346,7 @@ class EnginePool:
                 return
         elif target is not None:
             self._places.interrupt(ref, sampled)
-            self._dispatcher.again(group_id, at=target)
+            self._dispatcher.requeue(group_id, at=target)
             return
         self._dispatcher.finish(group_id)
         call, scorer = self._scorers.submit(item.group, item.columns)
@@ -356,7 +356,7 @@ class EnginePool:
         """A group of a lost engine waits again."""
         self.num_reissued += 1
         self._places.interrupt(ref, sampled)
-        self._dispatcher.again(group_id)
+        self._dispatcher.requeue(group_id)
 
     def _finish_scoring(self, ref: ray.ObjectRef) -> None:
         scored = self._scorers.finish(ref, self._places.scoring[ref])

@@ -31,7 +31,7 @@ class HistoryClient:
         """Have the engines send their finished responses to the shards."""
         self._engines.connect_history(self._service.shards, timeout_s=ANSWER_TIMEOUT_S)
 
-    def want(self, prompts: Iterable[Prompt]) -> None:
+    def prefetch(self, prompts: Iterable[Prompt]) -> None:
         """Make the history of these prompts ready, in this order, and put that of others away."""
         self._service.publish_segments([prompt_key(prompt.prompt_id) for prompt in prompts])
 
@@ -39,7 +39,7 @@ class HistoryClient:
         """What engines drafted before, in an evaluation, is not the step's."""
         self._engines.begin_draft_stats()
 
-    def remember(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def record_rewards(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """The step's groups are whole and have these rewards; their tokens came from the engines long ago."""
         self._service.note_rewards(step, {prompt_key(one.group.prompt.prompt_id): one.rewards for one in groups})
 

@@ -312,7 +312,7 @@ def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(
     taken = pool.take("train", 0)
     pool.check_integrity()
     assert [scored.group.group_id for scored in taken] == list(range(16))
-    assert engines.lost == (0,) and engines.why(0)
+    assert engines.lost == (0,) and engines.loss_reason(0)
     assert pool.num_reissued > 0
     begun = {group_id: had for group_id, had in ray.get(survivor.what_was_begun.remote()).items() if had is not None}
     assert bool(begun) is not with_actor  # what an actor had is gone with it
@@ -326,7 +326,7 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
     brought = []
 
     def revive():
-        brought.append(engines.why(0))
+        brought.append(engines.loss_reason(0))
         engines.replace(0, Mortal.remote(1000, True))
 
     pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, revive=revive)

@@ -99,14 +99,14 @@ def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_t
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 naive[group_id] = running.pop(group_id)
                 target = data.draw(st.integers(0, 2))
-                dispatcher.again(group_id, at=target)
+                dispatcher.requeue(group_id, at=target)
                 if target not in closed:
                     others = {dispatcher.peek(engine) for engine in range(3) if engine != target}
                     assert naive[group_id] not in others
             case "again" if running:
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 naive[group_id] = running.pop(group_id)
-                dispatcher.again(group_id)
+                dispatcher.requeue(group_id)
             case "close":
                 closed.add(engine := data.draw(st.integers(0, 2)))
                 dispatcher.close(engine)
