@@ -1,8 +1,7 @@
-"""What planning speaks of: groups as forecasts, engines as loads, and the plan that comes out. Plain numbers, no
-prompts.
+"""The types of planning: groups as forecasts, engines as loads, and the plan. Plain numbers, no prompts.
 
-Invariants of a plan (`check_plan`, asserted in every test of a policy): every group that was to be planned stands in
-exactly one queue, once; there are as many queues as engines.
+Invariants of a plan (`check_plan`, asserted in every test of a policy): every planned group is in exactly one queue,
+once; there are as many queues as engines.
 """
 
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ _FIRST = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupForecast:
-    """One group as planning sees it: how much there will be to sample."""
+    """One group as planning sees it: the expected amount of sampling."""
 
     group_id: GroupId
     step: int
-    """Step whose batch it is drawn for."""
+    """Step for whose batch the group is drawn."""
     num_responses: int
     tokens: float
     """Expected length of one response; positive."""
@@ -36,23 +35,23 @@ class EngineLoad:
     """One engine as planning sees it."""
 
     num_seats: int
-    """Responses that it decodes at once."""
+    """Responses that the engine decodes at once."""
     speed: float = 1.0
     """Relative to the others; positive."""
     queued_tokens: float = 0.0
-    """Expected tokens of what it already has: its predicted free time is this over its speed."""
+    """Expected tokens of the engine's groups so far; divided by `speed`, its predicted free time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """Where each group waits, and in which order an engine takes what waits for it."""
+    """The engine at which each group waits, and the order in which an engine starts its groups."""
 
     queues: tuple[tuple[GroupForecast, ...], ...]
     """[engine], first to start first."""
     shares_work: bool
-    """An engine that has nothing left of a step takes what waits for another."""
+    """An engine without groups of a step takes groups that wait for another engine."""
     steps_together: int = 1
-    """Steps whose groups have no precedence over each other."""
+    """Number of consecutive steps whose groups have equal priority."""
 
 
 def plan_first(groups: Sequence[PromptGroup], *, num_engines: int) -> RolloutPlan:
@@ -76,5 +75,5 @@ def check_plan(plan: RolloutPlan, groups: Sequence[GroupForecast], engines: Sequ
     placed = [group.group_id for queue in plan.queues for group in queue]
     assert len(placed) == len(set(placed)), "a group is in two places"
     assert set(placed) == {group.group_id for group in groups}, (
-        "a group is missing, or one that nobody asked for is there"
+        "a group is missing from the plan, or an unknown group is in it"
     )
