@@ -81,9 +81,10 @@ class PromptLoader:
 
 
 def render(prompt: str | tuple[ChatMessage, ...], tokenizer: Tokenizer, *, where: str) -> str:
-    """A row's prompt as the model sees it; plain text is a user's message where there is a chat template.
+    """A row's prompt as the model gets it; with a chat template, plain text becomes a user's message.
 
-    Raises ValueError, naming `where`, when the chat template is missing or refuses.
+    Raises:
+        ValueError: the chat template is missing or refuses the prompt; the message names `where`.
     """
     if isinstance(prompt, str) and not tokenizer.has_chat_template:
         return prompt
