@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face directory: chat template, ids, text, and the check that it fits the model.
 
 `transformers` (and with it torch) is imported when a tokenizer is loaded, so processes that only name these types stay
-small. A mismatch between tokenizer and model raises no error by itself (wrong ids are still ids) and ruins a run, so it
-is checked before other processes start.
+small. A mismatch between tokenizer and model raises no error by itself, since wrong ids are still ids, and ruins a
+run. Therefore it is checked before other processes start.
 """
 
 import hashlib

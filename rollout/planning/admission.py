@@ -8,8 +8,8 @@ v + overlap. Of the next step it admits the share `head_start` with the longest 
 group is at most overlap + (1 if head_start).
 
 Flexible batches: a batch is R complete groups, earliest start first. At most (overlap + 1) * R groups are admitted and
-not yet trained on. A group that started under v must be in batch v + max_staleness at the latest. This is possible if,
-when batch u is formed, for every d at most (d - u + 1) * R groups are due by d (Hall's condition). A batch that would
+not yet trained on. A group that started under v must be in batch v + max_staleness at the latest. This is possible if
+at most (d - u + 1) * R groups are due by d, for every d, when batch u is formed (Hall's condition). A batch that would
 break the condition for later batches is delayed. When a group starts under u, at most (overlap + 1) * R groups are due
 by u + max_staleness; therefore the bound must not be below the overlap.
 

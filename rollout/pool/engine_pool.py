@@ -365,9 +365,9 @@ class EnginePool:
             self._batches.completed(scored.group.group_id)
 
 
-def _failed(engine: int, what: str, error: Exception) -> CallError:
+def _failed(engine: int, action: str, error: Exception) -> CallError:
     place = Place(role="engine", ranks=(engine,), node=node_of(error))
-    return CallError(f"engine {engine}: {what} failed: {brief(error)}", place)
+    return CallError(f"engine {engine}: {action} failed: {brief(error)}", place)
 
 
 def _tell(progress: Progress | None, done: int, total: int) -> None:

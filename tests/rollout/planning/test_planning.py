@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.planning.dispatcher import Dispatcher
-from rollout.planning.plan import EngineLoad, GroupForecast, check_plan
+from rollout.planning.plan import EngineLoad, GroupForecast, check_plan, plan_first
 from rollout.planning.policies import LENGTH_COST, POLICIES, plan
 from rollout.types import GroupId
+from tests.support.scored_groups import scored_group
 
 
 def forecasts(lengths, *, step=0, first=0, num_responses=4) -> list[GroupForecast]:
@@ -37,6 +38,17 @@ def test_every_group_waits_for_exactly_one_engine(policy, lengths, later, num_en
     for queue in made.queues:
         steps = [group.step // made.steps_together for group in queue]
         assert steps == sorted(steps)
+
+
+def test_groups_without_forecasts_go_before_every_step_and_over_all_engines():
+    groups = [scored_group(number).group for number in range(10, 15)]
+    first = plan_first(groups, num_engines=2)
+    dispatcher = Dispatcher(2)
+    dispatcher.admit(plan("lpt", forecasts([9] * 4), [EngineLoad(num_seats=8)] * 2))
+    dispatcher.admit(first)
+    check_plan(first, [forecast for queue in first.queues for forecast in queue], [EngineLoad(num_seats=8)] * 2)
+    taken = [dispatcher.take(number % 2).group_id for number in range(9)]
+    assert sorted(taken[:5]) == [10, 11, 12, 13, 14] and sorted(taken[5:]) == [0, 1, 2, 3]
 
 
 def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
