@@ -25,14 +25,15 @@ def test_a_group_passes_the_four_places_in_order():
     places, made = places_of(2), scored_group(1)
     places.start(1, "sampling", engine=3, columns=made.columns)
     assert occupied(places) == [1, 1, 0, 0]
-    assert (places.generating["sampling"].group, places.generating["sampling"].engine) == (made.group, 3)
+    assert (places.generating["sampling"].group.group_id, places.generating["sampling"].engine) == (1, 3)
     places.submit("sampling", "scoring", sampled(1), scorer=2)
     assert occupied(places) == [1, 0, 1, 0]
     assert (places.scoring["scoring"].scorer, places.scoring["scoring"].sampled.summary) == (2, made.summary)
     places.complete("scoring", made)
     assert occupied(places) == [1, 0, 0, 1]
     places.check_integrity()
-    assert places.take([1]) == [made]
+    (taken,) = places.take([1])
+    assert taken is made
     assert occupied(places) == [1, 0, 0, 0]
 
 

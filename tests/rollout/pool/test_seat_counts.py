@@ -3,7 +3,7 @@ import pytest
 from rollout.pool.seat_counts import SeatCounts
 
 
-def test_slots_are_in_use_from_the_start_of_a_response_to_the_report_of_its_end():
+def test_seats_are_in_use_from_the_start_of_a_response_to_the_report_of_its_end():
     seats = SeatCounts(2, seats_per_engine=8)
     seats.begin(0, 6)
     assert (seats.used(0), seats.free(0), seats.free(1)) == (6, 2, 8)
@@ -19,7 +19,7 @@ def test_the_emptiest_engine_is_the_first_among_equals():
     assert seats.emptiest([0, 2]) == 2
 
 
-def test_enough_slots_are_free_when_so_many_responses_have_ended():
+def test_enough_seats_are_free_when_so_many_responses_have_ended():
     seats = SeatCounts(1, seats_per_engine=8)
     seats.begin(0, 20)
     seats.report(0, seats.num_ended_for(0, 3))
