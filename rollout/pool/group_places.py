@@ -67,8 +67,12 @@ class GroupPlaces:
 
     def groups(self) -> list[PromptGroup]:
         """All groups that were admitted and have not been taken."""
-        places = (self.waiting, self.generating, self.scoring, self.scored)
-        return [item.group for place in places for item in place.values()]
+        return [
+            *(item.group for item in self.waiting.values()),
+            *(item.group for item in self.generating.values()),
+            *(item.group for item in self.scoring.values()),
+            *(item.group for item in self.scored.values()),
+        ]
 
     def ids(self, purpose: str, step: int) -> list[GroupId]:
         """Numbers of the groups that were admitted for a purpose and a step, ascending."""
