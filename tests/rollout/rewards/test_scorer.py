@@ -38,8 +38,8 @@ def scorer_of(model_directory):
         scorer.close()
 
 
-def group_of(texts):
-    encoded = [np.append(np.frombuffer(text.encode(), dtype=np.uint8), 256) for text in texts]
+def group_of(scorer, texts):
+    encoded = [np.append(ids, 256) for ids in scorer._tokenizer.encode(texts, add_special_tokens=False)]
     prompt = Prompt(
         prompt_id=PromptId("set/0"),
         data_source="set",
@@ -66,7 +66,7 @@ def group_of(texts):
 
 def test_responses_are_decoded_without_special_tokens_and_scored_in_order(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.length", num_workers=2)
-    scores = scorer.score(*group_of(["abc", "äé", "x y z"]))
+    scores = scorer.score(*group_of(scorer, ["abc", "äé", "x y z"]))
     assert [score.reward for score in scores] == [3.0, 2.0, 5.0]
     assert {score.status for score in scores} == {ScoreStatus.OK}
     # `same`: the text that the function saw was the ground truth "abc", without the end token that was sampled.
@@ -76,7 +76,7 @@ def test_responses_are_decoded_without_special_tokens_and_scored_in_order(scorer
 def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_and_spares_the_others(scorer_of, caplog):
     scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=1.0, failure_score=-0.5)
     with caplog.at_level(logging.WARNING, logger="rollout.rewards.scorer"):
-        scores = scorer.score(*group_of(["fine", "hang", "raise", "die", "fine", "raise"]))
+        scores = scorer.score(*group_of(scorer, ["fine", "hang", "raise", "die", "fine", "raise"]))
     ok, timeout, error = ScoreStatus.OK, ScoreStatus.TIMEOUT, ScoreStatus.ERROR
     assert [score.status for score in scores] == [ok, timeout, error, error, ok, error]
     assert [score.reward for score in scores] == [1.0, -0.5, -0.5, -0.5, 1.0, -0.5]
@@ -91,12 +91,12 @@ def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_and_spares_the_oth
 def test_a_wrong_return_type_stops_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.textual")
     with pytest.raises(RewardBrokenError, match=r"reward\.function: .*textual returned 'good'.*dict with `score`"):
-        scorer.score(*group_of(["a"]))
+        scorer.score(*group_of(scorer, ["a"]))
 
 
 def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.broken")
-    group, columns = group_of(["a", "b", "c", "d", "e"])
+    group, columns = group_of(scorer, ["a", "b", "c", "d", "e"])
     for number in range(3):  # enough responses, too few prompts
         prompt = replace(group.prompt, prompt_id=PromptId(f"set/{number}"))
         scores = scorer.score(replace(group, prompt=prompt), columns)
@@ -107,7 +107,7 @@ def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_r
 
 def test_a_function_that_has_ever_succeeded_is_not_given_up(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.moody")
-    group, columns = group_of(["fine"] + ["raise"] * 9)
+    group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
     for number in range(5):
         scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId(f"set/{number}"))), columns)
 
@@ -135,7 +135,7 @@ def test_the_parts_of_the_text_actor_share_a_tokenizer(model_directory, tmp_path
     try:
         facts = parts.tokenizer
         assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
-        assert [score.reward for score in parts.scorer.score(*group_of(["abcd"]))] == [4.0]
+        assert [score.reward for score in parts.scorer.score(*group_of(parts.scorer, ["abcd"]))] == [4.0]
         (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
         loaded = parts.prompts.load(str(tmp_path / "one.jsonl"), max_prompt_tokens=99)
         assert [prompt.prompt_id for prompt in loaded.prompts] == ["one/0"]
