@@ -1,15 +1,11 @@
-"""Evaluation sets: the groups that sample them, and avg@k and pass@k of what came back.
+"""Evaluation sets: the groups to sample, and avg@k and pass@k of the scored groups.
 
-The score of a response is what its reward function calls `acc` where it reports one (the convention of
-verl's data sets), its reward otherwise. avg@k is the mean score over all samples; pass@k the share of
-prompts with at least one sample that scored above `PASS_SCORE`.
+The score of a response is the `acc` that its reward function reports (the convention of verl's data sets), otherwise
+its reward. avg@k is the mean score over all samples. pass@k is the share of prompts with at least one sample that
+scored above `PASS_SCORE`.
 
-Every row says in which format the engine held the weights: an 8-bit figure is never shown as if it were
-the BF16 one.
-
-`changes` puts the first and last evaluation of a run side by side, per set, data source and weight format.
-
-Every figure keeps the format that it was sampled in: an 8-bit one is never shown as if it were the BF16 one.
+Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `changes` puts
+the first and last evaluation of a run side by side, per set, data source and weight format.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,9 +26,9 @@ class EvaluationRow:
 
     set_name: str
     data_source: str
-    """The rows of the set that this figure is about; `all` for the whole set."""
+    """Data source of the rows that the figure covers; `all` for the whole set."""
     format: str
-    """Format of the engine that sampled: `bf16`, `int8`, ..."""
+    """Weight format of the engine: `bf16`, `int8`, ..."""
     step: int
     """Finished steps of the run whose weights were evaluated; 0 is before training."""
     num_prompts: int
@@ -43,7 +39,7 @@ class EvaluationRow:
     passed: float
     """pass@k: share of prompts with at least one sample that scored above `PASS_SCORE`."""
     truncated: float
-    """Share of samples cut by the token limit."""
+    """Share of samples that the token limit cut."""
     mean_length: float
     """Response tokens."""
 
@@ -53,7 +49,11 @@ class EvaluationRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Self:
-        """The inverse of `as_row`; raises `TypeError` for a row with other fields."""
+        """The inverse of `as_row`.
+
+        Raises:
+            TypeError: the row has other fields.
+        """
         return cls(**row)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
@@ -120,7 +120,7 @@ def _row(name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, 
 
 
 def accuracy(score: Score) -> float:
-    """`acc` of the reward function's own report, or the reward."""
+    """`acc` of the reward function's details if present, else the reward."""
     return dict(score.details).get("acc", score.reward)
 
 
@@ -157,9 +157,9 @@ class Change:
 
 def changes(rows: Iterable[EvaluationRow]) -> Sequence[Change]:
     """First and last row of each (set, data source, format); whole sets first, BF16 first within a set."""
-    found: dict[tuple[str, str, str], list[EvaluationRow]] = {}
+    by_key: dict[tuple[str, str, str], list[EvaluationRow]] = {}
     for row in rows:
-        found.setdefault((row.set_name, row.data_source, row.format), []).append(row)
-    ordered = sorted(found, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", key[2]))
-    by_step = [sorted(found[key], key=lambda row: row.step) for key in ordered]
+        by_key.setdefault((row.set_name, row.data_source, row.format), []).append(row)
+    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", key[2]))
+    by_step = [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
     return [Change(before=of_key[0], after=of_key[-1]) for of_key in by_step]

@@ -1,4 +1,4 @@
-"""Errors whose kind is known where they are raised, with the place where they happened.
+"""Errors with a kind and a place: the process and node in which the failure happened.
 
     PlacedError (RuntimeError)
      +- CallError            a process raised an error in a call; the error is the cause
@@ -8,15 +8,15 @@
      +- RewardBrokenError    the reward function fails for every response
      +- PublishRefusedError  engines refused a publish (`megatron_rl.controller.publish_refusal`)
 
-The launcher turns each kind into an exit code (`launcher.endings.kinds`). All of them can be pickled, so that they
-travel through Ray as they are. Pure: imports no ray; errors that Ray has wrapped are read by their attributes and text.
+The launcher maps each kind to an exit code (`launcher.endings.kinds`). All kinds can be pickled, so they pass through
+Ray unchanged. Pure: imports no ray; errors that Ray has wrapped are read by their attributes and text.
 """
 
 import re
 from dataclasses import dataclass
 
 MAX_BRIEF = 600
-"""Characters of a foreign error's message that are worth a line."""
+"""Most characters of a foreign error's message on one line."""
 
 _PID = re.compile(r"^\s*pid: (\d+)", re.MULTILINE)
 _IP = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)
@@ -26,7 +26,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The process or processes in which something happened."""
+    """The process or processes in which a failure happened."""
 
     role: str = ""
     """`engine`, `trainer` or `scorer`; empty where unknown."""
@@ -68,7 +68,7 @@ class EnginesLostError(PlacedError):
 
 
 class DeadlineError(PlacedError):
-    """An answer did not come in time; the message says who waited for whom, and how long."""
+    """An answer did not come in time; the message names the waiting process, the late one and the seconds."""
 
 
 class RewardBrokenError(PlacedError):
@@ -76,7 +76,7 @@ class RewardBrokenError(PlacedError):
 
 
 def brief(error: BaseException) -> str:
-    """One line that says what went wrong: the remote error without Ray's wrapping and without its traceback."""
+    """One line about an error: the remote error without Ray's wrapping and traceback."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return brief(cause)
@@ -91,21 +91,21 @@ def brief(error: BaseException) -> str:
 
 
 def plain(text: str) -> str:
-    """Without the terminal colours in which Ray writes."""
+    """A text of Ray's without terminal colours."""
     return _COLOUR.sub("", text)
 
 
 def node_of(error: BaseException) -> str:
-    """Address of the node on which Ray says the error happened; empty where it does not say."""
+    """Address of the node on which the error happened, by Ray's report; empty where the report lacks it."""
     address = getattr(error, "ip", "")
     if isinstance(address, str) and address:
         return address
-    found = _IP.search(str(error))
-    return found[1] if found else ""
+    match = _IP.search(str(error))
+    return match[1] if match else ""
 
 
 def _death(text: str) -> str:
-    """What Ray's report of a dead actor says, on one line."""
+    """One line of Ray's report of a dead actor."""
     if "creation task" in text:
         return f"its process could not start: {text.splitlines()[-1].strip()}"
     pid, detail = _PID.search(text), _EXIT.search(text)

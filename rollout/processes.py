@@ -1,21 +1,16 @@
-"""Environment variables of each kind of process, to be set before anything heavy is imported.
+"""Environment, output and lifetime of processes.
 
-Thread pools and vLLM read their environment when they are imported, so the values go into Ray's
-`runtime_env` (or into a child's environment), never into `os.environ` of a running process. Without
-them a CPU engine runs 10-90 times slower (OpenMP oversubscription) or shares core 0 with every other.
+`ProcessEnv`: environment variables of each kind of process, set before heavy imports. Thread pools and vLLM read their
+environment at import. The values therefore go into Ray's `runtime_env` or a child's environment, never into
+`os.environ` of a running process. Without them a CPU engine runs 10-90 times slower (OpenMP oversubscription), or all
+engines share core 0. Invariant: equal arguments give equal environments.
 
-Invariant: pure; equal arguments give equal environments.
+`redirect_output` sends the output of a process and its children to a file of the run directory. It redirects file
+descriptors, not Python objects, because vLLM, gloo and the allocator write to descriptors directly.
 
-`redirect_output` sends what a process prints, and what its children print, to a file of the run directory.
-
-File descriptors are redirected, not Python objects: vLLM, gloo and the allocator write to them directly.
-
-`die_with`: processes of an engine end with the process that owns it.
-
-vLLM's core process survives the death of the process that started it, with its memory (on a GPU: the
-device's). An owner that is killed cannot clean up, so its children watch it.
-
-Invariant: nothing is killed but this process and those between it and its owner.
+`die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
+parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
+Invariant: only this process and those between it and its owner are killed.
 """
 
 import os
@@ -32,10 +27,10 @@ class ProcessEnv:
     """Environments of the processes of one run."""
 
     single_node: bool
-    """All processes share one node: collectives may be told to use the loopback device."""
+    """All processes share one node: collectives may use the loopback device."""
 
     def controller(self) -> dict[str, str]:
-        """Environment of the controller, which computes nothing."""
+        """Environment of the controller, which does no heavy computation."""
         return self._threads(1) | _OFFLINE
 
     def trainer_rank(self, *, threads: int) -> dict[str, str]:
@@ -47,14 +42,14 @@ class ProcessEnv:
 
         Args:
             threads: OpenMP threads per rank.
-            cores: cores that each rank is bound to; empty leaves the placement to the kernel.
+            cores: cores to which each rank is bound; empty leaves the placement to the kernel.
         """
         bind = "|".join(",".join(map(str, rank)) for rank in cores) if cores else "nobind"
-        own = {"VLLM_CPU_OMP_THREADS_BIND": bind}
-        return self._threads(threads) | self._network() | _OFFLINE | _VLLM | HEAP | own
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": bind}
+        return self._threads(threads) | self._network() | _OFFLINE | _VLLM | HEAP | binding
 
-    def scorer(self) -> dict[str, str]:
-        """Environment of a process that scores responses."""
+    def single_threaded(self) -> dict[str, str]:
+        """Environment of a process that computes with one thread: text, history."""
         return self._threads(1) | _OFFLINE
 
     def _threads(self, threads: int) -> dict[str, str]:
@@ -71,9 +66,9 @@ class ProcessEnv:
 
 
 def on_devices(devices: tuple[int, ...]) -> dict[str, str]:
-    """Variables of a process that is to see these devices and number them in this order; none for ().
+    """Variables that make only these devices visible to a process, numbered in this order; none for ().
 
-    Ray would hide devices that it has not given out itself.
+    Without them Ray hides devices that it has not assigned itself.
     """
     if not devices:
         return {}
@@ -97,11 +92,11 @@ HEAP = {
     "MALLOC_ARENA_MAX": "1",
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Of an engine: layers get memory that other layers have had, and new memory in huge pages.
+"""Allocator settings of an engine: layers reuse the memory of other layers, and new memory comes in huge pages.
 
-Loading a publish on a CPU allocates every layer twice, in checkpoint layout and repacked, and new pages come from the
-kernel one by one. A thread that receives buckets would have an arena of its own, which glibc gives back as soon as it
-is empty. What the environment of a run sets is kept.
+Loading a publish on a CPU allocates every layer twice, in checkpoint layout and repacked, and the kernel provides new
+pages one by one. The thread that receives buckets would get a separate arena, which glibc returns as soon as it is
+empty. Values that the environment of a run sets take precedence.
 """
 
 _VLLM = {
@@ -116,7 +111,7 @@ _VLLM = {
 
 
 VARIABLE = "MEGATRON_RL_LOG"
-"""Environment variable that names the file; set by whoever starts the process."""
+"""Environment variable that names the log file; the parent process sets it."""
 
 
 def redirect_output() -> None:
@@ -136,7 +131,10 @@ _POLL_S = 1.0
 
 
 def die_with(owner_pid: int) -> None:
-    """End this process, and those between it and its owner, soon after the owner has ended."""
+    """End this process, and those between it and its owner, soon after the owner has ended.
+
+    No effect if `owner_pid` is no ancestor of this process.
+    """
     me = psutil.Process()
     ancestors = me.parents()
     pids = [process.pid for process in ancestors]

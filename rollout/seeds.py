@@ -1,7 +1,7 @@
-"""One seed per sampled response, as a pure function of what the response is (decision 43).
+"""One seed per sampled response, as a pure function of (run seed, purpose, step, prompt, sample) (decision 43).
 
-There is no global generator: a resumed run, or one whose engines finish in another order, samples
-the same response for the same (run seed, purpose, step, prompt, sample).
+There is no global generator: a resumed run, or a run whose engines finish in another order, samples the same response
+for the same arguments.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ def derive_seed(run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, 
 
     Args:
         run_seed: the run's own seed.
-        purpose: what the response is for, such as `train` or the name of an evaluation set.
-        step: step for which it is sampled.
-        prompt_id: the prompt it answers.
+        purpose: `train`, or the name of an evaluation set.
+        step: step for which the response is sampled.
+        prompt_id: the prompt of the response.
         sample: number of the response in its group.
     """
     key = "\x1f".join((str(run_seed), purpose, str(step), prompt_id, str(sample)))
@@ -25,9 +25,9 @@ def derive_seed(run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, 
 
 
 def continued_seed(seed: int, num_tokens: int) -> int:
-    """Return the seed of the rest of a response of which `num_tokens` are there; `seed` itself of none.
+    """Return the seed for the rest of a response that has `num_tokens` tokens; `seed` itself for 0.
 
-    The same seed once more would draw the same numbers as for the beginning.
+    The same seed would draw the numbers of the response's beginning again.
     """
     if num_tokens == 0:
         return seed

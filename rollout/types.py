@@ -1,7 +1,7 @@
-"""The types that cross walls on the way from a prompt to a scored group; one frozen type per stage.
+"""The types that pass between packages, from a prompt to a scored group; one frozen type per stage.
 
-Per-token data are read-only numpy arrays: int32 ids, float32 log-probabilities. A response is one
-sampled continuation of a prompt, end-of-sequence token included when it was sampled.
+Per-token data are read-only numpy arrays: int32 ids, float32 log-probabilities. A response is one sampled continuation
+of a prompt, with its end-of-sequence token if that was sampled.
 
 Shape legend: P prompt tokens, G responses of the group, T tokens of one response, S = sum of T over
 the group.
@@ -18,7 +18,7 @@ TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 
 PromptId = NewType("PromptId", str)
-"""`DATASET/ROW`: stable over runs, the key of the history."""
+"""`DATASET/ROW`: stable over runs; the key of the history."""
 
 GroupId = NewType("GroupId", int)
 """Number of the group in the order in which the run admitted it; never reused."""
@@ -35,7 +35,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """The token limit cut it."""
     ABORT = "abort"
-    """It was aborted from outside; its tokens so far are kept."""
+    """It was aborted from outside and keeps its tokens so far."""
 
     @property
     def is_truncated(self) -> bool:
@@ -68,16 +68,16 @@ class SamplingSpec:
     top_k: int = 0
     """0 means no limit."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the tokenizer's end-of-sequence ids, which the engine always knows."""
+    """In addition to the tokenizer's end-of-sequence ids, which always end a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
-    """One prompt and the orders for its G responses, placed whole on one engine."""
+    """One prompt and the seeds of its G responses; one engine samples the whole group."""
 
     group_id: GroupId
     step: int
-    """Step for which it was admitted; for an evaluation, the number of finished steps."""
+    """Step for which the group was admitted; for an evaluation, the number of finished steps."""
     prompt: Prompt
     sampling: SamplingSpec
     seeds: tuple[int, ...]
@@ -96,12 +96,12 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled response with what is known of it."""
+    """One sampled response with its log-probabilities, versions and finish reason."""
 
     response_ids: TokenIds
     """[T]"""
     rollout_logprobs: Logprobs
-    """[T], of the quantised sampler, processed: at the sampling temperature."""
+    """[T], of the quantised sampler, at the sampling temperature."""
     weight_spans: tuple[WeightSpan, ...]
     """In order; their token counts sum to T."""
     finish_reason: FinishReason
@@ -109,7 +109,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupColumns:
-    """All tokens of one group as one columnar object; lives in the object store, not in the controller."""
+    """All tokens of one group as one columnar object, held in the object store and not in the controller."""
 
     prompt_ids: TokenIds
     """[P]"""
@@ -131,7 +131,7 @@ class GroupColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """What the controller knows of a finished group without its tokens."""
+    """A finished group without its tokens, as the controller holds it."""
 
     group_id: GroupId
     engine_id: int
@@ -143,28 +143,28 @@ class GroupSummary:
     weight_spans: tuple[tuple[WeightSpan, ...], ...]
     """[G]"""
     started_at_s: float
-    """Wall clock (`time.time()`) when the engine took the group."""
+    """Wall clock (`time.time()`) when the engine began the group."""
     finished_at_s: float
     fault: str = ""
-    """Why the engine can sample no further; its unfinished responses are aborted, with the tokens that they had."""
+    """Why the engine can sample no further. Its unfinished responses are aborted and keep their tokens."""
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a response was aborted and could go on."""
+        """Whether a response was aborted and can be continued."""
         return FinishReason.ABORT in self.finish_reasons
 
     @property
     def oldest_version(self) -> WeightVersion:
-        """The oldest weight version that any token of the group was sampled under."""
+        """The oldest weight version that sampled a token of the group."""
         return min(span.weight_version for spans in self.weight_spans for span in spans)
 
 
 class ScoreStatus(enum.Enum):
-    """How a reward came about."""
+    """Outcome of scoring one response."""
 
     OK = "ok"
     ERROR = "error"
-    """The reward function raised; the configured substitute was used."""
+    """The call failed; the reward is the configured substitute."""
     TIMEOUT = "timeout"
 
 
@@ -182,22 +182,22 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSlot:
-    """Where one engine lives."""
+    """Placement of one engine."""
 
     engine_id: int
     num_ranks: int
     """Tensor-parallel size of the engine."""
     cpu_cores: int
-    """Cores its OpenMP pool may use per rank (CPU only)."""
+    """Cores of the OpenMP pool of each rank (CPU only)."""
     num_gpus: float
     """Fraction of a device for each rank; 0 on CPU."""
     devices: tuple[int, ...] = ()
-    """Device of each rank; () on CPU, and where Ray chooses."""
+    """Device of each rank; () on a CPU, or where Ray chooses."""
 
 
 ColumnsRef = NewType("ColumnsRef", object)
 """Opaque handle of a `GroupColumns`: an object-store reference in a run, the columns themselves in one process.
-The controller only carries it; whoever trains on the tokens resolves it."""
+The controller passes it on; the trainer rank that trains on the tokens resolves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class ScoredGroup:
     group: PromptGroup
     summary: GroupSummary
     rewards: tuple[float, ...]
-    """[G], finite; a failed scoring has the configured substitute."""
+    """[G], finite; a failed scoring gives the configured substitute."""
     scores: tuple[Score, ...] = ()
-    """[G], how each reward came about."""
+    """[G], outcome of each scoring."""
     columns: ColumnsRef

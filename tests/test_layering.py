@@ -176,7 +176,6 @@ EXCEPTIONS = {
     "history/drafting/parallel.py:DraftThreads.propose": "8 parameters",
     "rollout/cpu/fp8_kernels.py:EmulatedFp8Channel.apply_scaled_mm": "vLLM's signature",
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
-    "rollout/tracing/timeline.py:_timeline": "7 parameters",
     "megatron_rl/model/attention.py:PackedAttention.forward": "Megatron's signature",
     "benchmarks/drafting/costs.py:modelled_row": "7 parameters",
     "benchmarks/planner/simulator/run.py:simulate": "106 lines",

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _while_stepping(samples: Sequence[Usage], run_dir: Path) -> list[Usage]:
     """Samples between the end of the first step and the end of the last."""
     spans = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained = [span for span in spans if span["what"] == "train"]
+    trained = [span for span in spans if span["activity"] == "train"]
     length = trained[-1]["end_s"] - trained[0]["end_s"]
     full = max(sample.num_processes for sample in samples)
     busy = [sample for sample in samples if sample.num_processes >= full - 2]

@@ -227,7 +227,7 @@ def planning_rows(*, quick: bool) -> Iterator[Row]:
             GroupForecast(group_id=GroupId(p), step=0, num_responses=group_size, tokens=float(tokens))
             for p, tokens in enumerate(lengths)
         ]
-        engines = [EngineLoad(num_slots=NUM_SLOTS)] * num_engines
+        engines = [EngineLoad(num_seats=NUM_SLOTS)] * num_engines
         for name in POLICIES:
             seconds = []
             for _ in range(3 if quick else 7):

@@ -211,7 +211,7 @@ class Real:
         """Around engines that have sampled nothing."""
         scorer: ray.actor.ActorClass = Scorer
         batches = Versioned(admission=admission_of(workload(0, num_steps=1), SCHEMES["static"]))
-        pool = EnginePool(engines, [scorer.remote()], slots_per_engine=NUM_SLOTS, batches=batches)
+        pool = EnginePool(engines, [scorer.remote()], seats_per_engine=NUM_SLOTS, batches=batches)
         return cls(engines=engines, batches=batches, pool=pool)
 
 

@@ -37,17 +37,17 @@ class EngineRestarter:
             EnginesLostError: more engines died in this run than `max_restarts` allows.
             RuntimeError: a restarted engine failed to start.
         """
-        self.engines.notice_deaths(timeout_s=ANSWER_TIMEOUT_S)
+        self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
         lost = self.engines.lost
         if not lost:
             return 0
         self.num_restarts += len(lost)
         for number in lost:
-            self.say(f"engine {number} died and is restarted: {self.engines.why(number)}")
+            self.say(f"engine {number} died and is restarted: {self.engines.loss_reason(number)}")
         if self.num_restarts > self.max_restarts:
             raise EnginesLostError(
                 f"engines have died {self.num_restarts} times, `engine.max_restarts` = {self.max_restarts} allows "
-                f"fewer; last reason: {self.engines.why(lost[-1])}",
+                f"fewer; last reason: {self.engines.loss_reason(lost[-1])}",
                 Place(role="engine", ranks=lost),
             )
         self.running.end([self.engines.actors[number] for number in lost])

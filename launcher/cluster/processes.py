@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a command: Ray, scorers, engines, trainer ranks.
+"""Starts and ends the processes of a command: Ray, text actors, engines, trainer ranks.
 
 Engines and trainer ranks start at the same time, because each needs many seconds. `Processes.close` ends every started
 process, also after an error: a command leaves no process, no shared memory and no Ray behind.
@@ -29,7 +29,7 @@ from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
 from rollout.processes import HEAP, ProcessEnv, on_devices
-from rollout.rewards.scorer import ScorerActor
+from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
 
@@ -37,7 +37,7 @@ START_TIMEOUT_S = 600.0
 """Longest start of a process; a slower one is considered dead."""
 
 CLOSE_TIMEOUT_S = 15.0
-"""Time for an engine or a scorer to end its children."""
+"""Time for an engine or a text actor to end its children."""
 
 _LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
@@ -63,19 +63,20 @@ class Processes:
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
 
-    def start_scorer(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
+    def start_text_actor(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
         """Start the process with the tokenizer and the reward workers."""
-        variables = self._variables(self.environment.scorer(), "scorer-0")
-        scorer = ScorerActor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
-        self.started.append(scorer)
+        actor_class: ray.actor.ActorClass = TextActor
+        variables = self._variables(self.environment.single_threaded(), "scorer-0")
+        text_actor = actor_class.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
+        self.started.append(text_actor)
         try:
-            facts: TokenizerFacts = ray.get(scorer.start.remote(), timeout=START_TIMEOUT_S)
+            facts: TokenizerFacts = ray.get(text_actor.start.remote(), timeout=START_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineError(
                 f"the controller waited {START_TIMEOUT_S:.0f} s for the scorer to load tokenizer and reward function",
                 Place(role="scorer", ranks=(0,)),
             ) from error
-        return scorer, facts
+        return text_actor, facts
 
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
         """Start engine processes."""
@@ -110,7 +111,11 @@ class Processes:
     ) -> HistoryService:
         """Start the shards and readers of a run; see `history.store.service.start_history`."""
         service = start_history(
-            config, directory=directory, fingerprint=fingerprint, environment=self.environment.scorer(), log=say
+            config,
+            directory=directory,
+            fingerprint=fingerprint,
+            environment=self.environment.single_threaded(),
+            log=say,
         )
         self.histories.append(service)
         return service
@@ -121,7 +126,7 @@ class Processes:
         self.histories.remove(service)
 
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        """End engines and scorers with their child processes."""
+        """End engines and text actors with their child processes."""
         closing = [actor.close.remote() for actor in actors]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:

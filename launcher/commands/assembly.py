@@ -71,7 +71,7 @@ def build(
     restarter = _restarter(checked, running, workers, delivery, history, progress)
     clock = PhaseClock(recorder.record_span)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
-    pool = _pool(config, engines, inputs.scorer, planner, recorder, revival)
+    pool = _pool(config, engines, inputs.text_actor, planner, recorder, revival)
     controller = Controller(
         planner=planner,
         pool=pool,
@@ -96,7 +96,7 @@ def build(
     running.end_trainer(trainer)
     if inputs.history is not None:
         running.end_history(inputs.history)
-    running.end([*engines.actors, inputs.scorer])
+    running.end([*engines.actors, inputs.text_actor])
 
 
 def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
@@ -126,7 +126,7 @@ def _recorder(
         directory,
         tracker,
         progress,
-        scorer=inputs.scorer,
+        text_actor=inputs.text_actor,
         engines=engines,
         history=inputs.history,
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
@@ -139,7 +139,7 @@ def _recorder(
 def _pool(
     config: RunConfig,
     engines: EngineGroup,
-    scorer: Actor,
+    text_actor: Actor,
     planner: Planner,
     recorder: RunRecorder,
     revival: EngineRevival,
@@ -149,8 +149,8 @@ def _pool(
     rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if migrates else None
     return EnginePool(
         engines,
-        [scorer],
-        slots_per_engine=config.engine.max_num_seqs,
+        [text_actor],
+        seats_per_engine=config.engine.max_num_seqs,
         batches=planner,
         whole_step=config.deterministic,
         migration=GroupMigration(rule=rule),

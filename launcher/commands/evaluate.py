@@ -48,21 +48,21 @@ def evaluate_directories(
     at_once = 1 if running.num_gpus_per_engine_rank else 2
     started: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
-    scorer: Actor | None = None
+    text_actor: Actor | None = None
     prompts: EvaluationPrompts = {}
     for number, (step, evaluation) in enumerate(evaluations.items()):
         for ahead in list(evaluations)[number : number + at_once]:
             if ahead not in started:
                 started[ahead] = _begin_engines(evaluations[ahead], running)
-            if scorer is None:  # before the second directory's engines take the cores
-                scorer, prompts = _load_prompts(evaluation, running)
-        assert scorer is not None
-        step_rows = _evaluate(evaluation, started[step], scorer, prompts, progress, step=step)
+            if text_actor is None:  # before the second directory's engines take the cores
+                text_actor, prompts = _load_prompts(evaluation, running)
+        assert text_actor is not None
+        step_rows = _evaluate(evaluation, started[step], text_actor, prompts, progress, step=step)
         running.end(started[step][0].actors)
         progress.evaluation(step_rows)
         rows += step_rows
-    if scorer is not None:
-        running.end([scorer])
+    if text_actor is not None:
+        running.end([text_actor])
     return rows
 
 
@@ -70,17 +70,17 @@ def evaluate_directory(
     config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
 ) -> list[EvaluationRow]:
     """Read the prompts, start BF16 engines on one directory, sample and score every set, end the engines."""
-    scorer, prompts = _load_prompts(config, running)
+    text_actor, prompts = _load_prompts(config, running)
     started = _begin_engines(config, running)
-    rows = _evaluate(config, started, scorer, prompts, progress, step=step)
-    running.end([*started[0].actors, scorer])
+    rows = _evaluate(config, started, text_actor, prompts, progress, step=step)
+    running.end([*started[0].actors, text_actor])
     return rows
 
 
 def _load_prompts(config: EvalConfig, running: Processes) -> tuple[Actor, EvaluationPrompts]:
     with judging_user_input():
-        scorer, _ = running.start_scorer(config.model, config.reward)
-        return scorer, load_evaluation_prompts(scorer, config.sets, config.max_prompt_tokens)
+        text_actor, _ = running.start_text_actor(config.model, config.reward)
+        return text_actor, load_evaluation_prompts(text_actor, config.sets, config.max_prompt_tokens)
 
 
 def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
@@ -111,7 +111,7 @@ def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
 def _evaluate(
     config: EvalConfig,
     started: StartingEngines,
-    scorer: Actor,
+    text_actor: Actor,
     prompts: EvaluationPrompts,
     progress: RunProgress,
     *,
@@ -119,7 +119,7 @@ def _evaluate(
 ) -> list[EvaluationRow]:
     engines, starting = started
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
-    pool = EnginePool(engines, [scorer], slots_per_engine=config.engine.max_num_seqs)
+    pool = EnginePool(engines, [text_actor], seats_per_engine=config.engine.max_num_seqs)
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 

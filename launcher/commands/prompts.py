@@ -1,4 +1,4 @@
-"""Loads prompts in the scorer's process, which has the tokenizer."""
+"""Loads prompts in the text actor, which has the tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class TrainingPrompts:
         ]
 
 
-def load_training_prompts(scorer: ray.actor.ActorHandle, config: DataConfig) -> TrainingPrompts:
+def load_training_prompts(text_actor: ray.actor.ActorHandle, config: DataConfig) -> TrainingPrompts:
     """Read and tokenise the training mixture."""
     loading = [
-        scorer.load_prompts.remote(
+        text_actor.load_prompts.remote(
             file.path, name=file.name, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong_prompts
         )
         for file in config.train
@@ -43,11 +43,11 @@ def load_training_prompts(scorer: ray.actor.ActorHandle, config: DataConfig) -> 
 
 
 def load_evaluation_prompts(
-    scorer: ray.actor.ActorHandle, sets: Mapping[str, EvalSetConfig], max_prompt_tokens: int
+    text_actor: ray.actor.ActorHandle, sets: Mapping[str, EvalSetConfig], max_prompt_tokens: int
 ) -> dict[str, tuple[Prompt, ...]]:
     """Read and tokenise evaluation sets; over-long prompts are refused."""
     loading = {
-        name: scorer.load_prompts.remote(
+        name: text_actor.load_prompts.remote(
             config.path, name=name, max_prompt_tokens=max_prompt_tokens, overlong="refuse", limit=config.limit
         )
         for name, config in sets.items()

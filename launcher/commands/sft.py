@@ -60,7 +60,7 @@ def sft(checked: CheckedSft) -> None:
 
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
     """Tokenise in a separate process, because transformers imports torch."""
-    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.scorer()})
+    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.single_threaded()})
     ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
     load_kernels()  # meanwhile: the task takes longer
     with judging_user_input():

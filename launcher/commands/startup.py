@@ -1,4 +1,4 @@
-"""Starts the processes of a run: scorer and history with the prompts, then engines and trainer."""
+"""Starts the processes of a run: text actor and history with the prompts, then engines and trainer."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from rollout.types import Prompt
 class Inputs:
     """Prompts and history of a run."""
 
-    scorer: Actor
+    text_actor: Actor
     training: TrainingPrompts
     evaluation: dict[str, tuple[Prompt, ...]]
     order: PromptOrder
@@ -48,9 +48,9 @@ def read_inputs(
 ) -> Inputs:
     """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
     with judging_user_input():
-        scorer, tokenizer = running.start_scorer(config.model, config.reward)
-        training = load_training_prompts(scorer, config.data)
-        evaluation = load_evaluation_prompts(scorer, config.evaluation.sets, config.data.max_prompt_tokens)
+        text_actor, tokenizer = running.start_text_actor(config.model, config.reward)
+        training = load_training_prompts(text_actor, config.data)
+        evaluation = load_evaluation_prompts(text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         order = training_order(training, config.data, seed=config.seed, state=resume.order)
         history = start_history(config, running, tokenizer, run_id=run_id, say=progress.say)
         if history is not None:
@@ -59,7 +59,7 @@ def read_inputs(
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
     for line in training.lines():
         progress.say(line)
-    return Inputs(scorer=scorer, training=training, evaluation=evaluation, order=order, history=history)
+    return Inputs(text_actor=text_actor, training=training, evaluation=evaluation, order=order, history=history)
 
 
 def start_workers(

@@ -85,16 +85,16 @@ def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
             lane = f"{first}, {2 if lane == first else int(lane.rpartition(' ')[2]) + 1}"
         start_s = min(max(span.start_s, ended_s.get(lane, -math.inf)), span.end_s)
         ended_s[lane] = max(span.end_s, ended_s.get(lane, -math.inf))
-        yield lane, span.what, start_s, span.end_s
+        yield lane, span.activity, start_s, span.end_s
 
 
 def _row_of(span: Span) -> str:
-    match span.what:
+    match span.activity:
         case "checkpoint" | "evaluate":
             return "checkpoint, evaluation"
         case "rollout":
             return "controller"
-    return "publisher" if span.who == "engines" else span.who
+    return "publisher" if span.actor == "engines" else span.actor
 
 
 def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s: float) -> Iterator[Event]:

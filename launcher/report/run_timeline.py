@@ -90,15 +90,19 @@ def _read_spans(path: Path) -> tuple[list[Span], list[str]]:
 
 
 def _span(line: str) -> Span | None:
-    """The span in a line; None if the line is incomplete or holds no span."""
+    """The span in a line; None if the line is incomplete or holds no span.
+
+    Older runs name the fields `who` and `what`; both pairs of names are read.
+    """
     try:
         row = json.loads(line)
-        who, what, start_s, end_s = row["who"], row["what"], float(row["start_s"]), float(row["end_s"])
+        actor, activity = (row["actor"], row["activity"]) if "actor" in row else (row["who"], row["what"])
+        start_s, end_s = float(row["start_s"]), float(row["end_s"])
     except (ValueError, KeyError, TypeError):
         return None
-    if not (isinstance(who, str) and isinstance(what, str) and 0 <= end_s - start_s < math.inf):
+    if not (isinstance(actor, str) and isinstance(activity, str) and 0 <= end_s - start_s < math.inf):
         return None
-    return Span(who=who, what=what, start_s=start_s, end_s=end_s)
+    return Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s)
 
 
 def _steps(metrics: Sequence[Mapping[str, float]]) -> list[Step]:

@@ -65,8 +65,10 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
     """One `<svg>` of consecutive `steps`; `name` must be unique in the page."""
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     engines = run.engines(start_s, end_s)[:MAX_ENGINES]
-    spans = [span for span in run.spans if span.what in ACTIVITIES and span.end_s > start_s and span.start_s < end_s]
-    actors = ["trainer", "publisher", *(["evaluation"] if any(span.what == "evaluate" for span in spans) else [])]
+    spans = [
+        span for span in run.spans if span.activity in ACTIVITIES and span.end_s > start_s and span.start_s < end_s
+    ]
+    actors = ["trainer", "publisher", *(["evaluation"] if any(span.activity == "evaluate" for span in spans) else [])]
     rows = [*(f"engine {number}" for number in range(len(engines))), *actors]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(11.2, 1.3 + 0.42 * len(rows)), layout="constrained")
@@ -80,7 +82,7 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
         for span in spans:
             begin, end = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
             bottom = rows.index(_actor(span)) - 0.4
-            axes.broken_barh([(begin, end - begin)], (bottom, 0.8), color=ACTIVITIES[span.what][1], linewidth=0)
+            axes.broken_barh([(begin, end - begin)], (bottom, 0.8), color=ACTIVITIES[span.activity][1], linewidth=0)
         _steps(axes, steps, start_s)
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -91,8 +93,8 @@ def engine_rows(name: str, run: RunTimeline, steps: Sequence[Step]) -> str:
         # without a fitted speed, saturated and under-filled forwards cannot be told apart
         labels = LABELS if run.speed is not None else {**LABELS, Part.SATURATED: "runs forwards"}
         handles = [Patch(color=COLOURS[part], label=labels[part]) for part in PARTS if part in seen]
-        shown = {span.what for span in spans}
-        handles += [Patch(color=colour, label=label) for what, (label, colour) in ACTIVITIES.items() if what in shown]
+        shown = {span.activity for span in spans}
+        handles += [Patch(color=colour, label=label) for name, (label, colour) in ACTIVITIES.items() if name in shown]
         figure.legend(handles=handles, frameon=False, fontsize=8, ncols=6, loc="outside upper left")
         return _svg(figure)
 
@@ -126,9 +128,9 @@ def _steps_of(edges: Floats, level: Floats, first: int, last: int) -> Floats:
 
 def _actor(span: Span) -> str:
     """The row of a span; memory changes of engines belong to a publish."""
-    if span.what == "evaluate":
+    if span.activity == "evaluate":
         return "evaluation"
-    return "trainer" if span.who == "trainer" else "publisher"
+    return "trainer" if span.actor == "trainer" else "publisher"
 
 
 def _steps(axes: Axes, steps: Sequence[Step], start_s: float) -> None:

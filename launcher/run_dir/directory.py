@@ -146,18 +146,20 @@ class RunDirectory:
             moved += len(abandoned)
         return moved
 
-    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """Appends a row to `events.jsonl`: `who` did `what` from `start_s` to `end_s` (wall clock)."""
-        append_line(self.path / "events.jsonl", {"who": who, "what": what, "start_s": start_s, "end_s": end_s})
+    def record_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
+        """Appends a row to `events.jsonl`: an activity of an actor from `start_s` to `end_s` (wall clock)."""
+        append_line(
+            self.path / "events.jsonl", {"actor": actor, "activity": activity, "start_s": start_s, "end_s": end_s}
+        )
 
     @contextmanager
-    def span(self, who: str, what: str) -> Iterator[None]:
+    def span(self, actor: str, activity: str) -> Iterator[None]:
         """Records the time of the body as a span, also if it raises."""
         start_s = time.time()
         try:
             yield
         finally:
-            self.record_span(who, what, start_s, time.time())
+            self.record_span(actor, activity, start_s, time.time())
 
     def append_evaluation(self, rows: Iterable[Row]) -> None:
         """Appends rows to `evaluation.jsonl`; see `rollout.evaluation.EvaluationRow`."""

@@ -1,6 +1,6 @@
 """Records a run: connects the training loop with the run directory, wandb and the console.
 
-A step's metrics go to `metrics.jsonl`, then to the console. The scorer's process writes the step's samples (the
+A step's metrics go to `metrics.jsonl`, then to the console. The text actor writes the step's samples (the
 controller holds no text) while the next step runs. The recorder waits for them before the next step's samples and
 before a checkpoint, and then logs the step to wandb.
 """
@@ -52,7 +52,7 @@ class RunRecorder:
         tracker: Tracker,
         progress: RunProgress,
         *,
-        scorer: ray.actor.ActorHandle,
+        text_actor: ray.actor.ActorHandle,
         engines: EngineGroup,
         history: HistoryService | None,
         baseline_engines: Sequence[int],
@@ -67,7 +67,7 @@ class RunRecorder:
         self._directory = directory
         self._tracker = tracker
         self._progress = progress
-        self._scorer = scorer
+        self._text_actor = text_actor
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._history = history
@@ -82,10 +82,10 @@ class RunRecorder:
         """Move the bar."""
         self._progress.phase(phase, done, total)
 
-    def record_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
+    def record_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
         """Record a span (`megatron_rl.controller.phases.RecordSpan`)."""
-        self._directory.record_span(who, what, start_s, end_s)
-        self._timeline.add_span(who, what, start_s, end_s)
+        self._directory.record_span(actor, activity, start_s, end_s)
+        self._timeline.add_span(actor, activity, start_s, end_s)
 
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Record a step's metrics, samples, traces and forwards."""
@@ -97,7 +97,7 @@ class RunRecorder:
         self._directory.append_metrics(step, metrics)
         self._progress.step(step, metrics)
         self.flush()
-        self._pending = self._scorer.write_samples.remote(
+        self._pending = self._text_actor.write_samples.remote(
             groups,
             samples_path=str(self._directory.samples_path(step)),
             traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",

@@ -30,9 +30,9 @@ class StepTimeline:
         self.speed: EngineSpeed | None = None
         """Fitted at the end of the last step; None while there are too few forwards."""
 
-    def add_span(self, who: str, what: str, start_s: float, end_s: float) -> None:
-        """Add the span of actor `who` doing `what`; wall clock."""
-        self._spans.append(Span(who=who, what=what, start_s=start_s, end_s=end_s))
+    def add_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
+        """Add an activity of an actor; wall clock."""
+        self._spans.append(Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s))
 
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
         """Add the forwards of each engine since the last call."""

@@ -102,7 +102,7 @@ class Controller:
             with self.phases.rollout():
                 groups = self.pool.take_batch(step, progress=self._progress("rollout"))
             if self.history is not None:
-                self.history.remember(step, groups)
+                self.history.record_rewards(step, groups)
             self._make_ready(step + 1)
             batch = self._batch(groups, step)
             with self.phases.train():
@@ -139,7 +139,7 @@ class Controller:
             return
         evaluated = self.evaluator.prompts if self._evaluates_after(finished_steps) else []
         is_over = finished_steps == self.settings.num_steps
-        self.history.want([*evaluated, *([] if is_over else self.planner.upcoming(finished_steps))])
+        self.history.prefetch([*evaluated, *([] if is_over else self.planner.upcoming(finished_steps))])
 
     def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
         return build_batch(

@@ -51,7 +51,7 @@ class ShmDelivery:
     def connect(self) -> None:
         """Tell both ends to use shared memory."""
         self._trainer.ranks.call("open_shm")
-        joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.there, ShmChannel()))
+        joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.alive, ShmChannel()))
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> DeliveryReport:
@@ -59,7 +59,7 @@ class ShmDelivery:
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         segments = {part.rank: part.path for part in staged if part.path}
         try:
-            applying = self._engines.begin_update(manifest, dict.fromkeys(self._engines.there, segments))
+            applying = self._engines.begin_update(manifest, dict.fromkeys(self._engines.alive, segments))
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
@@ -103,7 +103,7 @@ class StreamingDelivery:
 
     def deliver(self, manifest: WeightManifest) -> DeliveryReport:
         """Send and apply bucket after bucket."""
-        applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.there})
+        applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.alive})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         return DeliveryReport(staged=tuple(sent), updates=tuple(updates.values()))
@@ -139,7 +139,7 @@ class ColocatedDelivery:
             number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])
             )
-            for number in self._engines.there
+            for number in self._engines.alive
         }
         joining = self._engines.begin_init_transport(channels)
         self._engines.wait(joining, timeout_s=self._timeout_s)
@@ -150,7 +150,7 @@ class ColocatedDelivery:
         paths = {part.rank: part.path for part in staged}
         addresses = {
             number: {rank: paths[host] for rank, host in enumerate(self._homes[number])}
-            for number in self._engines.there
+            for number in self._engines.alive
         }
         try:
             applying = self._engines.begin_update(manifest, addresses)

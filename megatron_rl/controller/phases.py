@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 RecordSpan = Callable[[str, str, float, float], None]
-"""Called with (who, what, start_s, end_s), wall clock."""
+"""Called with (actor, activity, start_s, end_s), wall clock."""
 
 
 class Sharing(Protocol):
@@ -59,15 +59,15 @@ class PhaseClock:
         return {**self._seconds, "step": time.perf_counter() - self._step_started}
 
     @contextmanager
-    def phase(self, who: str, what: str) -> Iterator[None]:
+    def phase(self, actor: str, activity: str) -> Iterator[None]:
         """Count and record what the body takes."""
         started_at, started = time.time(), time.perf_counter()
         try:
             yield
         finally:
             elapsed = time.perf_counter() - started
-            self._seconds[what] = self._seconds.get(what, 0.0) + elapsed
-            self._record_span(who, what, started_at, started_at + elapsed)
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + elapsed
+            self._record_span(actor, activity, started_at, started_at + elapsed)
 
 
 class Phases:

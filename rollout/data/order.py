@@ -1,10 +1,10 @@
-"""Which prompt comes next: a fixed endless sequence over a weighted mixture, and what of it was consumed.
+"""The order of prompts: a fixed endless sequence over a weighted mixture, and its consumed positions.
 
-Draw k of a data set is row k mod n of its epoch k div n; an epoch is the rows sorted by a hash of (seed, epoch, prompt
-id), so a row that is dropped leaves the order of the others alone. Data sets are merged by virtual time: draw k of a
-set with weight w falls at (k + 1/2) / w. The sequence is thus a pure function of the prompts, the weights and the seed;
-all that a checkpoint needs is which positions were *consumed* (trained on). Prompts that were issued but not consumed
-when a run stopped are issued again, in their old order.
+Draw k of a data set is row k mod n of its epoch k div n. An epoch is the rows sorted by a hash of (seed, epoch, prompt
+id), so dropping a row does not change the order of the others. Data sets are merged by virtual time: draw k of a set
+with weight w falls at (k + 1/2) / w. The sequence is thus a pure function of prompts, weights and seed. A checkpoint
+needs only the positions that were *consumed* (trained on). Prompts that were issued and not consumed when a run stopped
+are issued again, in their old order.
 
 Invariants
 1. a data set's draws, in any epoch, hold each of its prompts exactly once
@@ -26,7 +26,7 @@ class PromptSet:
     """One data set of the mixture."""
 
     prompt_ids: tuple[PromptId, ...]
-    """Rows that may be drawn, in file order; unique over the mixture."""
+    """Rows to draw from, in file order; unique over the mixture."""
     weight: float = 1.0
     """Relative share of draws; positive."""
 
@@ -36,20 +36,20 @@ class Draw:
     """One issued prompt."""
 
     position: int
-    """In the endless sequence; unique."""
+    """Position in the endless sequence; unique."""
     prompt_id: PromptId
     epoch: int
-    """Of the prompt's data set, from 0."""
+    """Epoch of the prompt's data set, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderState:
-    """What a checkpoint keeps of an order."""
+    """The part of a checkpoint about an order."""
 
     fingerprint: str
-    """Of prompts, weights, seed and shuffling: a state fits the sequence that it was taken from, and no other."""
+    """Hash of prompts, weights, seed and shuffling: a state fits only the sequence from which it was taken."""
     cursor: int = 0
-    """All positions before it are consumed."""
+    """All positions before the cursor are consumed."""
     consumed_ahead: tuple[int, ...] = ()
     """Consumed positions after the cursor, ascending."""
 
@@ -59,7 +59,11 @@ class OrderState:
 
     @classmethod
     def from_json(cls, values: dict[str, object]) -> "OrderState":
-        """The inverse of `to_json`; raises ValueError for anything else."""
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: `values` is no saved state.
+        """
         fingerprint, cursor, ahead = (values.get(key) for key in ("fingerprint", "cursor", "consumed_ahead"))
         if not (isinstance(fingerprint, str) and isinstance(cursor, int) and isinstance(ahead, list)):
             raise ValueError(f"prompt order: {values!r} is not a saved state (fingerprint, cursor, consumed_ahead)")
@@ -72,10 +76,11 @@ class PromptOrder:
     def __init__(
         self, sets: Sequence[PromptSet], *, seed: int, shuffle: bool = True, state: OrderState | None = None
     ) -> None:
-        """Start at the beginning, or behind what `state` says was consumed.
+        """Start at the beginning, or behind the consumed positions of `state`.
 
-        Raises ValueError for an empty set, a weight that is not positive, a prompt id that occurs twice, or a state
-        that belongs to another sequence.
+        Raises:
+            ValueError: a set is empty, a weight is not positive, a prompt id occurs twice, or the state belongs to
+                another sequence.
         """
         _check(sets)
         self._fingerprint = _fingerprint(sets, seed=seed, shuffle=shuffle)
@@ -87,28 +92,29 @@ class PromptOrder:
         self._cursor = state.cursor if state else 0
         self._ahead = set(state.consumed_ahead) if state else set()
         self._in_flight: defaultdict[PromptId, deque[int]] = defaultdict(deque)
-        self._looked_at: deque[Draw] = deque()
+        self._peeked: deque[Draw] = deque()
         self._draws = self._unconsumed(_sequence(sets, seed=seed, shuffle=shuffle), frozenset(self._ahead))
 
     def take(self, count: int) -> list[Draw]:
         """Issue the next `count` draws."""
         draws = self.peek(count)
         for _ in draws:
-            self._looked_at.popleft()
+            self._peeked.popleft()
         for draw in draws:
             self._in_flight[draw.prompt_id].append(draw.position)
         return draws
 
     def peek(self, count: int) -> list[Draw]:
         """The draws that `take(count)` would issue, without issuing them."""
-        while len(self._looked_at) < count:
-            self._looked_at.append(next(self._draws))
-        return [self._looked_at[index] for index in range(count)]
+        while len(self._peeked) < count:
+            self._peeked.append(next(self._draws))
+        return [self._peeked[index] for index in range(count)]
 
     def consume(self, prompt_ids: Iterable[PromptId]) -> None:
-        """Mark prompts as trained on (or given up on), each by its oldest issue.
+        """Mark prompts as consumed (trained on or dropped), each at its oldest issued position.
 
-        Raises ValueError for a prompt that is not in flight.
+        Raises:
+            ValueError: a prompt is not in flight.
         """
         for prompt_id in prompt_ids:
             if not self._in_flight[prompt_id]:
@@ -121,7 +127,7 @@ class PromptOrder:
             self._cursor += 1
 
     def state(self) -> OrderState:
-        """What was consumed so far, for a checkpoint."""
+        """The positions consumed so far, for a checkpoint."""
         return OrderState(fingerprint=self._fingerprint, cursor=self._cursor, consumed_ahead=tuple(sorted(self._ahead)))
 
     def _unconsumed(self, sequence: Iterator[Draw], consumed_ahead: frozenset[int]) -> Iterator[Draw]:

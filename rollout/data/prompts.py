@@ -1,11 +1,11 @@
-"""From files to tokenised prompts.
+"""Loads files of prompts: rows are rendered through the chat template and tokenised.
 
-Chat messages go through the tokenizer's chat template with a generation prompt. Plain text is one user turn where
-the tokenizer has a template, and is tokenised as it is where it has none (a base model). A prompt's id is
-`DATASET/ROW`, with rows counted from 0 in file order, so it stays the same when other rows are dropped.
+Chat messages go through the tokenizer's chat template with a generation prompt. Plain text is one user turn where the
+tokenizer has a template; a base model without one gets the text as it is. A prompt's id is `DATASET/ROW`, with rows
+counted from 0 in file order, so it stays the same when other rows are dropped.
 
-Over-long prompts are refused (naming the first), dropped or truncated from the left, and counted: silently shorter
-prompts would train on questions without their beginning.
+Over-long prompts are refused (naming the first), dropped, or truncated from the left, and counted. Silent truncation
+would train on questions without their beginning.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Overlong = Literal["refuse", "drop", "truncate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPrompts:
-    """The prompts of one file and what became of those that were too long."""
+    """The prompts of one file, with counts of those that were too long."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -29,58 +29,62 @@ class LoadedPrompts:
     num_truncated: int
 
 
-def load_prompts(
-    path: str,
-    *,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    name: str = "",
-    overlong: Overlong = "refuse",
-    limit: int = 0,
-) -> LoadedPrompts:
-    """Read, render and tokenise a file; `name` defaults to its stem, `limit` 0 means all rows.
+class PromptLoader:
+    """Loads prompts with one tokenizer."""
 
-    Raises ValueError, naming file and line, for a row of the wrong shape, a prompt that is too long (`refuse`), and
-    when nothing is left (`drop`).
-    """
-    name = name or Path(path).stem
-    rows = read_rows(path, limit=limit)
-    ids = _tokenise(rows, tokenizer)
-    long = [index for index, token_ids in enumerate(ids) if len(token_ids) > max_prompt_tokens]
-    if long and overlong == "refuse":
-        first = rows[long[0]]
-        raise ValueError(
-            f"{first.where}: prompt has {len(ids[long[0]])} tokens, max_prompt_tokens is {max_prompt_tokens} "
-            f"({len(long)} of {len(rows)} prompts are too long); raise it, or set overlong_prompts to drop or truncate"
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def load(
+        self, path: str, *, max_prompt_tokens: int, name: str = "", overlong: Overlong = "refuse", limit: int = 0
+    ) -> LoadedPrompts:
+        """Read, render and tokenise a file; `name` defaults to its stem, `limit` 0 means all rows.
+
+        Raises:
+            ValueError: names file and line of a row of the wrong shape, or of a prompt that is too long (`refuse`);
+                or all prompts are too long (`drop`).
+        """
+        name = name or Path(path).stem
+        rows = read_rows(path, limit=limit)
+        ids = self._tokenise(rows)
+        long = [index for index, token_ids in enumerate(ids) if len(token_ids) > max_prompt_tokens]
+        if long and overlong == "refuse":
+            first = rows[long[0]]
+            raise ValueError(
+                f"{first.where}: prompt has {len(ids[long[0]])} tokens, max_prompt_tokens is {max_prompt_tokens} "
+                f"({len(long)} of {len(rows)} prompts are too long); raise it, or set overlong_prompts to drop or "
+                "truncate"
+            )
+        dropped = set(long) if overlong == "drop" else set()
+        if len(dropped) == len(rows):
+            raise ValueError(
+                f"{path}: all {len(rows)} prompts have more than max_prompt_tokens {max_prompt_tokens} tokens"
+            )
+        return LoadedPrompts(
+            name=name,
+            prompts=tuple(
+                _prompt(row, token_ids[-max_prompt_tokens:], prompt_id=PromptId(f"{name}/{index}"), name=name)
+                for index, (row, token_ids) in enumerate(zip(rows, ids, strict=True))
+                if index not in dropped
+            ),
+            num_dropped=len(dropped),
+            num_truncated=len(long) if overlong == "truncate" else 0,
         )
-    dropped = set(long) if overlong == "drop" else set()
-    if len(dropped) == len(rows):
-        raise ValueError(f"{path}: all {len(rows)} prompts have more than max_prompt_tokens {max_prompt_tokens} tokens")
-    return LoadedPrompts(
-        name=name,
-        prompts=tuple(
-            _prompt(row, token_ids[-max_prompt_tokens:], prompt_id=PromptId(f"{name}/{index}"), name=name)
-            for index, (row, token_ids) in enumerate(zip(rows, ids, strict=True))
-            if index not in dropped
-        ),
-        num_dropped=len(dropped),
-        num_truncated=len(long) if overlong == "truncate" else 0,
-    )
 
-
-def _tokenise(rows: list[PromptRow], tokenizer: Tokenizer) -> list[TokenIds]:
-    texts = [render(row.prompt, tokenizer, where=row.where) for row in rows]
-    ids = tokenizer.encode(texts, add_special_tokens=not tokenizer.has_chat_template)
-    for row, token_ids in zip(rows, ids, strict=True):
-        if not len(token_ids):
-            raise ValueError(f"{row.where}: the prompt has no tokens")
-    return ids
+    def _tokenise(self, rows: list[PromptRow]) -> list[TokenIds]:
+        texts = [render(row.prompt, self._tokenizer, where=row.where) for row in rows]
+        ids = self._tokenizer.encode(texts, add_special_tokens=not self._tokenizer.has_chat_template)
+        for row, token_ids in zip(rows, ids, strict=True):
+            if not len(token_ids):
+                raise ValueError(f"{row.where}: the prompt has no tokens")
+        return ids
 
 
 def render(prompt: str | tuple[ChatMessage, ...], tokenizer: Tokenizer, *, where: str) -> str:
-    """A row's prompt as the model sees it; plain text is a user's message where there is a chat template.
+    """A row's prompt as the model gets it; with a chat template, plain text becomes a user's message.
 
-    Raises ValueError, naming `where`, when the chat template is missing or refuses.
+    Raises:
+        ValueError: the chat template is missing or refuses the prompt; the message names `where`.
     """
     if isinstance(prompt, str) and not tokenizer.has_chat_template:
         return prompt

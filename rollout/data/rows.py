@@ -1,11 +1,11 @@
-"""Reads rows of a data set as they lie in a file, `.jsonl` or `.parquet`, and checks their shape.
+"""Reads the rows of a data set from a `.jsonl` or `.parquet` file and checks their shape.
 
-Column shapes (those of common data sets)
+Columns (as in common data sets)
 * `prompt`: text, or chat messages `[{"role": ..., "content": ...}, ...]`
-* ground truth, the first that is there: `reward_model.ground_truth`, `ground_truth`, `answer`; numbers become text,
-  lists and objects become JSON text
+* ground truth: the first present of `reward_model.ground_truth`, `ground_truth`, `answer`; numbers, lists and objects
+  become JSON text
 * `data_source`: text, optional; the data set's name where absent
-* `extra_info`: anything, optional
+* `extra_info`: any value, optional
 
 Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, from 1).
 """
@@ -37,11 +37,12 @@ class PromptRow:
 def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
     """The rows of a file in order, only the first `limit` if it is positive; blank lines are skipped.
 
-    Raises ValueError for a file that is missing, of another kind or empty, and for any row of the wrong shape.
+    Raises:
+        ValueError: the file is missing, of another kind or empty, or a row has the wrong shape.
     """
     rows: list[PromptRow] = []
-    with closing(raw_rows(path)) as found:
-        for where, values in found:
+    with closing(raw_rows(path)) as raw:
+        for where, values in raw:
             rows.append(_row(values, where=where))
             if len(rows) == limit:
                 break
@@ -51,9 +52,10 @@ def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
 
 
 def raw_rows(path: str) -> RawRows:
-    """(file and line, row) of a jsonl or parquet file; close it when you stop early.
+    """(file and line, row) of a jsonl or parquet file; close the generator when you stop early.
 
-    Raises ValueError for a missing or unreadable file.
+    Raises:
+        ValueError: the file is missing or unreadable.
     """
     file = Path(path)
     if not file.is_file():
@@ -111,7 +113,11 @@ def _row(values: object, *, where: str) -> PromptRow:
 
 
 def prompt_of(values: Mapping[str, object], *, where: str) -> str | tuple[ChatMessage, ...]:
-    """The `prompt` column of a row; ValueError when it is neither text nor chat messages."""
+    """The `prompt` column of a row.
+
+    Raises:
+        ValueError: the column is neither text nor chat messages.
+    """
     prompt = values.get("prompt")
     if isinstance(prompt, str) and prompt.strip():
         return prompt
@@ -138,10 +144,10 @@ def _ground_truth(values: Mapping[str, object], *, where: str) -> str:
         values.get("ground_truth"),
         values.get("answer"),
     ]
-    found = next((value for value in candidates if value is not None), None)
-    if found is None:
+    truth = next((value for value in candidates if value is not None), None)
+    if truth is None:
         raise ValueError(f"{where}: no ground truth; give `answer`, `ground_truth` or `reward_model.ground_truth`")
-    return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+    return truth if isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)
 
 
 def _brief(value: object) -> str:

@@ -1,7 +1,7 @@
-"""Reads what a warm start imitates: prompts with the responses that should follow them.
+"""Loads the rows of supervised fine-tuning: prompts with their target responses.
 
-Rows are `prompt` (text or chat messages) and `response` (text), in jsonl or parquet. The response ends
-in the tokenizer's end-of-sequence token, as a sampled one would.
+Rows are `prompt` (text or chat messages) and `response` (text), in jsonl or parquet. The tokenizer's end-of-sequence
+token is appended to each response, as in sampled responses.
 """
 
 from contextlib import closing
@@ -33,15 +33,15 @@ def load_sft_rows(path: str, model_directory: str, *, max_tokens: int) -> SftRow
     """Read and tokenise a file.
 
     Raises:
-        ValueError: naming file and line: a row of the wrong shape or with more than `max_tokens` tokens; or there is
-            no row, or the tokenizer does not fit the model.
+        ValueError: a row has the wrong shape or more than `max_tokens` tokens (the message names file and line), there
+            is no row, or the tokenizer does not fit the model.
     """
     tokenizer = Tokenizer(model_directory)
     facts = tokenizer.facts()
     check_fits_model(facts, model_directory)
     places, prompts, responses = [], [], []
-    with closing(raw_rows(path)) as found:
-        for where, values in found:
+    with closing(raw_rows(path)) as raw:
+        for where, values in raw:
             if not isinstance(values, dict) or not isinstance(values.get("response"), str):
                 raise ValueError(f"{where}: a row must be an object with `prompt` and `response` (text)")
             places.append(where)

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face directory: chat template, ids, text, and whether it fits the model.
+"""The tokenizer of a Hugging Face directory: chat template, ids, text, and the check that it fits the model.
 
-`transformers` (and with it torch) is imported when a tokenizer is loaded, so that processes which only name these
-types stay light. A mismatch between tokenizer and model is silent and deadly (wrong ids are still ids), so it is
-checked before anything starts.
+`transformers` (and with it torch) is imported when a tokenizer is loaded, so processes that only name these types stay
+small. A mismatch between tokenizer and model raises no error by itself, since wrong ids are still ids, and ruins a
+run. Therefore it is checked before other processes start.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFacts:
-    """What other processes need to know of a tokenizer."""
+    """Facts of a tokenizer for other processes."""
 
     fingerprint: str
-    """Of everything that decides how text becomes ids and back."""
+    """Hash of all that maps text to ids and back."""
     vocab_size: int
     """Largest id + 1."""
     eos_token_id: int
@@ -41,7 +41,7 @@ class _Encoding(Protocol):
 
 
 class _HubTokenizer(Protocol):
-    """What we use of `transformers`' tokenizers."""
+    """The methods of `transformers`' tokenizers that this file uses."""
 
     chat_template: str | None
     eos_token_id: int | None
@@ -62,7 +62,11 @@ class Tokenizer:
     """A loaded tokenizer."""
 
     def __init__(self, directory: str) -> None:
-        """Load from a Hugging Face directory; ValueError when there is no tokenizer in it."""
+        """Load from a Hugging Face directory.
+
+        Raises:
+            ValueError: the directory holds no tokenizer.
+        """
         from transformers import AutoTokenizer
 
         try:
@@ -73,11 +77,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """Whether the tokenizer can render conversations."""
         return bool(self._hub.chat_template)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """A conversation as text, generation prompt included; ValueError without a chat template or when it refuses."""
+        """A conversation as text, generation prompt included.
+
+        Raises:
+            ValueError: there is no chat template, or the template refuses the conversation.
+        """
         if not self.has_chat_template:
             raise ValueError(
                 f"the tokenizer in {self._directory} has no chat template; add one, or give prompts as plain text"
@@ -90,18 +98,22 @@ class Tokenizer:
             raise ValueError(f"the chat template in {self._directory} refuses the conversation: {error}") from error
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
-        """Ids of each text, [P] each; rendered conversations already hold their special tokens."""
+        """Ids of each text, [P] each; rendered conversations already contain their special tokens."""
         if not texts:
             return []
         encoded = self._hub(list(texts), add_special_tokens=add_special_tokens).input_ids
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Text of [T] ids, special tokens left out."""
+        """Text of [T] ids, without special tokens."""
         return self._hub.decode(token_ids.tolist(), skip_special_tokens=True)
 
     def facts(self) -> TokenizerFacts:
-        """Facts for other processes; ValueError when there is no end-of-sequence token."""
+        """Facts for other processes.
+
+        Raises:
+            ValueError: the tokenizer has no end-of-sequence token.
+        """
         if self._hub.eos_token_id is None:
             raise ValueError(
                 f"model: the tokenizer in {self._directory} has no end-of-sequence token, so no response would ever "
@@ -124,7 +136,11 @@ class Tokenizer:
 
 
 def check_fits_model(facts: TokenizerFacts, directory: str) -> None:
-    """ValueError when the tokenizer can produce ids that the model in `directory` does not have."""
+    """Refuse a tokenizer with ids that the model in `directory` lacks.
+
+    Raises:
+        ValueError: names both limits.
+    """
     config = _read_json(Path(directory) / "config.json")
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):

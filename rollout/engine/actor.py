@@ -1,9 +1,9 @@
-"""The engine as a Ray actor: the same methods, reachable from other processes.
+"""The engine as a Ray actor: the methods of `Engine` and `EngineWeights` for other processes.
 
-Importing this module is cheap: vLLM comes with the actor's construction, in its own process.
+Importing this module is cheap: the actor imports vLLM when it is constructed, in its own process.
 
-Invariant: nothing is decided here. A group comes back as two objects, so that the controller fetches
-the summary and keeps only a reference to the tokens.
+Invariant: the actor only forwards calls. It returns a group as two objects, so that the controller fetches the summary
+and keeps only a reference to the tokens.
 """
 
 import gc
@@ -25,7 +25,7 @@ from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required, WeightManifest
 
 MAX_CONCURRENCY = 1 << 16
-"""Calls in flight at one engine: every group that waits is one."""
+"""Most concurrent calls to one engine; every waiting group is one call."""
 
 
 @ray.remote(max_concurrency=MAX_CONCURRENCY)
@@ -42,7 +42,7 @@ class EngineActor:
     async def start(self) -> None:
         """See `Engine.start`."""
         await self._engine.start()
-        # what has been imported stays: looked through again and again, it would stop everything for 0.4 s
+        # imported objects stay alive; a garbage collection that scans them would block the event loop for 0.4 s
         gc.collect()
         gc.freeze()
 
@@ -105,9 +105,9 @@ class EngineActor:
         """See `EngineWeights.sleep`."""
         await self._engine.weights.sleep()
 
-    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """See `EngineWeights.wake`."""
-        await self._engine.weights.wake(what)
+        await self._engine.weights.wake(part)
 
     async def drain(self) -> None:
         """See `EngineWeights.drain`."""
@@ -130,7 +130,7 @@ class EngineActor:
         await self._engine.weights.fence(fault)
 
     async def node_id(self) -> str:
-        """Ray's name of the node that the engine is on."""
+        """Ray's id of the engine's node."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def fault(self) -> str:
@@ -156,10 +156,10 @@ class EngineActor:
     async def connect_history(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Send finished responses to these shards from now on; see `HistorySender`."""
         self._history_sender = HistorySender(shards)
-        self._engine.tell_ended(self._history_sender.put)
+        self._engine.on_response_ended(self._history_sender.put)
 
     async def lost_history_calls(self) -> int:
-        """Batches of finished responses that no shard took, ever."""
+        """Batches of finished responses that no shard received, since the start."""
         return self._history_sender.num_lost_calls if self._history_sender is not None else 0
 
     async def kernel_classes(self) -> dict[str, str]:

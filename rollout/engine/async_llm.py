@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM of one engine, once it is started, and calls to its ranks."""
+"""The AsyncLLM of one engine after its start, and calls to its ranks."""
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -10,16 +10,16 @@ class LlmHandle:
     """One engine's vLLM."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what errors call the engine."""
+        """`name` is the engine's name in errors."""
         self._name = name
         self._started: AsyncLLM | None = None
 
     @property
     def llm(self) -> AsyncLLM:
-        """VLLM itself.
+        """The started AsyncLLM.
 
         Raises:
-            RuntimeError: it was not started.
+            RuntimeError: the engine was not started.
         """
         if self._started is None:
             raise RuntimeError(f"{self._name} was not started")
@@ -45,7 +45,7 @@ class LlmHandle:
         """
         try:
             answers: list[tuple[object, str]] = await self.llm.collective_rpc("answer", args=(method, *args))
-        except Exception as error:  # the border to vLLM's processes: what failed there arrives as a plain Exception
+        except Exception as error:  # the border to vLLM's processes: a failure there arrives as a plain Exception
             raise RuntimeError(f"{self._name}: {error or type(error).__name__}") from error
         if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault]:
             raise RuntimeError(f"{self._name} could not {method.replace('_', ' ')}: {'; '.join(faults)}")

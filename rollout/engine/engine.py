@@ -1,4 +1,4 @@
-"""One rollout engine: vLLM's AsyncLLM and the responses in flight; its weights are `rollout.engine.weights`'s.
+"""One rollout engine: vLLM's AsyncLLM and the responses in flight. `rollout.engine.weights` has its weights.
 
 Invariant: tokens leave the engine once, when their whole group is finished.
 """
@@ -16,13 +16,13 @@ from history.drafting.stats import DraftStats
 from rollout.engine.async_llm import LlmHandle
 from rollout.engine.ordered_start import OrderedStart
 from rollout.engine.responses import (
-    NOTHING,
+    EMPTY,
     Finished,
     Response,
     ResponseLedger,
-    begun,
     check_length,
     columns,
+    earlier_parts,
     sampling_params,
     token_prompt,
 )
@@ -60,7 +60,7 @@ class Engine:
         self.spec = spec
         self._handle = LlmHandle(spec.name)
         self._ledger = ResponseLedger()
-        self.weights = EngineWeights(spec, self._handle, self._ledger, self._settle)
+        self.weights = EngineWeights(spec, self._handle, self._ledger, self._sync_vllm)
         self._ordered_start: OrderedStart | None = None
         self._is_paused = False
         self._num_requests = 0
@@ -75,10 +75,10 @@ class Engine:
         return self._handle.llm
 
     async def start(self) -> None:
-        """Start vLLM. The engine is fenced afterwards, or serving version 0 if it loaded a directory.
+        """Start vLLM. The engine is then fenced, or serves version 0 if it loaded a directory.
 
         Raises:
-            ValueError: the configuration asks vLLM for something that it does not have.
+            ValueError: the configuration asks for something that vLLM lacks.
         """
         self._stop_ids = end_of_sequence_ids(self.spec.directory)
         loads = self.spec.load_from_directory
@@ -98,19 +98,19 @@ class Engine:
     ) -> tuple[GroupSummary, GroupColumns]:
         """Sample all responses of a group; returns when the last one has ended.
 
-        With `summary` and `columns_so_far`, what another engine returned for the group, responses that were aborted
-        go on where they were, and the others stay as they are. If vLLM's process dies, responses are aborted
-        with the tokens that had come from it, and the summary says so (`fault`).
+        `summary` and `columns_so_far` are the result of another engine for an interrupted group: aborted responses
+        continue, and the others stay unchanged. If vLLM's process dies, running responses are aborted with the tokens
+        received so far, and `fault` of the summary is set.
 
         Raises:
-            ValueError: prompt and response do not fit the engine's longest request.
-            RuntimeError: the engine failed in another way; the message names it.
+            ValueError: prompt and response together exceed `max_model_len`.
+            RuntimeError: the engine failed in another way; the message names the engine.
         """
         check_length(group, self.spec.max_model_len)
         started_at_s = time.time()
-        before = begun(summary, columns_so_far, len(group.seeds))
+        before = earlier_parts(summary, columns_so_far, len(group.seeds))
         responses: dict[int, Response] = {}
-        finished = {sample: had for sample, had in enumerate(before) if had.reason is not FinishReason.ABORT}
+        finished = {sample: part for sample, part in enumerate(before) if part.reason is not FinishReason.ABORT}
         fault = ""
         try:
             await self._submit_group(group, before, responses)
@@ -126,7 +126,7 @@ class Engine:
             self._ledger.drop(responses.values())
             raise RuntimeError(f"{self.spec.name} failed while it sampled group {group.group_id}: {error}") from error
         ended = [finished[sample] for sample in range(len(before))]
-        found = GroupSummary(
+        result = GroupSummary(
             group_id=group.group_id,
             engine_id=self.spec.engine_id,
             num_prompt_tokens=len(group.prompt.token_ids),
@@ -137,12 +137,12 @@ class Engine:
             finished_at_s=time.time(),
             fault=fault,
         )
-        return found, columns(group, ended)
+        return result, columns(group, ended)
 
     async def _collect_all(
         self, group: PromptGroup, responses: Mapping[int, Response], finished: dict[int, Finished]
     ) -> None:
-        """Wait for all responses, into `finished` by sample, also if one of them fails.
+        """Wait for all responses, even if one fails; `finished` receives them by sample.
 
         Raises:
             Exception: the first failure.
@@ -159,19 +159,19 @@ class Engine:
     async def _cut_off(
         self, before: Sequence[Finished], responses: Mapping[int, Response], finished: dict[int, Finished]
     ) -> None:
-        """Keep what responses had when vLLM's process died."""
+        """Close unfinished responses with the tokens received before vLLM's process died."""
         nothing = Finished(
-            response_ids=NOTHING.response_ids,
-            rollout_logprobs=NOTHING.rollout_logprobs,
+            response_ids=EMPTY.response_ids,
+            rollout_logprobs=EMPTY.rollout_logprobs,
             reason=FinishReason.ABORT,
             weight_spans=(WeightSpan(weight_version=self.weights.version, num_tokens=0),),
         )
-        for sample, had in enumerate(before):
+        for sample, earlier in enumerate(before):
             if sample in finished:
                 continue
             response = responses.get(sample)
-            if response is None:  # it was never submitted
-                finished[sample] = had.followed_by(nothing)
+            if response is None:  # not submitted yet
+                finished[sample] = earlier.followed_by(nothing)
             else:
                 emitted = vllm_compat.emitted(self._llm, response.request_id)
                 finished[sample] = self._ledger.cut_off(response, emitted, self.weights.version)
@@ -179,36 +179,36 @@ class Engine:
     async def _submit_group(
         self, group: PromptGroup, before: Sequence[Finished], responses: dict[int, Response]
     ) -> None:
-        """Hand a group to vLLM whole; while the engine is held, when the group's turn has come."""
+        """Submit a whole group to vLLM; while the engine is held, wait for the group's turn."""
         ordered_start = self._ordered_start
         if ordered_start is not None:
             await ordered_start.wait_for_turn(group.group_id)
         try:
             async with self._submitting:
-                for sample, had in enumerate(before):
-                    if had.reason is FinishReason.ABORT:
-                        responses[sample] = await self._submit(group, sample, had)
-            await self._note_ended(len(before) - len(responses))
+                for sample, earlier in enumerate(before):
+                    if earlier.reason is FinishReason.ABORT:
+                        responses[sample] = await self._submit(group, sample, earlier)
+            await self._count_ended(len(before) - len(responses))
         finally:
             if ordered_start is not None:
                 await ordered_start.enter(group.group_id)
 
-    async def _submit(self, group: PromptGroup, sample: int, had: Finished) -> Response:
+    async def _submit(self, group: PromptGroup, sample: int, earlier: Finished) -> Response:
         self._num_requests += 1
         queue = await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
-            token_prompt(np.concatenate([group.prompt.token_ids, had.response_ids]), salt=self.weights.salt),
+            token_prompt(np.concatenate([group.prompt.token_ids, earlier.response_ids]), salt=self.weights.salt),
             sampling_params(
                 group.sampling,
                 group.seeds[sample],
                 self._stop_ids,
                 group.prompt.prompt_id,
                 group.step,
-                num_begun=len(had.response_ids),
+                emitted=len(earlier.response_ids),
             ),
         )
         response = Response(
-            group_id=group.group_id, num_prompt_tokens=len(group.prompt.token_ids), queue=queue, before=had
+            group_id=group.group_id, num_prompt_tokens=len(group.prompt.token_ids), queue=queue, before=earlier
         )
         self._ledger.add(response)
         return response
@@ -217,28 +217,28 @@ class Engine:
         output = response.queue.get_nowait() or await response.queue.get()
         assert isinstance(output, RequestOutput)
         finished = self._ledger.finish(response, output, self.weights.version)
-        await self._note_ended(1)
+        await self._count_ended(1)
         if self._on_ended is not None:
             self._on_ended(group, sample, finished.response_ids, finished.reason)
         return finished
 
-    async def _note_ended(self, count: int) -> None:
+    async def _count_ended(self, count: int) -> None:
         async with self._ended:
             self._num_ended += count
             self._ended.notify_all()
 
     async def ended_at_least(self, count: int) -> int:
-        """Responses that have ended since the engine began; returns when they are at least `count`."""
+        """Wait until at least `count` responses have ended since the engine's start; returns their number."""
         async with self._ended:
             await self._ended.wait_for(lambda: self._num_ended >= count)
             return self._num_ended
 
-    def tell_ended(self, listener: EndedListener) -> None:
-        """Call `listener` for every response that ends from now on, on the engine's event loop; it must not wait."""
+    def on_response_ended(self, listener: EndedListener) -> None:
+        """Call `listener` for every response that ends from now on, on the engine's event loop; it must not block."""
         self._on_ended = listener
 
     def in_flight(self) -> list[InFlight]:
-        """Groups with responses that have not ended, and how far those are."""
+        """Groups with running responses, and the tokens of each running response."""
         return [
             InFlight(
                 group_id=group_id,
@@ -253,49 +253,49 @@ class Engine:
         ]
 
     async def abort(self, group_id: GroupId) -> int:
-        """End a group's unfinished responses, which keep the tokens they have; returns how many there were."""
+        """Abort a group's unfinished responses, which keep their tokens; returns the number of aborted responses."""
         requests = self._ledger.of_group(group_id)
         await self._llm.abort(requests, internal=True)
         return len(requests)
 
     async def hold(self) -> None:
-        """Keep new groups waiting until `release()`, so that a step is submitted whole before it is sampled."""
+        """Hold new groups until `release()`, so that a whole step is submitted before sampling."""
         self._ordered_start = OrderedStart()
-        await self._settle()
+        await self._sync_vllm()
 
     async def release(self, group_ids: Sequence[GroupId]) -> None:
-        """Wait for these groups, submit them in this order, then let sampling begin."""
+        """Wait for these groups, submit them in this order, then start sampling."""
         if self._ordered_start is None:
             raise RuntimeError(f"{self.spec.name} is not held")
         await self._ordered_start.admit(group_ids)
         self._ordered_start = None
-        await self._settle()
+        await self._sync_vllm()
 
     async def pause_sampling(self) -> None:
-        """Sample nothing until `resume_sampling`; responses in flight wait, with their tokens, keys and values."""
+        """Stop sampling until `resume_sampling`; responses in flight keep their tokens, keys and values."""
         self._is_paused = True
-        await self._settle()
+        await self._sync_vllm()
 
     async def resume_sampling(self) -> None:
-        """Sample again, as soon as there are weights to serve."""
+        """Sample again as soon as the engine serves weights."""
         self._is_paused = False
-        await self._settle()
+        await self._sync_vllm()
 
-    async def _settle(self) -> None:
-        """Make vLLM run exactly if the engine serves, is neither held nor paused."""
+    async def _sync_vllm(self) -> None:
+        """Let vLLM run if the engine serves and is neither held nor paused; otherwise pause it."""
         if self.weights.status is EngineStatus.SERVING and self._ordered_start is None and not self._is_paused:
             await self._llm.resume_generation()
         elif self.weights.status is EngineStatus.SERVING:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
 
-    # -- what it is doing --------------------------------------------------------------------------
+    # -- state and counters ------------------------------------------------------------------------
 
     def fault(self) -> str:
         """Why vLLM can sample no further; empty while it can."""
         return f"{self.spec.name}: vLLM's process has ended" if self._llm.errored else ""
 
     def state(self) -> EngineState:
-        """The state now."""
+        """The current state."""
         fault = self.weights.fault if self.weights.status is EngineStatus.FENCED else ""
         return EngineState(
             status=self.weights.status,
@@ -305,7 +305,7 @@ class Engine:
         )
 
     def stats(self) -> EngineStats:
-        """The counters now."""
+        """The current counters."""
         return EngineStats(
             num_running=len(self._ledger),
             num_finished=self._ledger.num_finished,
@@ -322,20 +322,20 @@ class Engine:
         return decode_forwards(first)
 
     async def draft_stats(self) -> DraftStats:
-        """What drafting did since the last call; all zeros in a stock engine."""
+        """Draft counters since the last call; zeros in a baseline engine."""
         (first, *_) = await self._handle.ranks("draft_stats")
         assert isinstance(first, bytes)
-        found: DraftStats = pickle.loads(first)
-        return found
+        stats: DraftStats = pickle.loads(first)
+        return stats
 
     async def kernel_classes(self) -> dict[str, str]:
-        """Kernel of each linear layer of rank 0, by the layer's name."""
+        """Matrix-product kernel of each linear layer of rank 0, by layer name."""
         (first, *_) = await self._handle.ranks("kernel_classes")
         assert isinstance(first, list)
         return dict(first)
 
     async def kernel_notes(self) -> list[str]:
-        """Sentences to be shown about these kernels; see `rollout.worker.exact_int8`."""
+        """Messages for the user about these kernels; see `rollout.worker.exact_int8`."""
         (first, *_) = await self._handle.ranks("kernel_notes")
         assert isinstance(first, list)
         return first

@@ -1,7 +1,7 @@
-"""Sends an engine's finished responses to the shards that own their prompts, aside from the decode path.
+"""Sends an engine's finished responses to the shards that own their prompts, outside the decode path.
 
-Responses gather for a moment, or until a group is finished, and leave as one object per shard. Nobody
-waits for them to arrive: what a dead shard does not take is counted and forgotten.
+Responses are collected for up to `DELAY_S`, or until a group is finished, and leave as one object per shard. No caller
+waits for their arrival: batches to a dead shard are counted and dropped.
 
 Invariant: every call returns at once; a response is sent at most once.
 """
@@ -17,24 +17,24 @@ from history.types import PastResponse, prompt_key
 from rollout.types import FinishReason, GroupId, PromptGroup, TokenIds
 
 DELAY_S = 0.2
-"""A finished response waits at most so long for others."""
+"""Longest time for which a finished response waits for others."""
 
 
 class HistorySender:
-    """Of one engine; lives on its event loop."""
+    """The sender of one engine; runs on its event loop."""
 
     def __init__(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """`shards` are `history.store.service.HistoryShard` handles, in their order."""
+        """`shards` are `history.store.service.HistoryShard` handles, in shard order."""
         self._shards = tuple(shards)
         self._entries: list[tuple[int, PastResponse]] = []
         self._ended: Counter[GroupId] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self.num_lost_calls = 0
-        """Batches that no shard took, ever."""
+        """Batches that no shard received, since the start."""
 
     def put(self, group: PromptGroup, sample: int, response_ids: TokenIds, reason: FinishReason) -> None:
-        """Take a response that has ended. One that was aborted is not remembered: it is no whole response."""
+        """Queue a response that has ended; an aborted response is incomplete and is not sent."""
         if reason is not FinishReason.ABORT:
             response = PastResponse(token_ids=response_ids, step=group.step, sample=sample)
             self._entries.append((prompt_key(group.prompt.prompt_id), response))
@@ -46,7 +46,7 @@ class HistorySender:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.flush)
 
     def flush(self) -> None:
-        """Send what there is."""
+        """Send all queued responses."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

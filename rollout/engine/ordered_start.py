@@ -1,8 +1,7 @@
-"""Lets groups that arrive in any order enter an engine in a given one.
+"""Lets groups that arrive in any order enter an engine in a given order.
 
-Calls to an actor may be reordered on their way. Where the composition of every batch must not depend on
-timing (a deterministic run), a step's groups wait here until the whole step is present, and then enter
-one after another as the caller lists them.
+Calls to an actor may be reordered on their way. In a deterministic run the composition of batches must not depend on
+timing: the groups of a step wait here until all are present, and then enter one after another in the caller's order.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from rollout.types import GroupId
 
 
 class OrderedStart:
-    """One step's groups; lives on the engine's event loop."""
+    """The groups of one step; runs on the engine's event loop."""
 
     def __init__(self) -> None:
         self._turns: dict[GroupId, asyncio.Event] = {}
@@ -20,14 +19,14 @@ class OrderedStart:
         self._changed = asyncio.Condition()
 
     async def wait_for_turn(self, group_id: GroupId) -> None:
-        """Return when this group may enter; call `enter` as soon as it has."""
+        """Return when this group may enter; call `enter` as soon as it has entered."""
         turn = self._turns[group_id] = asyncio.Event()
         async with self._changed:
             self._changed.notify_all()
         await turn.wait()
 
     async def enter(self, group_id: GroupId) -> None:
-        """The group is in, or has failed to get in: the next one may go."""
+        """The group has entered or failed: the next group may enter."""
         async with self._changed:
             self._entered.add(group_id)
             self._changed.notify_all()

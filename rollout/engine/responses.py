@@ -1,11 +1,10 @@
-"""The responses in flight inside one engine, and which weights sampled which of their tokens.
+"""The responses in flight inside one engine, with the weight version of each token.
 
-A response may have begun elsewhere: what it had then (`Finished`, aborted) is part of its prompt here, and comes
-before what is sampled now when it is finished.
+A response may have begun on another engine. Its earlier part (`Finished`, aborted) is then part of the prompt here, and
+precedes the new tokens when the response is finished.
 
-Invariants: the spans of a response are in order and sum to its length (one span of length 0 if it was
-aborted before its first token); a response that has ended keeps the version it ended under, however
-late somebody looks at it.
+Invariants: the spans of a response are in order and sum to its length (one span of length 0 if it was aborted before
+its first token). A response that has ended keeps its last version, even if it is collected after an update.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +36,7 @@ from rollout.worker.proposer import PROMPT_KEY, STEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """One response at its end; with the reason `ABORT` it can go on."""
+    """One ended response; with the reason `ABORT` it can be continued."""
 
     response_ids: TokenIds
     """[T]"""
@@ -47,7 +46,7 @@ class Finished:
     weight_spans: tuple[WeightSpan, ...]
 
     def followed_by(self, rest: "Finished") -> "Finished":
-        """The same response, gone on."""
+        """This response with its continuation `rest`."""
         return Finished(
             response_ids=np.concatenate([self.response_ids, rest.response_ids]),
             rollout_logprobs=np.concatenate([self.rollout_logprobs, rest.rollout_logprobs]),
@@ -56,19 +55,19 @@ class Finished:
         )
 
 
-NOTHING = Finished(
+EMPTY = Finished(
     response_ids=np.zeros(0, dtype=np.int32),
     rollout_logprobs=np.zeros(0, dtype=np.float32),
     reason=FinishReason.ABORT,
     weight_spans=(),
 )
-"""What a response has that was never begun."""
+"""A response without tokens."""
 
 
-def begun(summary: GroupSummary | None, columns: GroupColumns | None, size: int) -> list[Finished]:
-    """What each of a group's `size` responses had when they left another engine; `NOTHING` without one."""
+def earlier_parts(summary: GroupSummary | None, columns: GroupColumns | None, size: int) -> list[Finished]:
+    """The `size` responses of a group as another engine returned them; `EMPTY` if no engine has begun the group."""
     if summary is None or columns is None:
-        return [NOTHING] * size
+        return [EMPTY] * size
     return [
         Finished(
             response_ids=columns.response(sample),
@@ -87,12 +86,12 @@ class Response:
     group_id: GroupId
     num_prompt_tokens: int
     queue: RequestOutputCollector
-    before: Finished = NOTHING
-    """What it had when it came here."""
+    before: Finished = EMPTY
+    """The part that another engine sampled."""
     stamps: list[tuple[WeightVersion, int]] = field(default_factory=list)
-    """(version, tokens emitted when it ended) of every weight version that has ended since the response began."""
+    """(version, emitted tokens at the version's end) of every weight version that ended since the response began."""
     ended_under: WeightVersion | None = None
-    """Set if the response had ended when its last version did."""
+    """The last version, set if the response ended before that version did."""
 
     @property
     def request_id(self) -> str:
@@ -101,17 +100,24 @@ class Response:
 
 
 def sampling_params(
-    sampling: SamplingSpec, seed: int, stop_ids: tuple[int, ...], prompt_id: PromptId, step: int, *, num_begun: int = 0
+    sampling: SamplingSpec,
+    seed: int,
+    stop_ids: tuple[int, ...],
+    prompt_id: PromptId,
+    step: int,
+    *,
+    emitted: int = 0,
 ) -> SamplingParams:
-    """One response's order to vLLM; `stop_ids` are the model's own end-of-sequence ids, `num_begun` tokens are
-    there.
+    """Sampling parameters of one response for vLLM.
+
+    `stop_ids` are the model's end-of-sequence ids; the response already has `emitted` tokens.
     """
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens - num_begun,
-        seed=continued_seed(seed, num_begun),
+        max_tokens=sampling.max_response_tokens - emitted,
+        seed=continued_seed(seed, emitted),
         stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
         logprobs=0,
         flat_logprobs=True,
@@ -122,7 +128,7 @@ def sampling_params(
 
 
 def token_prompt(token_ids: TokenIds, *, salt: str) -> TokensPrompt:
-    """A prompt for vLLM; prefixes are shared between equal salts only."""
+    """A prompt for vLLM; only prompts with equal salts share cached prefixes."""
     prompt = TokensPrompt(prompt_token_ids=[int(token) for token in token_ids])
     if salt:
         prompt["cache_salt"] = salt
@@ -130,7 +136,11 @@ def token_prompt(token_ids: TokenIds, *, salt: str) -> TokensPrompt:
 
 
 def check_length(group: PromptGroup, max_model_len: int) -> None:
-    """Raise `ValueError` if a group's prompt and response do not fit an engine's longest request."""
+    """Refuse a group that exceeds the engine's longest request.
+
+    Raises:
+        ValueError: prompt and response together exceed `max_model_len`.
+    """
     prompt, limit = len(group.prompt.token_ids), group.sampling.max_response_tokens
     if prompt + limit > max_model_len:
         raise ValueError(
@@ -146,13 +156,13 @@ class ResponseLedger:
         self._running: set[Response] = set()
         self.num_finished = 0
         self.num_tokens = 0
-        """Of finished responses."""
+        """Tokens of finished responses."""
 
     def __len__(self) -> int:
         return len(self._running)
 
     def add(self, response: Response) -> None:
-        """Take a response that vLLM has accepted."""
+        """Add a response that vLLM has accepted."""
         self._running.add(response)
 
     def of_group(self, group_id: GroupId) -> list[str]:
@@ -160,22 +170,22 @@ class ResponseLedger:
         return sorted(r.request_id for r in self._running if r.group_id == group_id)
 
     def by_group(self) -> dict[GroupId, list[Response]]:
-        """All responses in flight."""
-        found: dict[GroupId, list[Response]] = {}
+        """All responses in flight, by group."""
+        groups: dict[GroupId, list[Response]] = {}
         for response in self._running:
-            found.setdefault(response.group_id, []).append(response)
-        return found
+            groups.setdefault(response.group_id, []).append(response)
+        return groups
 
     def request_ids(self) -> list[str]:
-        """Of all responses in flight."""
+        """Request ids of all responses in flight."""
         return [response.request_id for response in self._running]
 
     def stamp(self, ending: WeightVersion, emitted: Callable[[str], int | None]) -> None:
-        """Note for every response how far it came under the version that ends now.
+        """Record for every response its number of tokens at the end of a weight version.
 
         Args:
-            ending: the weight version that no further token will be sampled from.
-            emitted: tokens of a request so far, None if it has ended.
+            ending: the weight version; it samples no further token.
+            emitted: number of tokens of a request so far, None if it has ended.
         """
         for response in self._running:
             count = emitted(response.request_id)
@@ -185,7 +195,7 @@ class ResponseLedger:
                 response.ended_under = ending
 
     def finish(self, response: Response, output: RequestOutput, current: WeightVersion) -> Finished:
-        """Close a response with its final output; `current` is the engine's version now."""
+        """Close a response with its final output; `current` is the engine's current version."""
         self._running.discard(response)
         completion = output.outputs[0]
         response_ids = np.array(completion.token_ids, dtype=np.int32)
@@ -204,7 +214,7 @@ class ResponseLedger:
         return response.before.followed_by(rest)
 
     def cut_off(self, response: Response, emitted: tuple[TokenIds, Logprobs], current: WeightVersion) -> Finished:
-        """Close a response whose engine has died, with the tokens and log-probabilities that had come from it."""
+        """Close a response of a dead engine with the tokens and log-probabilities received so far."""
         self._running.discard(response)
         last = current if response.ended_under is None else response.ended_under
         ids, logprobs = emitted
@@ -217,30 +227,30 @@ class ResponseLedger:
         return response.before.followed_by(rest)
 
     def drop(self, responses: Iterable[Response]) -> None:
-        """Forget responses whose engine has failed."""
+        """Remove responses of a failed engine."""
         self._running.difference_update(responses)
 
 
 def spans(stamps: list[tuple[WeightVersion, int]], last: WeightVersion, length: int) -> tuple[WeightSpan, ...]:
-    """Version spans of a response of `length` tokens from the stamps of the versions that ended before `last`."""
-    found: list[WeightSpan] = []
+    """Version spans of a response of `length` tokens, from the stamps of the versions before `last`."""
+    by_version: list[WeightSpan] = []
     start = 0
     for version, end in [*stamps, (last, length)]:
         if end > start:
-            found.append(WeightSpan(weight_version=version, num_tokens=end - start))
+            by_version.append(WeightSpan(weight_version=version, num_tokens=end - start))
             start = end
-    return tuple(found) or (WeightSpan(weight_version=last, num_tokens=0),)
+    return tuple(by_version) or (WeightSpan(weight_version=last, num_tokens=0),)
 
 
 def _joined_spans(parts: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
-    """Neighbours of one version as one span, and none without tokens; the last one if there are no tokens at all."""
-    found: list[WeightSpan] = []
+    """Join adjacent spans of one version and drop empty spans; without any tokens, keep the last span."""
+    joined: list[WeightSpan] = []
     for part in parts:
-        if found and found[-1].weight_version == part.weight_version:
-            found[-1] = replace(part, num_tokens=found[-1].num_tokens + part.num_tokens)
+        if joined and joined[-1].weight_version == part.weight_version:
+            joined[-1] = replace(part, num_tokens=joined[-1].num_tokens + part.num_tokens)
         elif part.num_tokens:
-            found.append(part)
-    return tuple(found) or tuple(parts[-1:])
+            joined.append(part)
+    return tuple(joined) or tuple(parts[-1:])
 
 
 def _check_finite(group: PromptGroup, sample: int, finished: Finished) -> None:
@@ -252,7 +262,7 @@ def _check_finite(group: PromptGroup, sample: int, finished: Finished) -> None:
     raise RuntimeError(
         f"group {group.group_id}: {len(wrong)} of {len(finished.response_ids)} log-probabilities of response {sample} "
         f"are not finite, the first of token {wrong[0]}, sampled from weight version {version}: the engine's numbers "
-        "overflow or its weights are broken; engine.format=bf16 tells whether it is the 8-bit format"
+        "overflow or its weights are broken; a run with engine.format=bf16 shows whether the 8-bit format is the cause"
     )
 
 
@@ -260,10 +270,10 @@ def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:
     """Join the responses of a group into one columnar object, its arrays read-only.
 
     Raises:
-        RuntimeError: a log-probability is not finite; a trainer would turn it into a gradient that is not.
+        RuntimeError: a log-probability is not finite, and would make the trainer's gradient not finite.
     """
-    for sample, one in enumerate(finished):
-        _check_finite(group, sample, one)
+    for sample, response in enumerate(finished):
+        _check_finite(group, sample, response)
     offsets = np.zeros(len(finished) + 1, dtype=np.int64)
     np.cumsum([len(f.response_ids) for f in finished], out=offsets[1:])
     joined = GroupColumns(

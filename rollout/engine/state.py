@@ -1,4 +1,4 @@
-"""What others see of an engine: its state, its counters, and the two ways in which a publish can fail."""
+"""The public state of an engine, its counters, and the two failures of a publish."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from rollout.types import WeightVersion
 
 
 class EngineStatus(enum.Enum):
-    """What an engine may do now."""
+    """State of an engine; see `rollout.engine.weights`."""
 
     SERVING = "serving"
     PAUSED = "paused"
@@ -17,15 +17,15 @@ class EngineStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """An engine's state as others see it."""
+    """Snapshot of an engine's state."""
 
     status: EngineStatus
     weight_version: WeightVersion
-    """Of the last weights that were whole: during an update, and when fenced, still the old ones."""
+    """Version of the last complete weights: during an update, and when fenced, still the old version."""
     held: bool
-    """Groups wait for `release()` though the engine may be serving."""
+    """Groups wait for `release()`, although the engine may be serving."""
     fault: str
-    """Why it is fenced; empty otherwise."""
+    """Why the engine is fenced; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,36 +33,36 @@ class EngineStats:
     """Counters since the start."""
 
     num_running: int
-    """Responses in flight, waiting ones included."""
+    """Responses in flight, waiting responses included."""
     num_finished: int
     num_tokens: int
-    """Of finished responses."""
+    """Tokens of finished responses."""
     num_updates: int
     num_refused: int
-    """Publishes refused before anything was touched."""
+    """Publishes that were refused before a change."""
     num_failed: int
     """Publishes that left the engine fenced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
-    """How long one update took an engine, in seconds."""
+    """Durations of one weight update of an engine."""
 
     arrive_s: float
-    """From the call until there was verified data: all of a staged publish, the first bucket of a streamed one."""
+    """From the call to verified data: all of a staged publish, or the first bucket of a streamed publish."""
     pause_s: float
-    """Until nothing was sampled any more."""
+    """From then until sampling had stopped."""
     apply_s: float
-    """Until the weights were in place, with whatever still had to come."""
+    """From then until all weights were in place, including buckets that arrived later."""
     num_in_flight: int
-    """Responses that were in flight, waiting ones included."""
+    """Responses in flight at the pause, waiting responses included."""
     num_recomputed_tokens: int
-    """Tokens whose keys and values were thrown away with the old weights, and are computed anew."""
+    """Tokens whose keys and values were discarded with the old weights and are recomputed."""
 
 
 class WeightsRefusedError(RuntimeError):
-    """A publish was refused before its first byte was applied: the old weights stay, the engine serves on."""
+    """A publish was refused before its first byte was applied: the engine continues with the old weights."""
 
 
 class EngineFencedError(RuntimeError):
-    """A publish failed while it was applied: the engine samples nothing until the next full publish."""
+    """A publish failed during its application: the engine samples nothing until the next full publish."""

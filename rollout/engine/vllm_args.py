@@ -1,11 +1,11 @@
-"""From our configuration of an engine to vLLM's arguments.
+"""Builds vLLM's arguments from the configuration of an engine.
 
-An engine starts from a directory's `config.json` alone: weights are dummies until publish 0, and the
-quantised layout comes from overrides of that configuration, not from a checkpoint. Only an engine
-that evaluates a directory as it is reads weights from it.
+An engine starts from a directory's `config.json` alone: weights are dummies until publish 0, and the quantised layout
+comes from overrides of that configuration, not from a checkpoint. Only an engine that evaluates a directory reads
+weights from it.
 
-Invariant: `engine_arguments` refuses a user's key that vLLM does not know and one that we own, naming
-what to do instead.
+Invariant: `engine_arguments` refuses a user's key that vLLM does not know, and a key that this program sets itself; the
+message names the alternative.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ WORKER = "rollout.worker.worker.Worker"
 PROPOSER = "rollout.worker.proposer.HistoryProposer"
 
 _FP8_GPU = 89
-"""Least compute capability, times ten, of GPUs that multiply in FP8."""
+"""Least compute capability of GPUs with FP8 matrix products, times ten."""
 
 OWNED = {
     "model": "model.path",
@@ -48,12 +48,12 @@ OWNED = {
     "enable_sleep_mode": "engine.sleep_level",
     "worker_cls": "nothing: the worker receives the weights",
     "weight_transfer_config": "publish.transport",
-    "additional_config": "nothing: it is our own word to the worker",
+    "additional_config": "nothing: it carries this program's settings to the worker",
     "speculative_config": "history.drafts",
     "seed": "seed",
     "generation_config": "sampling",
 }
-"""Arguments of vLLM that we set ourselves, and the field of our configuration to use instead."""
+"""Arguments of vLLM that this program sets, and the configuration field to use instead."""
 
 
 class QuantizationGroup(TypedDict):
@@ -65,7 +65,7 @@ class QuantizationGroup(TypedDict):
 
 
 class ChannelConfig(TypedDict):
-    """The part of `config.json` that a compressed-tensors checkpoint carries."""
+    """The part of `config.json` that describes a compressed-tensors checkpoint."""
 
     quant_method: str
     format: str
@@ -75,7 +75,7 @@ class ChannelConfig(TypedDict):
 
 
 class BlockConfig(TypedDict):
-    """The part of `config.json` that a checkpoint with FP8 blocks carries."""
+    """The part of `config.json` that describes a checkpoint with FP8 blocks."""
 
     quant_method: str
     activation_scheme: str
@@ -84,11 +84,11 @@ class BlockConfig(TypedDict):
 
 
 def quantization_config(format: Format, bf16_modules: Sequence[str] = ()) -> ChannelConfig | BlockConfig | None:
-    """Return what `config.json` would say of a checkpoint in `format`; None where it says nothing.
+    """Return the quantisation part of `config.json` for a checkpoint in `format`; None for BF16.
 
     Args:
         format: of the checkpoint.
-        bf16_modules: names of linears of decoder layers that have no codes.
+        bf16_modules: names of linear layers of decoder layers that stay BF16.
     """
     if format == "bf16":
         return None
@@ -117,10 +117,10 @@ def quantization_config(format: Format, bf16_modules: Sequence[str] = ()) -> Cha
 
 
 def check_device(format: Format) -> None:
-    """Refuse a format that this machine's GPUs would only decompress.
+    """Refuse a format for which this machine's GPUs have no matrix products.
 
     Raises:
-        ValueError: FP8 on a GPU without FP8 matrix products; INT8 is the fix.
+        ValueError: FP8 on a GPU without FP8 matrix products; the message suggests INT8.
     """
     if format.startswith("fp8") and current_platform.is_cuda() and not current_platform.has_device_capability(_FP8_GPU):
         capability = current_platform.get_device_capability()
@@ -131,15 +131,15 @@ def check_device(format: Format) -> None:
 
 
 def speculation(drafts: DraftSpec) -> dict[str, str | int]:
-    """What makes vLLM ask our proposer for drafts, and verify them exactly."""
+    """Settings with which vLLM asks `HistoryProposer` for drafts and verifies them exactly."""
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
 
 
 def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
-    """Refuse keys of the `vllm` table that vLLM does not know or that we own.
+    """Refuse keys of the `vllm` table that vLLM does not know or that this program sets.
 
     Raises:
-        ValueError: naming the key and what to use instead.
+        ValueError: names the key and the alternative.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for key in table:
@@ -152,10 +152,10 @@ def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
 
 
 def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> AsyncEngineArgs:
-    """Build vLLM's arguments of one engine, with the linears that have no codes in its 8-bit format.
+    """Build vLLM's arguments for one engine; `bf16_modules` are linear layers that stay BF16 in an 8-bit format.
 
     Raises:
-        ValueError: a key of the `vllm` table is unknown or owned, or the device cannot multiply in the format.
+        ValueError: a key of the `vllm` table is unknown or set by this program, or the device lacks the format.
     """
     config = spec.config
     check_passthrough(config.vllm)
@@ -174,8 +174,8 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_sleep_mode=config.sleep_level > 0,
         enforce_eager=bool(current_platform.is_cpu()),
-        # a probe comes between two forwards of responses that are kept, and vLLM would take their next tokens from a
-        # buffer that the probe has written to
+        # a probe runs between two forwards of responses in flight, and with asynchronous scheduling vLLM would read
+        # their next tokens from a buffer that the probe has overwritten
         async_scheduling=False if spec.in_flight == "keep_kv" else None,
         logprobs_mode="processed_logprobs",
         worker_cls=WORKER,
@@ -193,13 +193,13 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
 
 
 def end_of_sequence_ids(directory: str) -> tuple[int, ...]:
-    """Token ids that end a response: those of `config.json`, `generation_config.json` and the tokenizer, sorted."""
+    """Token ids that end a response, from `config.json`, `generation_config.json` and the tokenizer; sorted."""
     root = Path(directory)
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (root / name).exists():
-            found = json.loads((root / name).read_text()).get("eos_token_id")
-            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+            value = json.loads((root / name).read_text()).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(ids | _tokenizer_end_ids(root)))
 
 

@@ -1,15 +1,15 @@
-"""The weights of one engine: their version, what brings new ones, and when they may be sampled from.
+"""The weights of one engine: their version, their updates, and whether the engine may sample from them.
 
-States (decision 41): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A
-new engine is fenced at version -1 until publish 0. An engine that is not serving samples nothing and
-keeps its requests: they wait inside vLLM. At an update those that are running go on after their keys and values have
-been recomputed under the new weights, or with the old ones, or are waited for (`EngineSpec.in_flight`).
+States (decision 41): `serving(v)` -> `paused` -> `applying(v + 1)` -> `serving(v + 1)`, or `fenced`. A new engine is
+fenced at version -1 until publish 0. An engine that does not serve samples nothing and keeps its requests inside vLLM.
+`EngineSpec.in_flight` decides what an update does to running requests. They continue with recomputed keys and values,
+continue with the old ones, or finish first.
 
-Versions are stamped here (decision 42): at each update, after the last output of the old weights has
-been counted, every response notes how many tokens it had.
+Versions are stamped here (decision 42): at each update, after the last output of the old weights has been counted,
+every response records its number of tokens.
 
-Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault found
-before that byte changes nothing.
+Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault before that byte
+changes nothing.
 """
 
 import asyncio
@@ -35,59 +35,59 @@ from rollout.worker.receiver import UpdateOrder
 
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
-"""A rank names the peer that is late by itself; the engine waits so much longer before it gives the rank up."""
+"""Extra time for a rank to report a late peer itself, before the engine reports the rank."""
 
 
 class EngineWeights:
-    """The state of an engine's weights, and all that changes it. One change at a time."""
+    """The state of an engine's weights and its changes, one at a time."""
 
     def __init__(
-        self, spec: EngineSpec, handle: LlmHandle, ledger: ResponseLedger, settle: Callable[[], Awaitable[None]]
+        self, spec: EngineSpec, handle: LlmHandle, ledger: ResponseLedger, sync_vllm: Callable[[], Awaitable[None]]
     ) -> None:
-        """Weights of an engine that has not started: fenced, at version -1.
+        """Weights of an engine before its start: fenced, at version -1.
 
         Args:
             spec: of the engine.
             handle: its vLLM.
-            ledger: its responses in flight, which note what they were sampled from.
-            settle: makes vLLM run exactly if the engine may sample.
+            ledger: its responses in flight, which record weight versions.
+            sync_vllm: lets vLLM run if the engine may sample, and pauses it otherwise.
         """
         self.spec = spec
         self._handle = handle
         self._ledger = ledger
-        self._settle = settle
+        self._sync_vllm = sync_vllm
         self.status = EngineStatus.FENCED
         self.version = WeightVersion(-1)
         self.fault = "no weights have been published yet"
         self.num_updates = self.num_refused = self.num_failed = 0
         self.required: list[Required] = []
-        """What each rank takes of a publish, once the engine has started."""
+        """The parts of a publish that each rank receives; known after the start."""
         self._expected: tuple[TensorSpec, ...] = ()
         self._channel: Channel | None = None
         self._asleep: set[str] = set()
-        """What the engine has given up the memory of."""
+        """Parts whose memory the engine has released."""
         self._updating = asyncio.Lock()
 
     async def begin(self, expected: tuple[TensorSpec, ...]) -> None:
-        """Once vLLM has started: `expected` are the tensors of a publish, none where it has loaded a directory."""
+        """Set up after vLLM's start; `expected` are the tensors of a publish, empty if vLLM has loaded a directory."""
         if not expected:
             self.status, self.version, self.fault = EngineStatus.SERVING, WeightVersion(0), ""
             return
         self._expected = expected
-        found = await self._handle.ranks("required", pickle.dumps(expected))
-        self.required = [pickle.loads(one) for one in found if isinstance(one, bytes)]
+        answers = await self._handle.ranks("required", pickle.dumps(expected))
+        self.required = [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
         await self._handle.llm.pause_generation(mode="keep", clear_cache=False)
 
     @property
     def salt(self) -> str:
-        """What cached prefixes of new requests are kept apart by; those of old weights stay where caches are kept."""
+        """Salt that separates cached prefixes by weight version; empty unless caches survive updates (`keep_kv`)."""
         return f"weights {self.version}" if self._keeps_kv else ""
 
     async def init_transport(self, channel: Channel) -> None:
-        """Join the channel that publishes come through; an earlier one is left.
+        """Join the channel of future publishes, and leave an earlier channel.
 
         Raises:
-            RuntimeError: the other end did not come.
+            RuntimeError: the other end did not join.
         """
         async with self._updating:
             self._channel = None
@@ -95,13 +95,13 @@ class EngineWeights:
             self._channel = channel
 
     def check(self, manifest: WeightManifest) -> None:
-        """Find the faults that a manifest alone shows; costs nothing, so ask every engine before anything is sent.
+        """Check a manifest; this is cheap, so every engine is asked before any weights are sent.
 
         Raises:
-            WeightsRefusedError: of another run or format, stale, inconsistent, not what the model consists of, or
-                lacking a part that a rank takes.
+            WeightsRefusedError: the manifest is of another run or format, stale or inconsistent, does not match the
+                model's tensors, or lacks a part that a rank requires.
         """
-        # what was applied and never served may come again: another engine had died before it was proven
+        # a version that was applied and never served may be published again: another engine died before the probe
         unproven = self.status is EngineStatus.APPLYING
         try:
             check_manifest(
@@ -120,12 +120,12 @@ class EngineWeights:
         """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
 
         Args:
-            manifest: what comes.
+            manifest: of the publish.
             segments: for staged transports, as in `UpdateOrder`.
 
         Raises:
-            WeightsRefusedError: nothing was touched, the engine goes on as before. A streaming channel is closed.
-            EngineFencedError: the weights are mixed, the engine is fenced. A streaming channel is closed.
+            WeightsRefusedError: no weight has changed, and the engine continues. A streaming channel is closed.
+            EngineFencedError: the weights are mixed, and the engine is fenced. A streaming channel is closed.
         """
         timeout_s, started = self.spec.config.update_timeout_s, time.perf_counter()
         order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s)
@@ -136,11 +136,11 @@ class EngineWeights:
                 await self._announce(order)
             except WeightsRefusedError:
                 await self._leave_stream()
-                await self._settle()  # it may have been drained
+                await self._sync_vllm()  # the engine may have been drained
                 raise
             arrived = time.perf_counter()
             in_flight = len(self._ledger)
-            num_thrown = await self._pause(keeps_kv=self._keeps_kv)
+            num_discarded = await self._pause(keeps_kv=self._keeps_kv)
             paused = time.perf_counter()
             await self._apply(order)
             done = time.perf_counter()
@@ -149,13 +149,13 @@ class EngineWeights:
             pause_s=paused - arrived,
             apply_s=done - paused,
             num_in_flight=in_flight,
-            num_recomputed_tokens=num_thrown,
+            num_recomputed_tokens=num_discarded,
         )
 
     async def sleep(self) -> None:
-        """Give up the memory of weights, keys and values (`engine.sleep_level`); responses in flight wait.
+        """Release the memory of weights, keys and values (`engine.sleep_level`); responses in flight wait.
 
-        The engine serves again after `wake` of both and an update: what it held is not what it should serve next.
+        The engine serves again after `wake` of both parts and an update, because its old weights are outdated.
         """
         async with self._updating:
             await self._pause(keeps_kv=False)
@@ -163,27 +163,27 @@ class EngineWeights:
             self._asleep = {"weights", "kv_cache"}
             self.status, self.version = EngineStatus.PAUSED, WeightVersion(-1)
 
-    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Take memory back; weights before an update, keys and values before the probe that follows it.
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate memory again: weights before an update, keys and values before the probe after it.
 
-        Asked of the ranks themselves: vLLM's own `wake_up` would let requests be scheduled, and nothing is proven yet.
+        The ranks are called directly: vLLM's `wake_up` would schedule requests before the weights are verified.
         """
         async with self._updating:
-            await self._handle.ranks("wake_up", [what])
-            self._asleep.discard(what)
+            await self._handle.ranks("wake_up", [part])
+            self._asleep.discard(part)
 
     def _check_awake(self, *parts: str) -> None:
         if missing := self._asleep.intersection(parts):
-            raise RuntimeError(f"{self.spec.name} sleeps: {', '.join(sorted(missing))} have to be woken first")
+            raise RuntimeError(f"{self.spec.name} sleeps; wake these parts first: {', '.join(sorted(missing))}")
 
     async def drain(self) -> None:
-        """Start no further response, and return when those that have begun are finished; an update comes next."""
+        """Begin no further response and wait until running responses are finished; an update follows."""
         async with self._updating:
             if self.status is EngineStatus.SERVING:
                 await self._handle.llm.pause_generation(mode="wait", clear_cache=True)
 
     async def _announce(self, order: UpdateOrder) -> None:
-        """Return when there is verified data to apply: all of a staged publish, the first bucket of a streamed one."""
+        """Wait for verified data: all of a staged publish, or the first bucket of a streamed publish."""
         try:
             await self._handle.ranks("expect_weights", pickle.dumps(order))
             while not all(await self._handle.ranks("weights_arrived")):
@@ -196,7 +196,7 @@ class EngineWeights:
         return WeightsRefusedError(f"{self.spec.name} refused weight version {manifest.weight_version}: {error}")
 
     async def _leave_stream(self) -> None:
-        """Close a channel whose senders would wait for us in vain."""
+        """Close a streaming channel, whose senders would otherwise wait until their deadline."""
         if isinstance(self._channel, GroupChannel):
             self._channel = None
             await self._handle.ranks("close_channel")
@@ -206,7 +206,7 @@ class EngineWeights:
         return self.spec.in_flight == "keep_kv"
 
     async def _pause(self, *, keeps_kv: bool) -> int:
-        """Sample no further token; returns of how many tokens the keys and values were thrown away."""
+        """Stop sampling; returns the number of tokens whose keys and values were discarded."""
         await self._stop(keeps_kv=keeps_kv)
         await vllm_compat.drain(self._handle.llm)
         if self.status is EngineStatus.SERVING:
@@ -239,7 +239,7 @@ class EngineWeights:
         self.status, self.fault = EngineStatus.FENCED, fault
 
     async def fence(self, fault: str) -> None:
-        """Forbid sampling until the next full publish, for a reason found outside, such as a failed probe."""
+        """Forbid sampling until the next full publish, for an external reason such as a failed probe."""
         async with self._updating:
             if self.status is EngineStatus.SERVING:
                 await self._pause(keeps_kv=False)
@@ -249,17 +249,17 @@ class EngineWeights:
         """Serve the weights that the last update applied.
 
         Raises:
-            RuntimeError: there is no finished update to serve, or the engine sleeps.
+            RuntimeError: no finished update is there to serve, or the engine sleeps.
         """
         async with self._updating:
             self._check_awake("weights", "kv_cache")
             if self.status is not EngineStatus.APPLYING:
-                raise RuntimeError(f"{self.spec.name} is {self.status.value}, there is nothing to resume: {self.fault}")
+                raise RuntimeError(f"{self.spec.name} is {self.status.value} and has no update to serve: {self.fault}")
             self.status, self.fault = EngineStatus.SERVING, ""
-            await self._settle()
+            await self._sync_vllm()
 
     async def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities at temperature 1 of a prompt's tokens given those before them, [len(token_ids) - 1].
+        """Log-probabilities at temperature 1 of each prompt token after the first, [len(token_ids) - 1].
 
         Raises:
             RuntimeError: the engine is fenced, or sleeps.
@@ -273,26 +273,26 @@ class EngineWeights:
             try:
                 (first, *_) = await self._handle.ranks("probe", list(token_ids))
             finally:
-                await self._settle()
+                await self._sync_vllm()
             assert isinstance(first, list)
             return [float(x) for x in first]
 
     async def loaded_fingerprint(self) -> dict[str, npt.NDArray[np.float64]]:
-        """Sums of all weights in place, through the kernels that sample; see `rollout.weights.fingerprint`.
+        """Sums of all loaded weights, computed by the sampling kernels; see `rollout.weights.fingerprint`.
 
         Raises:
-            RuntimeError: the engine samples or is fenced: only an update that was just applied is looked at.
+            RuntimeError: the engine is not `applying`: only an update that was just applied is summed.
         """
         async with self._updating:
             if self.status is not EngineStatus.APPLYING:
-                raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed when just applied")
-            found = await self._handle.ranks("loaded_fingerprint", pickle.dumps(self._counted()))
-            return add_up(pickle.loads(one) for one in found if isinstance(one, bytes))
+                raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed only after an update")
+            answers = await self._handle.ranks("loaded_fingerprint", pickle.dumps(self._counted()))
+            return add_up(pickle.loads(answer) for answer in answers if isinstance(answer, bytes))
 
     def _counted(self) -> list[set[tuple[str, Box]]]:
-        """What each rank answers for: a part that several hold is the first one's."""
+        """The parts that each rank sums: a part of several ranks belongs to the first of them."""
         counted: list[set[tuple[str, Box]]] = []
         for required in self.required:
-            own = {(name, box) for name, boxes in required.items() for box in boxes}
-            counted.append(own.difference(*counted))
+            parts = {(name, box) for name, boxes in required.items() for box in boxes}
+            counted.append(parts.difference(*counted))
         return counted

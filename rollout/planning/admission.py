@@ -1,20 +1,20 @@
-"""When a group may start, and which groups make a batch: the two ends between which staleness is kept.
+"""Decides when a group may start and which groups form a batch; the two decisions bound staleness.
 
-A group that starts under policy version v and is trained on at version u is u - v stale. Nothing is admitted that could
-become too stale, so nothing has to be dropped for its age.
+A group that starts under policy version v and is trained on at version u has staleness u - v. No group is admitted that
+could become too stale, so none has to be dropped for its age.
 
-Fixed batches: the batch of step t is the groups drawn for t. At version v the groups of the steps up to v + overlap are
-admitted, and of the step after those the share `head_start` with the longest expected responses. A group is at most
-overlap + (1 if head_start) stale.
+Fixed batches: the batch of step t is the groups drawn for t. Version v admits the groups of all steps up to
+v + overlap. Of the next step it admits the share `head_start` with the longest expected responses. The staleness of a
+group is at most overlap + (1 if head_start).
 
-Flexible batches: R groups of those that are complete, those that started first before others; at most (overlap + 1) * R
-groups are admitted and not trained on. A group that started under v has to be in batch v + max_staleness at the latest.
-All can be, as long as for every d the groups due by d are at most (d - u + 1) * R when batch u is made up (Hall's
-condition); a batch that would break this for later ones is waited for. What starts under u finds at most
-(overlap + 1) * R groups due by u + max_staleness, which is why the bound must not be below the overlap.
+Flexible batches: a batch is R complete groups, earliest start first. At most (overlap + 1) * R groups are admitted and
+not yet trained on. A group that started under v must be in batch v + max_staleness at the latest. This is possible if
+at most (d - u + 1) * R groups are due by d, for every d, when batch u is formed (Hall's condition). A batch that would
+break the condition for later batches is delayed. When a group starts under u, at most (overlap + 1) * R groups are due
+by u + max_staleness; therefore the bound must not be below the overlap.
 
 Invariants (`check_batches`, asserted in every test): every group is admitted once and is in one batch; a batch has R
-groups, until fewer are left; no group is staler than `max_staleness`.
+groups, until fewer are left; no group exceeds `max_staleness`.
 """
 
 from collections import deque
@@ -26,18 +26,18 @@ from rollout.planning.plan import GroupForecast
 from rollout.types import GroupId
 
 Draw = Callable[[int], Sequence[GroupForecast]]
-"""The groups drawn for a step; called once for each, in order."""
+"""The groups drawn for a step; called once for each step, in order."""
 
 
 class Admission(Protocol):
-    """Which groups may start, and which are trained on. All methods mutate."""
+    """Decides which groups may start and which are trained on. All methods mutate."""
 
     def due(self, version: int) -> list[GroupForecast]:
-        """What may start from now on, when `version` has been published."""
+        """The groups that may start now that `version` has been published."""
         ...
 
     def started(self, group_id: GroupId, version: int) -> None:
-        """An engine has begun a group under that version."""
+        """An engine has begun a group under a version."""
         ...
 
     def completed(self, group_id: GroupId) -> None:
@@ -45,7 +45,7 @@ class Admission(Protocol):
         ...
 
     def batch(self, version: int) -> list[GroupId] | None:
-        """The groups of batch `version`, in order of admission, or None if it has to be waited for."""
+        """The groups of batch `version`, in order of admission; None while the batch is incomplete."""
         ...
 
     def progress(self, version: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Admission(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What was drawn for one step."""
+    """The groups drawn for one step."""
 
     groups: list[GroupForecast]
     admitted: set[GroupId] = field(default_factory=set)
@@ -64,35 +64,35 @@ class _Step:
 
 @dataclass(slots=True, kw_only=True)
 class FixedBatches:
-    """The batch of step t is what was drawn for t."""
+    """The batch of step t is the groups drawn for t."""
 
     draw: Draw
     num_steps: int
     overlap: int = 0
     head_start: float = 0.0
-    """Share of groups that start one step earlier still, 0..1."""
+    """Share of groups that start one more step ahead, 0..1."""
     _steps: dict[int, _Step] = field(default_factory=dict)
     _step_of: dict[GroupId, int] = field(default_factory=dict)
 
     def due(self, version: int) -> list[GroupForecast]:
-        """Whole steps up to `overlap` ahead, and the longest expected of one more."""
-        found: list[GroupForecast] = []
+        """Whole steps up to `overlap` ahead, and the longest expected groups of one more step."""
+        admitted: list[GroupForecast] = []
         for step in range(version, min(version + self.overlap + 1, self.num_steps)):
-            found += self._admit(step, 1.0)
+            admitted += self._admit(step, 1.0)
         ahead = version + self.overlap + 1
         if self.head_start > 0 and ahead < self.num_steps:
-            found += self._admit(ahead, self.head_start)
-        return found
+            admitted += self._admit(ahead, self.head_start)
+        return admitted
 
     def started(self, group_id: GroupId, version: int) -> None:
-        """Which version a group starts under makes no difference here."""
+        """No effect: a fixed batch does not depend on start versions."""
 
     def completed(self, group_id: GroupId) -> None:
-        """Count it."""
+        """Count a complete group."""
         self._steps[self._step_of.pop(group_id)].num_missing -= 1
 
     def batch(self, version: int) -> list[GroupId] | None:
-        """All that was drawn for this step."""
+        """All groups drawn for this step; None while some are incomplete."""
         step = self._steps[version]
         if step.num_missing:
             return None
@@ -100,7 +100,7 @@ class FixedBatches:
         return [group.group_id for group in step.groups]
 
     def progress(self, version: int) -> tuple[int, int]:
-        """Of what was drawn for this step."""
+        """(complete groups, groups) of this step."""
         step = self._steps[version]
         return len(step.groups) - step.num_missing, len(step.groups)
 
@@ -118,17 +118,17 @@ class FixedBatches:
 
 @dataclass(slots=True, kw_only=True)
 class _Deadline:
-    """Groups that started under one version and were not trained on."""
+    """Groups that started under one version and are not trained on yet."""
 
     num_open: int = 0
-    """Not complete."""
+    """Incomplete groups."""
     complete: deque[GroupId] = field(default_factory=deque)
     """In the order of completion."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FlexibleBatches:
-    """A batch is the first complete groups, as long as nothing becomes too stale."""
+    """A batch is the first complete groups, unless another group would become too stale."""
 
     draw: Draw
     num_steps: int
@@ -137,42 +137,42 @@ class FlexibleBatches:
     max_staleness: int
     first_step: InitVar[int] = 0
     num_waits: int = 0
-    """Batches that had enough complete groups and waited for others, which would have become too stale."""
+    """Batches that had enough complete groups and were delayed because others would have become too stale."""
     _next_step: int = 0
     _num_outstanding: int = 0
     _started: dict[GroupId, int] = field(default_factory=dict)
     _by_start: dict[int, _Deadline] = field(default_factory=dict)
-    """By the version they started under, ascending."""
+    """By start version, ascending."""
     _waits: bool = False
 
     def __post_init__(self, first_step: int) -> None:
         self._next_step = first_step
 
     def due(self, version: int) -> list[GroupForecast]:
-        """As many steps' worth of groups as there is room for."""
-        found: list[GroupForecast] = []
+        """The groups of further steps, until `overlap` steps are outstanding."""
+        admitted: list[GroupForecast] = []
         while self._next_step < self.num_steps and self._num_outstanding <= self.overlap * self.groups_per_step:
             new = self.draw(self._next_step)
             self._num_outstanding += len(new)
             self._next_step += 1
-            found += new
-        return found
+            admitted += new
+        return admitted
 
     def started(self, group_id: GroupId, version: int) -> None:
-        """Its deadline is `max_staleness` later; one that starts once more may have tokens of the first time."""
+        """Set a group's deadline, `max_staleness` later. A restart keeps it: tokens of the first start may remain."""
         if group_id in self._started:
             return
         self._started[group_id] = version
         self._by_start.setdefault(version, _Deadline()).num_open += 1
 
     def completed(self, group_id: GroupId) -> None:
-        """It may be in the next batch."""
+        """A group may be in the next batch."""
         of_version = self._by_start[self._started.pop(group_id)]
         of_version.num_open -= 1
         of_version.complete.append(group_id)
 
     def batch(self, version: int) -> list[GroupId] | None:
-        """The first complete groups by the version they started under, if the others can still be in time."""
+        """The first complete groups by start version, if all others can still meet their deadlines; else None."""
         num_complete, size = self.progress(version)
         if num_complete < size:
             return None
@@ -181,27 +181,27 @@ class FlexibleBatches:
             self._waits = True
             return None
         chosen: list[GroupId] = []
-        for started, one in sorted(self._by_start.items()):
-            while one.complete and len(chosen) < size:
-                chosen.append(one.complete.popleft())
-            if not one.complete and not one.num_open:
+        for started, groups in sorted(self._by_start.items()):
+            while groups.complete and len(chosen) < size:
+                chosen.append(groups.complete.popleft())
+            if not groups.complete and not groups.num_open:
                 del self._by_start[started]
         self._num_outstanding -= size
         self._waits = False
         return sorted(chosen)
 
     def progress(self, version: int) -> tuple[int, int]:
-        """Complete groups count up to a batch."""
+        """(complete groups, at most one batch; groups of the batch)"""
         size = min(self.groups_per_step, self._num_outstanding)
-        return min(sum(len(one.complete) for one in self._by_start.values()), size), size
+        return min(sum(len(groups.complete) for groups in self._by_start.values()), size), size
 
     def _leaves_room(self, version: int, size: int) -> bool:
-        """Whether all that is left when `size` groups have gone can still be in time."""
+        """Whether all groups that remain after a batch of `size` can still meet their deadlines."""
         due = 0
-        for started, one in sorted(self._by_start.items()):
-            taken = min(len(one.complete), size)
+        for started, groups in sorted(self._by_start.items()):
+            taken = min(len(groups.complete), size)
             size -= taken
-            due += one.num_open + len(one.complete) - taken
+            due += groups.num_open + len(groups.complete) - taken
             if due > (started + self.max_staleness - version) * self.groups_per_step:
                 return False
         return True
@@ -214,7 +214,7 @@ def check_batches(
     seen = [group_id for batch in batches for group_id in batch]
     assert len(seen) == len(set(seen)), "a group was trained on twice"
     assert set(seen) == set(started), "a group was lost, or trained on without having started"
-    assert all(len(batch) == groups_per_step for batch in batches[:-1]), "a batch has another size"
+    assert all(len(batch) == groups_per_step for batch in batches[:-1]), "a batch has the wrong size"
     for version, batch in enumerate(batches):
         stale = max((version - started[group_id] for group_id in batch), default=0)
-        assert stale <= max_staleness, f"batch {version} holds a group that is {stale} stale"
+        assert stale <= max_staleness, f"batch {version} holds a group of staleness {stale}"

@@ -1,11 +1,11 @@
-"""What waits for which engine, and who takes what next: the part of the pool that decides.
+"""Queues of all engines: which groups wait for which engine, and which group an engine starts next.
 
-A group that waits has a home, the engine for which it was planned. An engine takes what waits for it, older steps
-first; if work is shared, it takes the longest that waits for another rather than begin a younger step, so that
-no engine runs ahead while a batch is being waited for.
+A waiting group has a home: the engine for which it was planned. An engine starts the groups of its home, older steps
+first. If work is shared, it starts the longest group that waits for another engine before a group of a younger step.
+Thus no engine runs ahead while the trainer waits for a batch.
 
-Invariants (`check_integrity`): a group waits at most once; what was taken does not wait; the expected tokens of an
-engine are those of what waits for it and of what it runs.
+Invariants (`check_integrity`): a group waits at most once; a running group does not wait. The expected tokens of an
+engine are those of its waiting and its running groups.
 """
 
 import heapq
@@ -16,17 +16,16 @@ from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import GroupId
 
 _Entry = tuple[int, float, int, GroupForecast]
-"""(step, or number of several steps together, rank within it, arrival, group): what is smaller is taken first. Only
-the newest arrival of a group counts."""
+"""(step, or number of a run of steps with equal priority; rank within it; arrival; group). The smallest entry is
+taken first. Only the newest arrival of a group counts."""
 
 
-def free_slots_for(group_size: int, num_slots: int) -> int:
-    """How many of an engine's slots have to be free before it is given a group of that size: half of it.
+def free_seats_for(group_size: int, num_seats: int) -> int:
+    """How many seats of an engine must be free before it is given a group of that size: half the group's size.
 
-    With fewer, most of the group would wait for slots here while another engine may have them; with more, slots stay
-    empty.
+    With fewer, most of the group would wait here while another engine may have free seats. With more, seats stay empty.
     """
-    return min(max(group_size // 2, 1), num_slots)
+    return min(max(group_size // 2, 1), num_seats)
 
 
 @dataclass(slots=True)
@@ -35,20 +34,20 @@ class Dispatcher:
 
     num_engines: int
     num_stolen: int = 0
-    """Groups that ran elsewhere than planned."""
+    """Groups that ran on another engine than planned."""
     _homes: list[list[_Entry]] = field(init=False)
     """By engine, in the order of the plan."""
     _shared: list[_Entry] = field(default_factory=list)
-    """What any engine may take, the longest first."""
+    """Groups that any engine may take, the longest first."""
     _waiting: dict[GroupId, tuple[int, int]] = field(default_factory=dict)
-    """Home and arrival of each group that waits."""
+    """Home and arrival of each waiting group."""
     _running: dict[GroupId, tuple[int, GroupForecast]] = field(default_factory=dict)
-    """Engine and group."""
+    """Engine and forecast of each running group."""
     _shared_by: dict[GroupId, tuple[bool, int]] = field(default_factory=dict)
-    """Of groups that wait or run: whether any engine may take them, and how many steps are as one."""
+    """Of waiting and running groups: whether any engine may take them, and how many steps have equal priority."""
     _tokens: list[float] = field(init=False)
     _closed: set[int] = field(default_factory=set)
-    """Engines that are not there."""
+    """Lost engines."""
     _arrivals: int = 0
 
     def __post_init__(self) -> None:
@@ -59,15 +58,15 @@ class Dispatcher:
         return len(self._waiting)
 
     def queued_tokens(self) -> Sequence[float]:
-        """[engine], expected tokens of what waits for it and of what it runs."""
+        """[engine], expected tokens of its waiting and running groups."""
         return tuple(self._tokens)
 
-    def loads(self, num_slots: int) -> list[EngineLoad]:
+    def loads(self, num_seats: int) -> list[EngineLoad]:
         """All engines as planning sees them."""
-        return [EngineLoad(num_slots=num_slots, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
+        return [EngineLoad(num_seats=num_seats, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
 
     def admit(self, plan: RolloutPlan) -> None:
-        """Add a plan's groups behind what waits, by step."""
+        """Add a plan's groups behind the waiting groups, by step."""
         for engine, queue in enumerate(plan.queues):
             for group in queue:
                 assert group.group_id not in self._waiting, f"group {group.group_id} was admitted twice"
@@ -75,15 +74,15 @@ class Dispatcher:
                 self._wait(group, engine, rank=float(self._arrivals))
 
     def peek(self, engine: int) -> GroupForecast | None:
-        """What the engine would start next; None: nothing for it."""
+        """The group that the engine would start next; None if there is none."""
         if engine in self._closed:
             return None
-        own, shared = self._first(self._homes[engine]), self._first(self._shared)
-        entry = shared if own is None or (shared is not None and shared[0] < own[0]) else own
+        home, shared = self._first(self._homes[engine]), self._first(self._shared)
+        entry = shared if home is None or (shared is not None and shared[0] < home[0]) else home
         return entry[3] if entry is not None else None
 
     def take(self, engine: int) -> GroupForecast | None:
-        """`peek`, and the engine has it from now on."""
+        """Return the group of `peek`; the engine runs it from now on."""
         group = self.peek(engine)
         if group is None:
             return None
@@ -100,11 +99,8 @@ class Dispatcher:
         self._tokens[engine] -= group.work
         del self._shared_by[group_id]
 
-    def again(self, group_id: GroupId, *, at: int | None = None) -> None:
-        """A running group was interrupted: it waits once more, before everything else of its step.
-
-        With `at` it waits for that engine alone.
-        """
+    def requeue(self, group_id: GroupId, *, at: int | None = None) -> None:
+        """Let an interrupted group wait again, before all others of its step; with `at`, for that engine only."""
         engine, group = self._running.pop(group_id)
         self._tokens[engine] -= group.work
         if at is not None:
@@ -113,7 +109,7 @@ class Dispatcher:
         self._wait(group, engine if at is None else at, rank=-float("inf"))
 
     def close(self, engine: int) -> None:
-        """An engine is gone: what waits for it waits for others from now on."""
+        """An engine is lost: its waiting groups move to other engines."""
         self._closed.add(engine)
         entries, self._homes[engine] = self._homes[engine], []
         for _, rank, arrival, group in sorted(entries, key=lambda entry: entry[:3]):
@@ -122,20 +118,20 @@ class Dispatcher:
                 self._wait(group, engine, rank=rank)
 
     def open(self, engine: int) -> None:
-        """It is there again."""
+        """An engine serves again."""
         self._closed.discard(engine)
-        for gone in tuple(self._closed):  # what waited there while there was nobody else
-            self.close(gone)
+        for lost in tuple(self._closed):  # groups that waited there while all engines were lost
+            self.close(lost)
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
         assert not self._waiting.keys() & self._running.keys(), "a group waits and runs"
         for group_id, (engine, arrival) in self._waiting.items():
-            found = sum(
+            num_entries = sum(
                 entry[2:] == (arrival, entry[3]) and entry[3].group_id == group_id for entry in self._homes[engine]
             )
-            assert found == 1, f"group {group_id} waits {found} times"
-            assert engine not in self._closed or len(self._closed) == self.num_engines, "a group waits for nobody"
+            assert num_entries == 1, f"group {group_id} waits {num_entries} times"
+            assert engine not in self._closed or len(self._closed) == self.num_engines, "a group waits at a lost engine"
 
     def _wait(self, group: GroupForecast, planned: int, *, rank: float) -> None:
         home = self._open_home(planned)
@@ -149,14 +145,14 @@ class Dispatcher:
             heapq.heappush(self._shared, (step, -group.tokens, self._arrivals, group))
 
     def _open_home(self, planned: int) -> int:
-        """The engine that was planned, or the one with the least to do if it is not there and others are."""
+        """The planned engine; if it is lost and others are not, the engine with the least work."""
         others = [number for number in range(self.num_engines) if number not in self._closed]
         if planned not in self._closed or not others:
             return planned
         return min(others, key=lambda number: (self._tokens[number], number))
 
     def _first(self, heap: list[_Entry]) -> _Entry | None:
-        """The first entry that still counts; the others before it are dropped."""
+        """The first valid entry; outdated entries before it are dropped."""
         while heap and self._waiting.get(heap[0][3].group_id, (0, 0))[1] != heap[0][2]:
             heapq.heappop(heap)
         return heap[0] if heap else None

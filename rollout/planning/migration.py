@@ -1,26 +1,23 @@
-"""Whether a running group should go on elsewhere: the rule by which an engine with nothing to do is given work.
+"""Migration of a running group from a full engine to an idle one: the rule and its state. Pure, without calls.
 
-A forward of an engine costs what it costs for everything that runs there (`rollout.tracing.engine_speed`). A group
-whose engine is full can end sooner on one that is empty, though keys and values of all that it has must be computed
-again there:
+The cost of a forward depends on all requests of its engine (`rollout.tracing.engine_speed`). A group of a full engine
+can end sooner on an empty one, although the keys and values of its tokens must be recomputed there:
 
-    saves_s = tokens still to come * (forward here - forward there) - forward that computes its context again
+    saves_s = tokens still to come * (forward here - forward there) - forward that recomputes the context
 
-and it moves if that is more than `MIN_GAIN` of the price. The group that saves most moves first. The longer a response
-has become the longer it is expected to go on, so it is outliers that move (RhymeRL, section 4.2, where a response
-moves once it is longer than its tier).
+A group moves if it saves more than `MIN_GAIN` times that last forward. The group that saves most moves first. The
+longer a response already is, the longer it is expected to continue, so outliers move. (RhymeRL, section 4.2: a response
+moves once it is longer than its tier.)
 
-Pure. The pool asks when an engine has nothing to do and nothing waits.
+The pool asks when an engine is idle and no group waits. `GroupMigration` follows one migration at a time:
 
-`GroupMigration`: how a running group comes to go on elsewhere, one at a time; the pool's part of it, without any call.
+    an engine is idle                  `donor`: the engine with the most groups is asked for its running groups
+    the donor has answered             `answered`: one of its groups is to be aborted
+    the donor has died                 `lost`: the question is void
+    the call of a group has ended      `returned`: unfinished, the group waits for the idle engine only, with its tokens
 
-    an engine has nothing to do          `donor`: the engine with the most groups is asked what it runs
-    it has answered                      `answered`: one of its groups is to be aborted there
-    it has died instead                  `lost`: nobody is asked any more
-    the call of a group has ended        `returned`: unfinished, it waits for the idle engine alone, with what it has
-
-Invariants: at most one engine is asked at a time and at most one group moves; after an answer that led to nothing
-nobody is asked until a group has come back.
+Invariants: at most one engine is asked at a time, and at most one group moves. After an answer without a migration, no
+engine is asked until a group has returned.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +28,12 @@ from rollout.tracing.engine_speed import EngineSpeed
 from rollout.types import GroupId
 
 MIN_GAIN = 1.0
-"""What a move has to save, in prices of the move: forecasts of what is still to come are wrong by as much."""
+"""Least saving of a migration, as a multiple of its price; forecasts of remaining tokens have errors of this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A group that an engine runs."""
+    """A running group of an engine."""
 
     group_id: GroupId
     num_prompt_tokens: int
@@ -45,21 +42,21 @@ class InFlight:
 
     @property
     def num_context_tokens(self) -> int:
-        """Of all of its running responses: what would have to be computed again elsewhere."""
+        """Of all running responses: the tokens that another engine would recompute."""
         return len(self.emitted) * self.num_prompt_tokens + sum(self.emitted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRule:
-    """Decides which group an empty engine takes over."""
+    """Chooses the group that an empty engine takes over."""
 
     remaining: Callable[[GroupId, int], float]
-    """Expected tokens still to come of a response of the group that has emitted so many."""
+    """Expected remaining tokens of a response of a group, from the number of its emitted tokens."""
     speed: Callable[[], EngineSpeed | None]
-    """What forwards cost; None while nobody knows, and nothing moves."""
+    """Cost of forwards; None while it is unknown, and then no group moves."""
 
     def choose(self, running: Sequence[InFlight]) -> GroupId | None:
-        """The group that leaves an engine which runs `running`, for one that runs nothing; None: all stay."""
+        """The group that moves from an engine with `running` to an empty engine; None if all stay."""
         speed = self.speed()
         if speed is None:
             return None
@@ -78,40 +75,40 @@ class MigrationRule:
 
 
 def _forward_s(speed: EngineSpeed, running: Sequence[InFlight]) -> float:
-    """Seconds of a forward in which every response of these groups gains a token."""
+    """Seconds of a forward in which each response of these groups gains one token."""
     tokens = sum(len(group.emitted) for group in running)
     return speed.fixed_s + speed.token_s * tokens + speed.context_s * sum(g.num_context_tokens for g in running)
 
 
 class GroupChooser(Protocol):
-    """Says which of an engine's groups goes on elsewhere; `MigrationRule` in a run."""
+    """Chooses the group of an engine that migrates; `MigrationRule` in a run."""
 
     def choose(self, running: Sequence[InFlight]) -> GroupId | None:
-        """The group that leaves an engine which runs `running`, for one that runs nothing; None: all stay."""
+        """The group that moves from an engine with `running` to an empty engine; None if all stay."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupMigration:
-    """All methods mutate."""
+    """State of the current migration. All methods mutate."""
 
     rule: GroupChooser | None = None
-    """None: all groups stay where they are."""
+    """None: no group migrates."""
     num_moved: int = field(default=0, init=False)
-    """Groups that went on elsewhere, ever."""
+    """Groups that have migrated since the start."""
     _asked: int | None = field(default=None, init=False)
-    """The engine whose answer is waited for."""
+    """The engine whose answer is pending."""
     _leaving: tuple[GroupId, int] | None = field(default=None, init=False)
-    """The group that moves, and to which engine."""
+    """The migrating group and its target engine."""
     _is_settled: bool = field(default=False, init=False)
-    """The last answer led to nothing, and no group has come back since."""
+    """The last answer led to no migration, and no group has returned since."""
 
     def donor(self, num_groups: Mapping[int, int], idle: int | None) -> int | None:
-        """The engine that has to be asked now what it runs; None: nobody is to be asked.
+        """The engine to ask for its running groups now; None if no engine is to be asked.
 
         Args:
-            num_groups: that each engine which is there runs; those that run none may be left out.
-            idle: an engine for which there is nothing to do.
+            num_groups: running groups of each engine that is alive; engines without any may be left out.
+            idle: an engine without work.
         """
         if self.rule is None or self._asked is not None or self._leaving is not None or self._is_settled:
             return None
@@ -122,7 +119,7 @@ class GroupMigration:
         return self._asked
 
     def answered(self, running: Sequence[InFlight], idle: int | None) -> GroupId | None:
-        """The engine that was asked runs `running`: the group that is to leave it for `idle`; None: all stay."""
+        """The donor runs `running`: the group that moves to `idle`; None if all stay."""
         self._asked = None
         chosen = self.rule.choose(running) if self.rule is not None and idle is not None else None
         if chosen is None or idle is None:
@@ -132,22 +129,22 @@ class GroupMigration:
         return chosen
 
     def lost(self, engine: int) -> bool:
-        """An engine has died; whether it was the one whose answer is waited for, which is over then."""
+        """An engine has died. Returns whether its answer was pending; the question is void then."""
         if engine != self._asked:
             return False
         self._asked = None
         return True
 
-    def returned(self, group_id: GroupId, *, goes_on: bool) -> int | None:
-        """The call of a group has ended on an engine that lives, with responses that could go on, or otherwise.
+    def returned(self, group_id: GroupId, *, resumable: bool) -> int | None:
+        """The call of a group has ended; `resumable`: it has unfinished responses, and its engine is alive.
 
-        Returns the engine at which the group goes on because it moves; None for any other group.
+        Returns the engine to which the group migrates; None for any other group.
         """
         self._is_settled = False
         if self._leaving is None or self._leaving[0] != group_id:
             return None
         (_, target), self._leaving = self._leaving, None
-        if not goes_on:
+        if not resumable:
             return None
         self.num_moved += 1
         return target

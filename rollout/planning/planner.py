@@ -1,12 +1,12 @@
-"""Decides which prompts are sampled when, by which engine, and which groups are trained on together.
+"""Decides which prompts are sampled when and by which engine, and which groups are trained on together.
 
-The controller asks `due(step)` when policy version `step` has been published, hands what comes back to the pool, and
-waits until `batch(step)` returns the groups to train on. How far engines may run ahead of the trainer is nobody
-else's business; neither is how long responses are expected to be.
+The controller calls `due(step)` when policy version `step` has been published, and passes the result to the pool. It
+then waits until `batch(step)` returns the groups to train on. Only the planner knows how far engines may run ahead of
+the trainer and how long responses are expected to be.
 
 Invariants, beside those of a plan (`rollout.planning.plan`) and of admission (`rollout.planning.admission`): group
-numbers are a function of the step that a group was drawn for, so a resumed run numbers its groups as an uninterrupted
-one; a prompt is consumed at most as often as it was issued.
+numbers depend only on the step for which a group was drawn, so a resumed run numbers groups like an uninterrupted run;
+a prompt is consumed at most as often as it was issued.
 """
 
 import math
@@ -24,12 +24,13 @@ from rollout.seeds import derive_seed
 from rollout.types import GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoredGroup
 
 HEAD_START_CORRELATION = 0.5
-"""With worse forecasts a head start brings 6 % at most and makes responses staler (`benchmarks.planner`, recorded)."""
+"""Least correlation of forecasts for a head start. Below it a head start gains at most 6 % and makes responses staler
+(`benchmarks.planner`, recorded)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What may start now."""
+    """Groups that may start now, with their plan."""
 
     groups: tuple[PromptGroup, ...]
     plan: RolloutPlan
@@ -52,7 +53,7 @@ class Planner:
         seed: int,
         first_step: int = 0,
     ) -> None:
-        """`first_step` is the one that a resumed run goes on with; `lengths` is kept up to date."""
+        """`first_step` is the step at which a resumed run continues; the planner updates `lengths`."""
         self.lengths = lengths
         self._order = order
         self._prompts = prompts
@@ -81,7 +82,7 @@ class Planner:
             )
         return FixedBatches(draw=self._forecasts, num_steps=self._num_steps, overlap=config.overlap)
 
-    # -- what the loop asks ------------------------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------------------
 
     def due(self, step: int, engines: Sequence[EngineLoad]) -> Due:
         """The groups that may start now that version `step` has been published, planned onto these engines."""
@@ -95,20 +96,18 @@ class Planner:
         )
 
     def batch(self, step: int) -> list[GroupId] | None:
-        """The groups of step `step`'s batch in order of admission; None: some of them are not complete yet."""
-        found = self._admission.batch(step)
-        if found is not None:
-            self._in_batch = frozenset(found)
-        return found
+        """The groups of step `step`'s batch, in order of admission; None while some are incomplete."""
+        batch = self._admission.batch(step)
+        if batch is not None:
+            self._in_batch = frozenset(batch)
+        return batch
 
     def progress(self, step: int) -> tuple[int, int]:
-        """(groups of step `step`'s batch that are complete, groups that it needs)."""
+        """(complete groups of step `step`'s batch, groups of that batch)."""
         return self._admission.progress(step)
 
     def upcoming(self, step: int) -> list[Prompt]:
-        """Prompts whose history should be at hand when `due(step)` comes: those in flight, then those that it
-        admits.
-        """
+        """Prompts whose history should be ready at `due(step)`: those in flight, then those that it admits."""
         if self._config.policy == "flexible":
             last = step + self._config.overlap
         else:
@@ -118,18 +117,18 @@ class Planner:
         return [group.prompt for group_id, group in self._groups.items() if group_id not in self._in_batch]
 
     def consumed(self, groups: Sequence[ScoredGroup]) -> None:
-        """These were trained on or dropped: their prompts are not issued again, and their lengths are known."""
+        """Learn the lengths of groups that were trained on or dropped; their prompts are not issued again."""
         for scored in groups:
             group = self._groups.pop(scored.group.group_id)
             self.lengths.observe(prompt_key(group.prompt.prompt_id), group.step, scored.summary.lengths)
         self._order.consume(scored.group.prompt.prompt_id for scored in groups)
         alive = {group.step for group in self._groups.values()}
-        self._drawn = {step: found for step, found in self._drawn.items() if step in alive or step > self._version}
+        self._drawn = {step: groups for step, groups in self._drawn.items() if step in alive or step > self._version}
 
-    # -- what the pool tells -----------------------------------------------------------------------
+    # -- called by the pool ------------------------------------------------------------------------
 
     def started(self, group_id: GroupId) -> None:
-        """An engine has taken a group."""
+        """An engine has begun a group."""
         self._admission.started(group_id, self._version)
 
     def completed(self, group_id: GroupId) -> None:
@@ -137,27 +136,27 @@ class Planner:
         self._admission.completed(group_id)
 
     def remaining(self, group_id: GroupId, emitted: int) -> float:
-        """Expected tokens still to come of a group's response that has `emitted` and has not ended."""
+        """Expected remaining tokens of a group's running response that has `emitted` tokens."""
         estimate = self.lengths.estimate(prompt_key(self._groups[group_id].prompt.prompt_id))
         return min(estimate.remaining(emitted), float(self._sampling.max_response_tokens - emitted))
 
-    # -- what is kept and watched ------------------------------------------------------------------
+    # -- checkpoint and metrics --------------------------------------------------------------------
 
     def state(self) -> OrderState:
-        """What a checkpoint keeps of the order of prompts; groups in flight are issued again."""
+        """The part of a checkpoint about the order of prompts; groups in flight are issued again."""
         return self._order.state()
 
     def metrics(self) -> dict[str, float]:
-        """How good forecasts are, and what admission made of them."""
-        found = {**self.lengths.metrics(), "planner/groups_ahead": float(len(self._groups))}
+        """Quality of length forecasts, and admission counters."""
+        metrics = {**self.lengths.metrics(), "planner/groups_ahead": float(len(self._groups))}
         if isinstance(self._admission, FlexibleBatches):
-            return {**found, "planner/waits_for_age": float(self._admission.num_waits)}
-        return {**found, "planner/head_start": self._admission.head_start}
+            return {**metrics, "planner/waits_for_age": float(self._admission.num_waits)}
+        return {**metrics, "planner/head_start": self._admission.head_start}
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _head_start(self) -> float:
-        """As configured where forecasts are good enough to pick by."""
+        """The configured head start if forecasts are good enough, else 0."""
         correlation = self.lengths.correlation()
         trusted = not math.isnan(correlation) and correlation >= HEAD_START_CORRELATION
         return self._config.head_start if trusted else 0.0
@@ -176,7 +175,7 @@ class Planner:
         ]
 
     def _of(self, step: int) -> tuple[PromptGroup, ...]:
-        """The groups drawn for a step; steps are drawn in order."""
+        """The groups of a step, drawn at the first call; steps are drawn in order."""
         if step not in self._drawn:
             draws = self._order.take(self._prompts_per_step)
             self._drawn[step] = tuple(

@@ -1,13 +1,13 @@
-"""Which engine takes which groups, in which order: the placement policies, by name.
+"""The placement policies by name: which engine samples which groups, in which order.
 
-    static      group i to engine i mod n, in the order of the data: what synchronous systems do
+    static      group i to engine i mod n, in data order, as in synchronous systems
     lpt         longest expected first, each to the engine that is free first (Graham 1969)
-    histopipe   RhymeRL, section 4: groups in order of expected length are cut into runs of equal expected cost, one
-                an engine; which end the long ones are at changes with every step
-    adaptive    as `lpt`, and an engine that has nothing left of a step takes what waits for another
+    histopipe   RhymeRL, section 4: groups in order of expected length, cut into one run of equal expected cost per
+                engine; the direction alternates with every step
+    adaptive    as `lpt`, and an engine without groups of a step takes groups that wait for another engine
     flexible    as `adaptive`, two steps at a time
 
-All see whole steps and are told nothing of when a step may start (`rollout.planning.admission`).
+Policies place whole steps; `rollout.planning.admission` decides when a step may start.
 """
 
 import heapq
@@ -19,10 +19,10 @@ import numpy as np
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
 
 LENGTH_COST = 1.4
-"""Power of its length that a response costs an engine which has only such: long ones leave slots empty, and their
-context is long. Simulated; RhymeRL's second tier, more engines for the long ones until ends rise linearly by rank, is
-this by rule: searching for that line with forecast ends did worse (0.8 of the speed), because forecasts of the
-longest are low."""
+"""Exponent of a response's cost in its length, for an engine with responses of that length only. Long responses leave
+seats empty and have long contexts. The value comes from simulation. It stands in for RhymeRL's second tier, which adds
+engines for long responses until end times rise linearly by rank. A search for that line with forecast end times reached
+0.8 of the speed, because forecasts of the longest responses are too low."""
 
 Queues = list[list[GroupForecast]]
 Policy = Callable[[Sequence[GroupForecast], Sequence[EngineLoad]], Queues]
@@ -34,9 +34,7 @@ def static(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Qu
 
 
 def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad], *, steps_together: int = 1) -> Queues:
-    """Steps in order; within a step the longest expected first, each to the engine that is predicted to be free
-    first.
-    """
+    """Steps in order; within a step the longest expected group first, each to the engine predicted to be free first."""
     free_at = [(load.queued_tokens / load.speed, engine) for engine, load in enumerate(engines)]
     heapq.heapify(free_at)
     queues: Queues = [[] for _ in engines]
@@ -52,10 +50,9 @@ def longest_first(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]
 
 
 def isolating(place: Policy, num_tail: int) -> Policy:
-    """The groups that are expected to be the longest wait for the last `num_tail` engines, by `place` as all others.
+    """A policy that reserves the last `num_tail` engines for the longest expected groups; `place` places both parts.
 
-    They are so many as to cost those engines their share. What an engine takes when it has nothing left is not
-    touched.
+    The number of these groups makes the cost per engine equal. Work sharing between engines stays as it is.
     """
 
     def placed(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
@@ -73,7 +70,7 @@ def isolating(place: Policy, num_tail: int) -> Policy:
 
 
 def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Queues:
-    """Runs of equal expected cost along the order of expected lengths; ascending over the engines in odd steps."""
+    """Runs of equal expected cost, in order of expected length; ascending over the engines in odd steps."""
     queues: Queues = [[] for _ in engines]
     for step in sorted({group.step for group in groups}):
         of_step = sorted((g for g in groups if g.step == step), key=lambda group: (group.tokens, group.group_id))
@@ -85,7 +82,7 @@ def rank_groups(groups: Sequence[GroupForecast], engines: Sequence[EngineLoad]) 
 
 
 TOGETHER = 2
-"""Steps of which `flexible` starts the longest first."""
+"""Number of steps that `flexible` merges: it starts the longest group of all of them first."""
 
 POLICIES: dict[str, tuple[Policy, bool]] = {
     "static": (static, False),
@@ -94,16 +91,16 @@ POLICIES: dict[str, tuple[Policy, bool]] = {
     "adaptive": (longest_first, True),
     "flexible": (partial(longest_first, steps_together=TOGETHER), True),
 }
-"""Placement, and whether engines take each other's work."""
+"""Placement, and whether engines share waiting groups."""
 
 
 def plan(
     policy: str, groups: Sequence[GroupForecast], engines: Sequence[EngineLoad], *, tail_engines: int = 0
 ) -> RolloutPlan:
-    """Place `groups` by the policy of that name; the longest on `tail_engines` engines of their own.
+    """Place `groups` by the named policy; `tail_engines` engines are reserved for the longest expected groups.
 
     Raises:
-        ValueError: an unknown name; the known ones are listed. Or no engine is left for the others.
+        ValueError: the name is unknown (the message lists the known names), or no engine is left for other groups.
     """
     if policy not in POLICIES:
         raise ValueError(f"planner.policy `{policy}` is not one of {', '.join(POLICIES)}")

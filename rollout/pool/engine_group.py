@@ -1,10 +1,9 @@
-"""All engines of a run, called at once and waited for with a deadline; the numbers of those that are lost.
+"""Typed calls to all engines of a run at once, with a deadline, and the record of lost engines.
 
-Every call has a typed method. A call carries the number of each engine that it was made to, so that an error names
-the engine in which it happened, whichever others are lost by then.
+A call carries the number of each called engine, so an error names the right engine even if others are lost meanwhile.
 
-An engine is lost when its process, or vLLM's inside it, has ended. It is not called until another takes its place
-(`replace`), under its number.
+An engine is lost when its process, or vLLM's process inside it, has ended. It is not called until a new engine takes
+its number (`replace`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,19 +27,18 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall(Generic[Answer]):
-    """A call that is under way on some engines; `EngineGroup.wait` returns its answers."""
+    """A running call to some engines; `EngineGroup.wait` returns the answers."""
 
     method: str
     kind: type[Answer]
     refs: Mapping[int, ray.ObjectRef]
-    """By the number of the engine."""
+    """By engine number."""
 
 
 class EngineGroup:
-    """All engines of a run, called at once; errors name the engine. `lose` and `replace` mutate.
+    """All engines of a run, called at once; errors name the engine. `mark_lost` and `replace` mutate.
 
-    Answers come by the number of the engine, ascending; lost engines are not called and have none. Every call may
-    raise what `wait` raises.
+    Answers are by engine number, ascending; lost engines are not called. Every call raises the errors of `wait`.
     """
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int) -> None:
@@ -54,38 +52,38 @@ class EngineGroup:
 
     @property
     def actors(self) -> tuple[ray.actor.ActorHandle, ...]:
-        """By number, lost ones too."""
+        """Handles by engine number, lost engines included."""
         return tuple(self._actors)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Numbers of engines that are not there, ascending."""
+        """Numbers of lost engines, ascending."""
         return tuple(sorted(self._lost))
 
     @property
-    def there(self) -> tuple[int, ...]:
-        """Numbers of the others."""
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of engines that are not lost, ascending."""
         return tuple(number for number in range(len(self._actors)) if number not in self._lost)
 
-    def lose(self, number: int, why: str) -> None:
-        """An engine has died."""
+    def mark_lost(self, number: int, why: str) -> None:
+        """Record that an engine has died, and why."""
         self._lost.setdefault(number, why)
 
-    def why(self, number: int) -> str:
-        """What an engine was lost of; empty for one that is there."""
+    def loss_reason(self, number: int) -> str:
+        """Why an engine was lost; empty for one that is alive."""
         return self._lost.get(number, "")
 
     def replace(self, number: int, actor: ray.actor.ActorHandle) -> None:
-        """Another one has taken its place."""
+        """A new engine takes the number of a lost one."""
         self._actors[number] = actor
         self._lost.pop(number, None)
 
-    def notice_deaths(self, *, timeout_s: float) -> None:
-        """Ask every engine whether it and its vLLM are alive; those that are not are lost from now on.
+    def check_alive(self, *, timeout_s: float) -> None:
+        """Ask every engine whether it and its vLLM are alive, and mark dead engines as lost.
 
-        An engine that does not answer in time is not judged: whoever calls it next waits, and names it.
+        An engine that does not answer in time keeps its state; the next call waits for it and names it if it is late.
         """
-        asking = {self._actors[number].fault.remote(): number for number in self.there}
+        asking = {self._actors[number].fault.remote(): number for number in self.alive}
         done, _ = ray.wait(list(asking), num_returns=len(asking), timeout=timeout_s) if asking else ([], [])
         for ref in done:
             try:
@@ -93,10 +91,10 @@ class EngineGroup:
             except ray.exceptions.RayActorError as error:
                 fault = brief(error)
             if fault:
-                self.lose(asking[ref], fault)
+                self.mark_lost(asking[ref], fault)
 
     def wait(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
-        """Answers of a call by the number of the engine, ascending.
+        """Answers of a call by engine number, ascending.
 
         Raises:
             CallError: an engine raised, or answered with another type than the call's.
@@ -109,11 +107,11 @@ class EngineGroup:
         done, late = ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout_s, fetch_local=False)
         answers = {numbers[ref]: _answer(call, numbers[ref]) for ref in done}
         if late:
-            found = sorted(numbers[ref] for ref in late)
+            late_engines = sorted(numbers[ref] for ref in late)
             raise DeadlineError(
-                f"engine(s) {found} had not finished `{call.method}` after {timeout_s:.0f} s, for which the controller "
-                "waited",
-                Place(role="engine", ranks=tuple(found)),
+                f"engine(s) {late_engines} had not finished `{call.method}` after {timeout_s:.0f} s; the controller "
+                "waited for them",
+                Place(role="engine", ranks=tuple(late_engines)),
             )
         return dict(sorted(answers.items()))
 
@@ -122,26 +120,26 @@ class EngineGroup:
         return self._begin("start", NoneType)
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Engines give up the memory of weights, keys and values."""
+        """Engines release the memory of weights, keys and values."""
         self.wait(self._begin("sleep", NoneType), timeout_s=timeout_s)
 
-    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
-        """Engines take that memory again."""
-        self.wait(self._begin("wake", NoneType, what), timeout_s=timeout_s)
+    def wake(self, part: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
+        """Engines allocate the memory of one part again."""
+        self.wait(self._begin("wake", NoneType, part), timeout_s=timeout_s)
 
     def pause_sampling(self, *, timeout_s: float) -> None:
-        """Engines sample nothing until `resume_sampling`, and keep what they have begun; one that has died is lost."""
+        """Engines stop sampling until `resume_sampling` and keep their responses; dead engines become lost."""
         self._call_living("pause_sampling", timeout_s=timeout_s)
 
     def resume_sampling(self, *, timeout_s: float) -> None:
-        """Engines sample again; one that has died is lost."""
+        """Engines sample again; dead engines become lost."""
         self._call_living("resume_sampling", timeout_s=timeout_s)
 
     def required(self, *, timeout_s: float) -> list[Required]:
-        """What each rank of an engine takes of a publish.
+        """The parts of a publish that each rank of an engine receives.
 
         Raises:
-            RuntimeError: engines differ in it, so that one plan cannot serve them all.
+            RuntimeError: engines differ, so that one plan cannot serve them all.
         """
         answers = self.wait(self._begin("required", list), timeout_s=timeout_s)
         first, required = next(iter(answers.items()))
@@ -151,15 +149,16 @@ class EngineGroup:
         return list(required)
 
     def node_ids(self, *, timeout_s: float) -> dict[int, str]:
-        """Ray's name of the node that each engine is on."""
+        """Ray's id of the node of each engine."""
         return self.wait(self._begin("node_id", str), timeout_s=timeout_s)
 
     def begin_init_transport(self, channels: Mapping[int, Channel]) -> EngineCall[None]:
-        """Join each engine to the channel that is named under its number."""
-        return self._begin_each("init_transport", NoneType, {number: (one,) for number, one in channels.items()})
+        """Join each engine to the channel given under its number."""
+        calls = {number: (channel,) for number, channel in channels.items()}
+        return self._begin_each("init_transport", NoneType, calls)
 
     def check(self, manifest: WeightManifest, *, timeout_s: float) -> None:
-        """Every engine accepts the metadata of a publish, or refuses it."""
+        """Every engine checks the metadata of a publish, and raises if it refuses."""
         self.wait(self._begin("check", NoneType, manifest), timeout_s=timeout_s)
 
     def drain(self, *, timeout_s: float) -> None:
@@ -169,12 +168,12 @@ class EngineGroup:
     def begin_update(
         self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]]
     ) -> EngineCall[UpdateTimes]:
-        """Apply a publish; `addresses` are by engine, then as its transport has them."""
+        """Apply a publish; `addresses` are by engine, then in the form of its transport."""
         calls = {number: (manifest, dict(of_engine)) for number, of_engine in addresses.items()}
         return self._begin_each("update", UpdateTimes, calls)
 
     def begin_loaded_fingerprint(self) -> "EngineCall[Fingerprint]":
-        """Fingerprint over all weights that each engine has loaded."""
+        """Fingerprint of all weights that each engine has loaded."""
         return self._begin("loaded_fingerprint", dict)
 
     def begin_probe(self, token_ids: Sequence[int]) -> EngineCall[list[float]]:
@@ -182,11 +181,11 @@ class EngineGroup:
         return self._begin("probe", list, list(token_ids))
 
     def resume(self, *, timeout_s: float) -> None:
-        """Engines serve the weights that they have proven."""
+        """Engines serve the weights that the probe has verified."""
         self.wait(self._begin("resume", NoneType), timeout_s=timeout_s)
 
     def fence(self, faults: Mapping[int, str], *, timeout_s: float) -> None:
-        """The engines named sample nothing until the next publish, because of the fault under their number."""
+        """The given engines stop sampling until the next publish, because of the fault under their number."""
         call = self._begin_each("fence", NoneType, {number: (fault,) for number, fault in faults.items()})
         self.wait(call, timeout_s=timeout_s)
 
@@ -195,15 +194,15 @@ class EngineGroup:
         self.wait(self._begin("connect_history", NoneType, shards), timeout_s=timeout_s)
 
     def begin_draft_stats(self) -> EngineCall[DraftStats]:
-        """What each engine has drafted since it was asked last."""
+        """Draft counters of each engine since the last call."""
         return self._begin("draft_stats", DraftStats)
 
     def lost_history_calls(self, *, timeout_s: float) -> dict[int, int]:
-        """Batches of finished responses that no shard took, ever."""
+        """Batches of finished responses that no shard received, since the start."""
         return self.wait(self._begin("lost_history_calls", int), timeout_s=timeout_s)
 
     def drain_trace(self, *, timeout_s: float) -> dict[int, Forwards]:
-        """Each engine's forwards since it was asked last."""
+        """Each engine's forwards since the last call."""
         return self.wait(self._begin("drain_trace", np.ndarray), timeout_s=timeout_s)
 
     def states(self, *, timeout_s: float) -> dict[int, EngineState]:
@@ -211,38 +210,38 @@ class EngineGroup:
         return self.wait(self._begin("state", EngineState), timeout_s=timeout_s)
 
     def kernel_classes(self, *, timeout_s: float) -> dict[int, dict[str, str]]:
-        """The kernel that multiplies in each layer of each engine."""
+        """Matrix-product kernel of each layer of each engine."""
         return self.wait(self._begin("kernel_classes", dict), timeout_s=timeout_s)
 
     def kernel_notes(self, *, timeout_s: float) -> dict[int, list[str]]:
-        """What each engine says of its kernels."""
+        """Messages of each engine about its kernels."""
         return self.wait(self._begin("kernel_notes", list), timeout_s=timeout_s)
 
     def _begin(self, method: str, kind: type[Answer], *args: object) -> EngineCall[Answer]:
-        """Start a call with the same arguments on every engine that is there."""
-        return self._begin_each(method, kind, dict.fromkeys(self.there, args))
+        """Start a call with the same arguments on every engine that is alive."""
+        return self._begin_each(method, kind, dict.fromkeys(self.alive, args))
 
     def _begin_each(
         self, method: str, kind: type[Answer], args: Mapping[int, tuple[object, ...]]
     ) -> EngineCall[Answer]:
-        """Start a call on the engines named, each with its own arguments."""
+        """Start a call on the given engines, each with its own arguments."""
         refs = {number: getattr(self._actors[number], method).remote(*given) for number, given in args.items()}
         return EngineCall(method=method, kind=kind, refs=refs)
 
     def _call_living(self, method: str, *, timeout_s: float) -> None:
-        """Call every engine; one that has died meanwhile is lost, which is no error."""
+        """Call every engine; an engine that dies meanwhile becomes lost, which is no error."""
         try:
             self.wait(self._begin(method, NoneType), timeout_s=timeout_s)
         except RuntimeError:
             before = self.lost
-            self.notice_deaths(timeout_s=timeout_s)
+            self.check_alive(timeout_s=timeout_s)
             if self.lost == before:
                 raise
             self._call_living(method, timeout_s=timeout_s)
 
 
 def _answer(call: EngineCall[Answer], number: int) -> Answer:
-    """The answer of one engine, which has answered; errors name it."""
+    """The answer of one engine whose call has ended; errors name the engine."""
     try:
         answer = ray.get(call.refs[number])
     except ray.exceptions.RayError as error:

@@ -1,58 +1,54 @@
 """All engines of a run behind one queue: groups go in, scored groups come out.
 
-Groups are placed whole. Who starts what is `rollout.planning.dispatcher`'s: an engine is given its next group when half
-of it finds free slots. Slots become free response by response, not group by group, so an engine that is full is asked
-to say when enough of its responses have ended (`EngineActor.ended_at_least`). The exception is a deterministic run
-(`whole_step=True`), where everything admitted is handed over before the engine samples its first token, because the
-composition of a batch must not depend on timing.
+Groups are placed whole. `rollout.planning.dispatcher` decides which engine starts which group: an engine is given its
+next group when half of the group finds free seats. Seats become free response by response, so the pool asks a full
+engine to answer when enough of its responses have ended (`EngineActor.ended_at_least`, `rollout.pool.seat_counts`).
+A deterministic run (`whole_step=True`) is the exception: all admitted groups are handed over before the engine samples
+its first token, because the composition of a batch must not depend on timing.
 
-A group passes four places, each in exactly one of `_waiting`, `_generating`, `_scoring`, `_scored`;
-`check_integrity` asserts it. Only references to tokens pass through here. One thread at a time:
-`run_in_background` lends the pool to one of its own.
+A group passes four places (`rollout.pool.group_places`). Only references to tokens pass through the pool. One thread
+at a time uses the pool; `run_in_background` lends it to a thread of its own.
 
-An engine that dies loses no group. Where its actor lives on, its groups come back with the tokens that they had and
-go on elsewhere from there; where it died with it, they begin again at the prompt, with the same seeds. If no engine
-is left, `revive` has to bring one.
+Groups survive the death of their engine. Where the engine's actor lives on, its groups return with their tokens and
+continue on another engine. Where the actor died too, they begin again at the prompt with the same seeds. If no engine
+is left, `revive` restarts one.
 
-An engine that has nothing to do while nothing waits may take over a group that runs elsewhere
-(`rollout.planning.migration`): the group is aborted there and goes on here with the tokens that it has.
+An engine without work, while no group waits, may take over a running group of another engine
+(`rollout.planning.migration`): the group is aborted there and continues here with its tokens.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, brief, node_of
-from rollout.planning.dispatcher import Dispatcher, free_slots_for
+from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import GroupMigration, InFlight
-from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
+from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.engine_group import EngineGroup
+from rollout.pool.group_places import GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
-from rollout.types import GroupId, GroupSummary, PromptGroup, ScoredGroup
+from rollout.pool.seat_counts import SeatCounts
+from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup
 
 Progress = Callable[[int, int], None]
-"""Called with (groups finished, groups wanted) whenever a group is scored."""
+"""Called with (groups scored, groups waited for) whenever a group is scored."""
 
 TRAIN = "train"
-"""`PromptGroup.purpose` of what is trained on."""
+"""`PromptGroup.purpose` of groups that are trained on."""
 
 _POLL_S = 0.2
-_FIRST = -1
-"""Step of what is taken before all others: evaluations."""
 
 
 class Batches(Protocol):
-    """Who says which groups are trained on together, and is told what happens to them
-    (`rollout.planning.planner.Planner`).
-    """
+    """Decides which groups are trained on together (`rollout.planning.planner.Planner`)."""
 
     def started(self, group_id: GroupId) -> None:
-        """An engine has taken a group."""
+        """An engine has begun a group."""
         ...
 
     def completed(self, group_id: GroupId) -> None:
@@ -60,19 +56,12 @@ class Batches(Protocol):
         ...
 
     def batch(self, step: int) -> list[GroupId] | None:
-        """The groups of a step's batch, or None while it has to be waited for."""
+        """The groups of a step's batch; None while the batch is incomplete."""
         ...
 
     def progress(self, step: int) -> tuple[int, int]:
-        """(groups of the batch that are complete, groups that it needs)"""
+        """(groups of the batch that are complete, groups that the batch needs)"""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Generating:
-    group: PromptGroup
-    engine: int
-    columns: ray.ObjectRef
 
 
 class EnginePool:
@@ -83,52 +72,48 @@ class EnginePool:
         engines: EngineGroup,
         scorers: Sequence[ray.actor.ActorHandle],
         *,
-        slots_per_engine: int,
+        seats_per_engine: int,
         batches: Batches | None = None,
         whole_step: bool = False,
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
     ) -> None:
-        """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.scorer.ScorerActor` handles.
+        """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
-        stays where it was begun. `revive` is called when no engine is left, and returns when there is one that
-        serves; without it, that is an error.
+        ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
+        without `revive` that is an error.
         """
         self.migration = migration or GroupMigration()
-        """Groups that go on elsewhere because an engine has nothing to do."""
+        """Moves groups to an engine that has nothing to do."""
         self.num_reissued = 0
-        """Groups that were begun again, or went on elsewhere, because their engine had died."""
+        """Groups that began again, or continued on another engine, because their engine had died."""
         self._engines = engines
-        self._scoring = ScorerPool(scorers)
-        self._slots = slots_per_engine
+        self._scorers = ScorerPool(scorers)
         self._batches = batches
         self._whole_step = whole_step
         self._revive = revive
-        self._waiting: dict[GroupId, PromptGroup] = {}
-        self._dispatcher = Dispatcher(len(self._engines))
-        self._begun: dict[GroupId, tuple[GroupSummary, ray.ObjectRef]] = {}
-        """What waiting groups have already."""
+        self._places = GroupPlaces()
+        self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
+        self._dispatcher = Dispatcher(len(engines))
         self._closed: set[int] = set()
-        self._sent = [0] * len(self._engines)
-        self._ended = [0] * len(self._engines)
-        self._asked: dict[ray.ObjectRef, int] = {}
+        """Lost engines whose queues are closed."""
+        self._seat_calls: dict[ray.ObjectRef, int] = {}
+        """Engines that were asked to answer when enough seats are free, by the call."""
         self._survey: tuple[ray.ObjectRef, int] | None = None
-        """What the engine that `migration` named runs, and its number."""
-        self._generating: dict[ray.ObjectRef, _Generating] = {}
-        self._scored: dict[GroupId, ScoredGroup] = {}
+        """The call that asks an engine for its running groups (`migration.donor`), and the engine."""
 
     def loads(self) -> list[EngineLoad]:
-        """What each engine has to do, as planning sees it."""
-        return self._dispatcher.loads(self._slots)
+        """The work of each engine, as planning sees it."""
+        return self._dispatcher.loads(self._seats.seats_per_engine)
 
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
-        """Queue `groups` as planned, and start as many as there is room for.
+        """Queue `groups` as planned, and start those for which there are free seats.
 
-        Without a plan they come before everything that waits, and any engine takes the next one.
+        Without a plan they go before all waiting groups, and any engine takes the next one.
         """
-        plan = plan or self._in_order(groups)
-        self._waiting.update((group.group_id, group) for group in groups)
+        plan = plan or plan_first(groups, num_engines=len(self._engines))
+        self._places.admit(groups)
         self._dispatcher.admit(plan)
         if self._whole_step:
             (engine,) = self._engines.actors
@@ -137,7 +122,7 @@ class EnginePool:
             while (forecast := self._dispatcher.take(0)) is not None:
                 entering.append(forecast.group_id)
                 self._start(forecast, engine=0)
-            # calls may overtake each other on their way, so the engine is told whom to wait for, and in which order
+            # calls may overtake each other on their way, so the engine is told which groups to wait for, in order
             ray.get(engine.release.remote(entering))
         else:
             self._dispatch()
@@ -148,15 +133,15 @@ class EnginePool:
         Raises:
             RuntimeError: an engine or a scorer died or raised; the error names it and the group.
         """
-        wanted = sorted(group.group_id for group in self._admitted() if (group.purpose, group.step) == (purpose, step))
-        while missing := sum(group_id not in self._scored for group_id in wanted):
+        wanted = self._places.ids(purpose, step)
+        while missing := sum(group_id not in self._places.scored for group_id in wanted):
             _tell(progress, len(wanted) - missing, len(wanted))
             self._advance()
         _tell(progress, len(wanted), len(wanted))
-        return [self._scored.pop(group_id) for group_id in wanted]
+        return self._places.take(wanted)
 
     def take_batch(self, step: int, *, progress: Progress | None = None) -> list[ScoredGroup]:
-        """Wait until a step's batch can be made up (`Batches.batch`); its groups leave the pool, in order of admission.
+        """Wait until a step's batch is complete (`Batches.batch`); its groups leave the pool, in order of admission.
 
         Raises:
             RuntimeError: an engine or a scorer died or raised; the error names it and the group.
@@ -166,14 +151,14 @@ class EnginePool:
             _tell(progress, *self._batches.progress(step))
             self._advance()
         _tell(progress, len(wanted), len(wanted))
-        return [self._scored.pop(group_id) for group_id in wanted]
+        return self._places.take(wanted)
 
     @contextmanager
     def run_in_background(self) -> Iterator[None]:
-        """While the caller does something else, engines are given what waits, and what is finished is scored.
+        """While the body runs, engines are given waiting groups, and finished groups are scored.
 
         Raises:
-            RuntimeError: an engine or a scorer died or raised meanwhile; at the end.
+            RuntimeError: an engine or a scorer died or raised meanwhile; raised at the end of the body.
         """
         ends, failures = threading.Event(), list[Exception]()
 
@@ -185,7 +170,7 @@ class EnginePool:
                         self._advance(timeout_s=_POLL_S)
                     else:
                         ends.wait(_POLL_S)
-            except Exception as error:  # raised below, where the caller comes back
+            except Exception as error:  # raised below, in the caller's thread
                 failures.append(error)
 
         thread = threading.Thread(target=work, name="pool", daemon=True)
@@ -193,7 +178,7 @@ class EnginePool:
         try:
             yield
         except Exception as error:
-            error.add_note(f"the pool beside it: {failures[0] if failures else 'no failure'}")
+            error.add_note(f"the pool meanwhile: {failures[0] if failures else 'no failure'}")
             raise
         finally:
             ends.set()
@@ -202,115 +187,91 @@ class EnginePool:
             raise failures[0]
 
     def check_integrity(self) -> None:
-        """Assert that every group is in exactly one place and that no engine holds more than its slots allow."""
-        ids = [group.group_id for group in self._admitted()]
-        assert len(ids) == len(set(ids)), "a group is in two places"
+        """Assert that every group is in exactly one place and that no engine holds more than its seats allow."""
+        self._places.check_integrity()
         self._dispatcher.check_integrity()
-        for engine in range(len(self._engines)):
-            assert 0 <= self._ended[engine] <= self._sent[engine], "more responses have ended than were begun"
-
-    def _in_order(self, groups: Sequence[PromptGroup]) -> RolloutPlan:
-        forecasts = [
-            GroupForecast(
-                group_id=group.group_id,
-                step=_FIRST,
-                num_responses=len(group.seeds),
-                tokens=float(group.sampling.max_response_tokens),
-            )
-            for group in groups
-        ]
-        number = len(self._engines)
-        return RolloutPlan(queues=tuple(tuple(forecasts[engine::number]) for engine in range(number)), shares_work=True)
-
-    def _admitted(self) -> list[PromptGroup]:
-        return [
-            *self._waiting.values(),
-            *(item.group for item in self._generating.values()),
-            *self._scoring.groups(),
-            *(scored.group for scored in self._scored.values()),
-        ]
-
-    def _used(self, engine: int) -> int:
-        """Slots of an engine that are taken, as far as it has said."""
-        return self._sent[engine] - self._ended[engine]
+        self._seats.check_integrity()
 
     def _dispatch(self) -> None:
-        """Give the emptiest engines something to do until none has room; those that could have more are asked for
-        it.
-        """
-        self._note_who_is_there()
-        hungry = set(self._engines.there)
-        while hungry:
-            engine = min(hungry, key=lambda number: (self._used(number), number))
+        """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
+        self._follow_lost_engines()
+        candidates = set(self._engines.alive)
+        while candidates:
+            engine = self._seats.emptiest(candidates)
             forecast = self._dispatcher.peek(engine)
-            needed = 0 if forecast is None else free_slots_for(forecast.num_responses, self._slots)
-            if forecast is None or self._slots - self._used(engine) < needed:
-                hungry.discard(engine)
-                if forecast is not None and engine not in self._asked.values():
-                    enough = self._sent[engine] - (self._slots - needed)
-                    self._asked[self._engines.actors[engine].ended_at_least.remote(enough)] = engine
+            needed = 0 if forecast is None else free_seats_for(forecast.num_responses, self._seats.seats_per_engine)
+            if forecast is None or self._seats.free(engine) < needed:
+                candidates.discard(engine)
+                if forecast is not None and engine not in self._seat_calls.values():
+                    num_ended = self._seats.num_ended_for(engine, needed)
+                    self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
                 continue
             self._dispatcher.take(engine)
             self._start(forecast, engine=engine)
-        self._look_for_a_move()
+        self._ask_donor()
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
-        group = self._waiting.pop(forecast.group_id)
+        item = self._places.waiting[forecast.group_id]
+        group, sampled = item.group, item.sampled
+        continued = () if sampled is None else (sampled.summary, sampled.columns)
         call = self._engines.actors[engine].generate_group.options(num_returns=2)
-        summary, columns = call.remote(group, *self._begun.pop(group.group_id, ()))
-        self._generating[summary] = _Generating(group=group, engine=engine, columns=columns)
-        self._sent[engine] += len(group.seeds)
+        summary, columns = call.remote(group, *continued)
+        self._places.start(group.group_id, summary, engine=engine, columns=ColumnsRef(columns))
+        self._seats.begin(engine, len(group.seeds))
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 
     def _calls(self) -> list[ray.ObjectRef]:
-        """All that are under way."""
+        """All remote calls that have not ended."""
         surveys = [] if self._survey is None else [self._survey[0]]
-        return [*self._generating, *self._scoring, *self._asked, *surveys]
+        return [*self._places.generating, *self._places.scoring, *self._seat_calls, *surveys]
 
     def _advance(self, timeout_s: float | None = None) -> None:
-        waiting = self._calls()
-        if not waiting and not self._engines.there and self._revive is not None:
+        """Wait for calls, at most `timeout_s`, and act on those that have ended."""
+        calls = self._calls()
+        if not calls and not self._engines.alive and self._revive is not None:
             self._revive()
             self._dispatch()
             return
-        if not waiting and not self._engines.there:
+        if not calls and not self._engines.alive:
             raise EnginesLostError(
-                f"no engine is left, and {len(self._waiting)} groups wait: {self._engines.why(0)}",
+                f"no engine is left, and {len(self._places.waiting)} groups wait: {self._engines.loss_reason(0)}",
                 Place(role="engine", ranks=self._engines.lost),
             )
-        if not waiting:
+        if not calls:
             raise RuntimeError(
-                f"nothing is being sampled, and {len(self._waiting)} groups wait for a batch that needs more"
+                f"nothing is being sampled, and {len(self._places.waiting)} groups wait for a batch that needs more"
             )
-        ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
-        more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
+        ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
+        more, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
             if self._survey is not None and ref == self._survey[0]:
-                self._move_one(*self._survey)
-            elif ref in self._asked:
-                self._note_ended(ref)
-            elif ref in self._generating:
+                self._abort_migrating(*self._survey)
+            elif ref in self._seat_calls:
+                self._report_seats(ref)
+            elif ref in self._places.generating:
                 self._finish_generating(ref)
-            elif ref in self._scoring:
+            elif ref in self._places.scoring:
                 self._finish_scoring(ref)
-            # else it was asked of an engine of whose end another ref has told
+            # else the call went to an engine whose death another call of this round has reported
         self._dispatch()
 
-    def _look_for_a_move(self) -> None:
-        running = Counter(item.engine for item in self._generating.values() if item.engine not in self._closed)
+    def _ask_donor(self) -> None:
+        """Ask the engine that could give a group to an idle one for its running groups."""
+        generating = self._places.generating.values()
+        running = Counter(item.engine for item in generating if item.engine not in self._closed)
         engine = self.migration.donor(running, self._idle_engine())
         if engine is not None:
             self._survey = (self._engines.actors[engine].in_flight.remote(), engine)
 
     def _idle_engine(self) -> int | None:
-        """One that runs nothing and has nothing to wait for."""
-        busy = {item.engine for item in self._generating.values()}
-        idle = (engine for engine in self._engines.there if engine not in busy)
+        """An engine that runs no group and for which none waits."""
+        busy = {item.engine for item in self._places.generating.values()}
+        idle = (engine for engine in self._engines.alive if engine not in busy)
         return next((engine for engine in idle if self._dispatcher.peek(engine) is None), None)
 
-    def _move_one(self, ref: ray.ObjectRef, source: int) -> None:
-        """An engine has said what it runs: the group that gains most by it leaves for an idle engine."""
+    def _abort_migrating(self, ref: ray.ObjectRef, source: int) -> None:
+        """An engine has reported its running groups: abort the group that moves to an idle engine."""
         self._survey = None
         try:
             running: list[InFlight] = ray.get(ref)
@@ -321,49 +282,42 @@ class EnginePool:
             raise _failed(source, "in_flight", error) from error
         trained = {
             item.group.group_id
-            for item in self._generating.values()
+            for item in self._places.generating.values()
             if item.engine == source and item.group.purpose == TRAIN
         }
-        chosen = self.migration.answered([one for one in running if one.group_id in trained], self._idle_engine())
+        movable = [group for group in running if group.group_id in trained]
+        chosen = self.migration.answered(movable, self._idle_engine())
         if chosen is not None:
             self._engines.actors[source].abort.remote(chosen)
 
-    def _note_ended(self, ref: ray.ObjectRef) -> None:
-        engine = self._asked.pop(ref)
+    def _report_seats(self, ref: ray.ObjectRef) -> None:
+        engine = self._seat_calls.pop(ref)
         try:
-            self._ended[engine] = ray.get(ref)
+            num_ended: int = ray.get(ref)
         except ray.exceptions.RayActorError as error:
             self._lose(engine, error)
+            return
         except ray.exceptions.RayError as error:
             raise _failed(engine, "ended_at_least", error) from error
-        if self._ended[engine] > self._sent[engine]:
-            raise RuntimeError(
-                f"engine {engine} has ended {self._ended[engine]} responses, of which this pool began "
-                f"{self._sent[engine]}: an engine has one pool, from its start on"
-            )
+        self._seats.report(engine, num_ended)
 
     def _lose(self, engine: int, error: Exception) -> None:
-        """An engine has died; raises where there is no going on without it."""
+        """Mark an engine as lost; EnginesLostError in a deterministic run, which has no other engine."""
         if self._whole_step:
             raise EnginesLostError(
                 f"engine {engine} died, and a deterministic run has no other: {brief(error)}",
                 Place(role="engine", ranks=(engine,), node=node_of(error)),
             ) from error
-        self._engines.lose(engine, brief(error))
-        self._note_who_is_there()
+        self._engines.mark_lost(engine, brief(error))
+        self._follow_lost_engines()
 
-    def _issue_again(self, group: PromptGroup, *, at: int | None = None) -> None:
-        self._waiting[group.group_id] = group
-        self._dispatcher.again(group.group_id, at=at)
-
-    def _note_who_is_there(self) -> None:
-        """Close the queues of engines that are lost, and open those of engines that have come."""
+    def _follow_lost_engines(self) -> None:
+        """Close the queues of engines that are lost, and open those of engines that serve again."""
         lost = set(self._engines.lost)
         for engine in lost - self._closed:
             self._dispatcher.close(engine)
-            # a successor counts from 0; whoever asked the old one is answered by its end
-            self._asked = {ref: number for ref, number in self._asked.items() if number != engine}
-            self._sent[engine] = self._ended[engine] = 0
+            self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
+            self._seats.reset(engine)
             if self.migration.lost(engine):
                 self._survey = None
         for engine in self._closed - lost:
@@ -371,42 +325,49 @@ class EnginePool:
         self._closed = lost
 
     def _finish_generating(self, ref: ray.ObjectRef) -> None:
-        item = self._generating.pop(ref)
+        """Have a finished group scored; an interrupted group waits again."""
+        item = self._places.generating[ref]
+        group_id = item.group.group_id
         try:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            self.migration.returned(item.group.group_id, goes_on=False)
+            self.migration.returned(group_id, resumable=False)
             self._lose(item.engine, error)
-            self.num_reissued += 1
-            self._issue_again(item.group)
+            self._reissue(ref, group_id, None)
             return
         except ray.exceptions.RayError as error:
-            raise _failed(item.engine, f"group {item.group.group_id}", error) from error
-        target = self.migration.returned(item.group.group_id, goes_on=summary.is_unfinished and not summary.fault)
+            raise _failed(item.engine, f"group {group_id}", error) from error
+        sampled = Sampled(summary=summary, columns=item.columns)
+        target = self.migration.returned(group_id, resumable=summary.is_unfinished and not summary.fault)
         if summary.fault:
             self._lose(item.engine, ProcessLostError(summary.fault))
             if summary.is_unfinished:
-                self._begun[item.group.group_id] = (summary, item.columns)
-                self.num_reissued += 1
-                self._issue_again(item.group)
+                self._reissue(ref, group_id, sampled)
                 return
         elif target is not None:
-            self._begun[item.group.group_id] = (summary, item.columns)
-            self._issue_again(item.group, at=target)
+            self._places.interrupt(ref, sampled)
+            self._dispatcher.requeue(group_id, at=target)
             return
-        self._dispatcher.finish(item.group.group_id)
-        self._scoring.submit(item.group, summary, item.columns)
+        self._dispatcher.finish(group_id)
+        call, scorer = self._scorers.submit(item.group, item.columns)
+        self._places.submit(ref, call, sampled, scorer=scorer)
+
+    def _reissue(self, ref: ray.ObjectRef, group_id: GroupId, sampled: Sampled | None) -> None:
+        """A group of a lost engine waits again."""
+        self.num_reissued += 1
+        self._places.interrupt(ref, sampled)
+        self._dispatcher.requeue(group_id)
 
     def _finish_scoring(self, ref: ray.ObjectRef) -> None:
-        scored = self._scoring.finish(ref)
-        self._scored[scored.group.group_id] = scored
+        scored = self._scorers.finish(ref, self._places.scoring[ref])
+        self._places.complete(ref, scored)
         if self._batches is not None and scored.group.purpose == TRAIN:
             self._batches.completed(scored.group.group_id)
 
 
-def _failed(engine: int, what: str, error: Exception) -> CallError:
+def _failed(engine: int, action: str, error: Exception) -> CallError:
     place = Place(role="engine", ranks=(engine,), node=node_of(error))
-    return CallError(f"engine {engine}: {what} failed: {brief(error)}", place)
+    return CallError(f"engine {engine}: {action} failed: {brief(error)}", place)
 
 
 def _tell(progress: Progress | None, done: int, total: int) -> None:

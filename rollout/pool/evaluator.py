@@ -1,4 +1,4 @@
-"""Runs the evaluation sets on the engines of a pool, as they are."""
+"""Runs the evaluation sets on the engines of a pool, in their weight format."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from rollout.pool.engine_pool import EnginePool, Progress
 from rollout.types import GroupId, Prompt
 
 FIRST_GROUP_ID = 1 << 48
-"""Evaluation groups are numbered from here, so that training groups keep the same numbers with and without it."""
+"""First number of evaluation groups, so that training groups have the same numbers with and without evaluation."""
 
 
 class Evaluator:
@@ -25,7 +25,7 @@ class Evaluator:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Of all sets, in the order in which they are sampled."""
+        """Prompts of all sets, in the order of sampling."""
         return [prompt for name in self._sets for prompt in self._prompts[name]]
 
     def evaluate(

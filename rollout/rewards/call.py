@@ -1,8 +1,8 @@
-"""Calls a reward function inside a worker process and turns what it returns into plain numbers.
+"""Calls a reward function inside a worker process and converts the result to plain numbers.
 
-Runs in a process of its own and therefore imports nothing heavy: neither ray nor torch. Whatever the function raises
-becomes text here, because not every exception survives pickling; a return value of the wrong type is the user's
-mistake in every sample alike, so it is reported apart and stops the run.
+The worker process imports neither ray nor torch. Exceptions of the function become text here, because some of them
+cannot be pickled. A return value of the wrong type affects every sample, so it is reported separately and stops the
+run.
 """
 
 import json
@@ -31,7 +31,7 @@ class RewardRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome:
-    """What came of one call."""
+    """Result of one call."""
 
     reward: float = math.nan
     details: tuple[tuple[str, float], ...] = ()
@@ -42,12 +42,16 @@ class RewardOutcome:
 
 
 def load_reward(function: str) -> Callable[..., object]:
-    """The reward function at a dotted path; ValueError when there is none. Also the initialiser of a worker."""
+    """The reward function at a dotted path; also the initialiser of a worker.
+
+    Raises:
+        ValueError: there is no such function.
+    """
     return _loaded(function)
 
 
 def call_reward(request: RewardRequest) -> RewardOutcome:
-    """Call the function; never raises for what the function does."""
+    """Call the function; its exceptions become part of the outcome."""
     function = _loaded(request.function)
     try:
         returned = function(
@@ -62,7 +66,7 @@ def call_reward(request: RewardRequest) -> RewardOutcome:
 
 
 def read_outcome(returned: object, *, function: str) -> RewardOutcome:
-    """A number, or a dict with a number under `score` and further numbers that are kept as details."""
+    """Outcome of a returned number, or of a dict with a number under `score`; its further numbers become details."""
     reward = returned.get("score") if isinstance(returned, Mapping) else returned
     if not isinstance(reward, Real):
         return RewardOutcome(

@@ -2,11 +2,11 @@ r"""Exact or numeric match of a response's final answer with the ground truth: 1
 
 The final answer is the text after the *last* marker in the response: `\boxed{...}`, `####`, or `answer:` / `answer is`
 (any case), up to the end of its line. Without a marker it is the last number; without a number the response is wrong.
-The ground truth is read the same way if it holds a marker (GSM8K's solutions do), and as it is otherwise.
+The ground truth is read in the same way if it holds a marker (as GSM8K's solutions do), and verbatim otherwise.
 
-Where the ground truth is a number, the answer must have its value, to one part in 10^6: `1,000`, `$1000` and `1000.0`
-are equal, so are `2/4` and `0.5`; a percent sign is ignored; of an answer with words (`42 apples`) the last number
-counts. Otherwise both must be the same text apart from case, spaces and surrounding punctuation.
+If the ground truth is a number, the answer must have its value, to one part in 10^6: `1,000`, `$1000` and `1000.0` are
+equal, and so are `2/4` and `0.5`. A percent sign is ignored. In an answer with words (`42 apples`) the last number
+counts. Otherwise both texts must be equal apart from case, spaces and surrounding punctuation.
 """
 
 import math
@@ -18,14 +18,14 @@ _TOLERANCE = 1e-6
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> dict[str, float]:
-    """`score` 1.0 for the right final answer, else 0.0; `parsed` 1.0 when a final answer was found at all."""
+    """`score` 1.0 for the right final answer, else 0.0; `parsed` 1.0 if the response has a final answer."""
     answer = final_answer(solution_str)
     right = answer is not None and same_answer(answer, _after_last_marker(ground_truth) or ground_truth)
     return {"score": float(right), "parsed": float(answer is not None)}
 
 
 def final_answer(text: str) -> str | None:
-    """The final answer of a response; None when its last marker has nothing behind it, or without marker and number."""
+    """The final answer of a response; None if nothing follows its last marker, or it has no marker and no number."""
     marked = _after_last_marker(text)
     if marked is not None:
         return marked or None
@@ -34,7 +34,7 @@ def final_answer(text: str) -> str | None:
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """Whether an answer equals the ground truth, as a number where the ground truth is one, else as text."""
+    """Whether an answer equals the ground truth: by value if the ground truth is a number, else as text."""
     expected = as_number(truth)
     if expected is None:
         return _normal(answer) == _normal(truth) != ""
@@ -44,7 +44,7 @@ def same_answer(answer: str, truth: str) -> bool:
 
 
 def as_number(text: str) -> float | None:
-    """The value of a text that is one number, with thousands commas, a fraction, a currency or a percent sign."""
+    """The value of a text that is a single number, with thousands commas, a fraction, a currency or a percent sign."""
     plain = text.strip(" \t\n$€£*%").rstrip(".").rstrip("%*")
     if not _NUMBER.fullmatch(plain):
         return None
@@ -54,7 +54,7 @@ def as_number(text: str) -> float | None:
 
 
 def _after_last_marker(text: str) -> str | None:
-    """None without a marker, empty when nothing follows it."""
+    """The text after the last marker; None without a marker, empty if nothing follows it."""
     markers = list(_MARKERS.finditer(text))
     if not markers:
         return None
@@ -65,7 +65,7 @@ def _after_last_marker(text: str) -> str | None:
 
 
 def _braced(text: str) -> str:
-    """The text up to the brace that closes the one before it; empty when none does."""
+    """The text up to the closing brace of the marker; empty if the brace is missing."""
     depth = 1
     for index, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)

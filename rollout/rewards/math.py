@@ -1,12 +1,16 @@
-"""Mathematical equality by `math-verify`: LaTeX and plain expressions, sets, intervals, 1.0 or 0.0.
+"""Mathematical equality by `math-verify` (LaTeX and plain expressions, sets, intervals): 1.0 or 0.0.
 
-The library's own time limits use signals and threads, which do not belong into a worker that is already watched:
-they are off here, and the scorer's limit (`reward.timeout_s`) kills a comparison that runs away.
+The library's time limits use signals and threads and are off here: the scorer's limit (`reward.timeout_s`) already
+kills a comparison that takes too long.
 """
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> dict[str, float]:
-    """`score` 1.0 when the final answer equals the ground truth, else 0.0; `parsed` 1.0 when one was found."""
+    """`score` 1.0 if the final answer equals the ground truth, else 0.0; `parsed` 1.0 if the response has an answer.
+
+    Raises:
+        ValueError: the ground truth cannot be parsed.
+    """
     from math_verify import parse, verify
 
     answer = parse(solution_str, parsing_timeout=None)

@@ -1,6 +1,6 @@
-"""A step's responses as people and benchmarks read them: rows of text, and traces of token ids.
+"""Writes the responses of a step: rows of text for people, and traces of token ids for benchmarks.
 
-Made in the scorer's process, which has the tokenizer; the controller never holds text.
+Runs in the process that has the tokenizer (`rollout.rewards.text_actor`); the controller never holds text.
 """
 
 import json
@@ -30,37 +30,52 @@ class SampleRow(TypedDict):
     """[weight version, tokens sampled under it], in order."""
 
 
-def sample_rows(group: ScoredGroup, columns: GroupColumns, tokenizer: Tokenizer) -> list[SampleRow]:
-    """One row per response of a group."""
-    prompt = group.group.prompt
-    text = tokenizer.decode(columns.prompt_ids)
-    return [
-        SampleRow(
-            prompt_id=prompt.prompt_id,
-            sample=sample,
-            data_source=prompt.data_source,
-            prompt=text,
-            response=tokenizer.decode(columns.response(sample)),
-            reward=score.reward,
-            reward_status=score.status.value,
-            ground_truth=prompt.ground_truth,
-            length=group.summary.lengths[sample],
-            finish_reason=group.summary.finish_reasons[sample].value,
-            versions=[[span.weight_version, span.num_tokens] for span in group.summary.weight_spans[sample]],
-        )
-        for sample, score in enumerate(group.scores)
-    ]
+class SampleWriter:
+    """Writes the files of a step; a repeated step replaces its files."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def write(
+        self,
+        groups: Sequence[tuple[ScoredGroup, GroupColumns]],
+        *,
+        samples_path: Path,
+        traces_path: Path | None,
+        num_returned: int,
+    ) -> list[SampleRow]:
+        """Write one row per response to `samples_path`, and one trace per response to `traces_path` if given.
+
+        Returns the first `num_returned` rows. A reader of a file sees the old content or the new.
+        """
+        rows = [row for group, columns in groups for row in self._rows(group, columns)]
+        _replace_rows(samples_path, rows)
+        if traces_path is not None:
+            _replace_traces(traces_path, [trace for group, columns in groups for trace in _traces(group, columns)])
+        return rows[:num_returned]
+
+    def _rows(self, group: ScoredGroup, columns: GroupColumns) -> list[SampleRow]:
+        prompt = group.group.prompt
+        text = self._tokenizer.decode(columns.prompt_ids)
+        return [
+            SampleRow(
+                prompt_id=prompt.prompt_id,
+                sample=sample,
+                data_source=prompt.data_source,
+                prompt=text,
+                response=self._tokenizer.decode(columns.response(sample)),
+                reward=score.reward,
+                reward_status=score.status.value,
+                ground_truth=prompt.ground_truth,
+                length=group.summary.lengths[sample],
+                finish_reason=group.summary.finish_reasons[sample].value,
+                versions=[[span.weight_version, span.num_tokens] for span in group.summary.weight_spans[sample]],
+            )
+            for sample, score in enumerate(group.scores)
+        ]
 
 
-def write_rows(path: Path, rows: Sequence[SampleRow]) -> None:
-    """Replace `path` by one line per row; a reader sees the old file or the new one."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    aside.replace(path)
-
-
-def group_traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
-    """One trace per response of a group."""
+def _traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
     return [
         Trace(
             step=group.group.step,
@@ -74,9 +89,14 @@ def group_traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
     ]
 
 
-def replace_traces(path: Path, traces: Sequence[Trace]) -> None:
-    """Write the traces of a step; a repeated step replaces its file."""
-    aside = path.with_name(path.name + ".partial")
-    aside.unlink(missing_ok=True)
-    write_traces(aside, traces)
-    aside.replace(path)
+def _replace_rows(path: Path, rows: Sequence[SampleRow]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)
+
+
+def _replace_traces(path: Path, traces: Sequence[Trace]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # `write_traces` appends
+    write_traces(partial, traces)
+    partial.replace(path)

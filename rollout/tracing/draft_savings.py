@@ -1,6 +1,6 @@
-"""What drafts saved, measured: engines that draft against engines of the same run that do not.
+"""Measured savings of drafts: drafting engines compared with baseline engines of the same run.
 
-Only a run with `history.baseline_engines` has both; everywhere else there is the drafters' own estimate.
+Only a run with `history.baseline_engines` has both kinds; other runs have only the drafters' estimate.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,15 +11,15 @@ from rollout.tracing.forwards import Forwards
 from rollout.types import ScoredGroup
 
 
-def seconds_saved(forwards: Sequence[Forwards], groups: Sequence[ScoredGroup], stock: Collection[int]) -> float:
-    """Seconds of forwards that the step's tokens would have taken at the stock engines' rate, minus those they took.
+def seconds_saved(forwards: Sequence[Forwards], groups: Sequence[ScoredGroup], baseline: Collection[int]) -> float:
+    """Seconds of forwards that drafts saved: the step's drafted tokens at the baseline engines' rate, minus measured.
 
     Args:
-        forwards: of each engine, by its number; those outside the step's rollout are not counted.
+        forwards: of each engine, by its number; forwards outside the step's rollout are not counted.
         groups: of the step.
-        stock: numbers of the engines that do not draft.
+        baseline: numbers of the engines that do not draft.
 
-    Returns NaN where one of the two kinds sampled nothing.
+    Returns NaN where drafting or baseline engines sampled nothing.
     """
     began = min(group.summary.started_at_s for group in groups)
     ended = max(group.summary.finished_at_s for group in groups)
@@ -27,11 +27,11 @@ def seconds_saved(forwards: Sequence[Forwards], groups: Sequence[ScoredGroup], s
     for group in groups:
         tokens[group.summary.engine_id] += sum(group.summary.lengths)
     busy = np.array([_busy_s(of_engine, began, ended) for of_engine in forwards])
-    is_stock = np.isin(np.arange(len(forwards)), list(stock))
-    if not tokens[is_stock].sum() or not tokens[~is_stock].sum():
+    is_baseline = np.isin(np.arange(len(forwards)), list(baseline))
+    if not tokens[is_baseline].sum() or not tokens[~is_baseline].sum():
         return float("nan")
-    stock_rate_s = busy[is_stock].sum() / tokens[is_stock].sum()
-    return float(tokens[~is_stock].sum() * stock_rate_s - busy[~is_stock].sum())
+    baseline_rate_s = busy[is_baseline].sum() / tokens[is_baseline].sum()
+    return float(tokens[~is_baseline].sum() * baseline_rate_s - busy[~is_baseline].sum())
 
 
 def _busy_s(forwards: Forwards, began: float, ended: float) -> float:

@@ -1,15 +1,14 @@
-"""How fast an engine is when it is full, learned from the forwards that a run has traced.
+"""Speed of a full engine, fitted to the forwards that a run has traced.
 
     seconds = fixed_s + token_s * tokens computed + context_s * tokens of context
 
-The fixed part (weights are read, kernels are launched) is what the requests of a forward share; the rest each brings
-along, in a full engine as in an empty one. So a forward of n requests, where N of them fill the engine, would have
-taken n / N of its fixed part as its share of a full forward, and all of the rest. That is *the time of the same tokens
-on a saturated engine*: work and context are the same, and only what a forward costs however few it serves is divided.
-A forward that took longer than such forwards usually do is cut in the same proportion: noise is not a bubble.
+The requests of a forward share the fixed part (reading weights, launching kernels). The rest is the cost of each
+request, in a full engine as in an empty one. Let N requests fill the engine. A forward of n requests is then charged
+n / N of the fixed part and all of the rest. This is *the time of the same tokens on a saturated engine*: only the fixed
+cost is divided. A forward that took longer than the fit predicts is charged the same share: noise is not a bubble.
 
-N is the highest concurrency of which the run has evidence, not the configured one: an engine that was never full is
-compared with the fullest that it was. Draft tokens that were rejected count as computed.
+N is the highest concurrency of which the run has evidence, not the configured limit: an engine that was never full is
+compared with its fullest forwards. Rejected draft tokens count as computed.
 
 Invariants: shares lie in [0, 1]; a forward of N requests or more has share 1; too little evidence gives no speed.
 """
@@ -22,33 +21,33 @@ import numpy.typing as npt
 from rollout.tracing.forwards import Forwards
 
 MIN_FORWARDS = 64
-"""Fewer forwards than this say nothing."""
+"""Least number of forwards for a fit."""
 NUM_EVIDENT = 8
-"""Forwards that must have had a concurrency for it to count as seen."""
+"""Number of forwards that must have reached a concurrency for it to count."""
 MAX_FITTED = 8192
-"""Forwards that a fit looks at, evenly spread over those given."""
+"""Most forwards of a fit, evenly spread over the given ones."""
 _NUM_ROUNDS = 8
 _BOUND = 0.3
-"""Relative error from which a forward counts less: a first compilation or a stolen core must not move the fit."""
+"""Relative error above which a forward counts less: a first compilation or a busy core must not move the fit."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpeed:
-    """What a forward costs, and how many requests fill one."""
+    """Cost of a forward, and the number of requests that fill it."""
 
     fixed_s: float
     """Seconds of any forward."""
     token_s: float
     """Seconds for each token computed."""
     context_s: float
-    """Seconds for each token whose keys and values were there before."""
+    """Seconds for each token whose keys and values were already in the cache."""
     saturated_requests: int
     """N: the highest concurrency of which there is evidence."""
 
     def saturated_shares(self, forwards: Forwards) -> Floats:
-        """Share of each forward's own duration that a saturated engine would have needed, [N] in [0, 1]."""
+        """Share of each forward's duration that a saturated engine would have needed, [N] in [0, 1]."""
         varying = self.token_s * forwards["num_scheduled_tokens"] + self.context_s * forwards["num_context_tokens"]
         fill = np.minimum(forwards["num_running"] / self.saturated_requests, 1.0)
         whole = self.fixed_s + varying
@@ -70,25 +69,25 @@ def fit_speed(forwards: Forwards) -> EngineSpeed | None:
 
 
 def _fit(features: Floats, seconds: Floats) -> tuple[float, float, float]:
-    """Least squares of relative errors with coefficients >= 0; rounds, because weights depend on the fit."""
+    """Least squares of relative errors with coefficients >= 0; repeated, because weights depend on the fit."""
     estimate, trust = seconds, np.ones(len(seconds))
-    found = np.zeros(features.shape[1])
+    coefficients = np.zeros(features.shape[1])
     for _ in range(_NUM_ROUNDS):
         weights = np.sqrt(trust) / estimate
-        found = _not_negative(features * weights[:, None], seconds * weights)
-        estimate = np.maximum(features @ found, 1e-9)
+        coefficients = _not_negative(features * weights[:, None], seconds * weights)
+        estimate = np.maximum(features @ coefficients, 1e-9)
         trust = np.minimum(1.0, _BOUND / np.maximum(np.abs(seconds / estimate - 1), 1e-9))
-    fixed_s, token_s, context_s = found
+    fixed_s, token_s, context_s = coefficients
     return float(fixed_s), float(token_s), float(context_s)
 
 
 def _not_negative(features: Floats, targets: Floats) -> Floats:
-    """Least squares in which coefficients that come out negative are zero, and the rest is solved again."""
-    found, free = np.zeros(features.shape[1]), np.ones(features.shape[1], dtype=bool)
+    """Least squares; negative coefficients become zero and the rest is solved again."""
+    coefficients, free = np.zeros(features.shape[1]), np.ones(features.shape[1], dtype=bool)
     while free.any():
         solved = np.linalg.lstsq(features[:, free], targets, rcond=None)[0]
         if (solved >= 0).all():
-            found[free] = solved
+            coefficients[free] = solved
             break
         free[free] = solved >= 0
-    return found
+    return coefficients

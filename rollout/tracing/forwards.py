@@ -1,10 +1,9 @@
-"""One record per forward of an engine: the raw material of price surfaces, timelines and simulators.
+"""One record per forward of an engine; forward-cost models, timelines and simulators read them.
 
-Recording costs a few microseconds per forward and nothing is sent until somebody drains it, so it is
-always on. On a CUDA device a forward's duration comes from a pair of events that are only looked at
-when they are drained; elsewhere from the clock.
+Recording is always on: it costs a few microseconds per forward, and records stay in the worker until they are drained.
+On a CUDA device a pair of events gives a forward's duration and is read at draining; elsewhere the clock gives it.
 
-Invariant: at most `CAPACITY` records are held; the oldest ones go first and are counted.
+Invariant: at most `CAPACITY` records are held; the oldest are overwritten and counted.
 """
 
 from collections import deque
@@ -23,8 +22,8 @@ FORWARD = np.dtype(
         ("seconds", np.float32),
     ]
 )
-"""Wall clock at its start; requests in it; tokens computed (prompt chunks, sampled ones, drafts); tokens whose keys and
-values were there before; duration."""
+"""Wall clock at the start; requests; tokens computed (prompt chunks, sampled tokens, drafts); tokens whose keys and
+values were already in the cache; duration."""
 
 Forwards = npt.NDArray[np.void]
 """[N] of `FORWARD`."""
@@ -34,14 +33,14 @@ CAPACITY = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRecord:
-    """One forward, as the worker sees it."""
+    """One forward, as the worker records it."""
 
     started_at_s: float
     num_running: int
     num_scheduled_tokens: int
     num_context_tokens: int
     seconds: Callable[[], float]
-    """Its duration; asked for when the record is drained, since a device may still be at work before."""
+    """Returns the duration; called at draining, because a device may still be running the forward before."""
 
 
 class ForwardLog:
@@ -50,7 +49,7 @@ class ForwardLog:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._records: deque[ForwardRecord] = deque(maxlen=capacity)
         self.num_lost = 0
-        """Records that were overwritten before anybody drained them."""
+        """Records that were overwritten before they were drained."""
 
     def append(self, record: ForwardRecord) -> None:
         """Add one forward."""
@@ -59,7 +58,7 @@ class ForwardLog:
         self._records.append(record)
 
     def drain(self) -> bytes:
-        """Return all records as the bytes of an array of `FORWARD`, and forget them."""
+        """Return all records as the bytes of an array of `FORWARD`, and clear the log."""
         rows = [
             (r.started_at_s, r.num_running, r.num_scheduled_tokens, r.num_context_tokens, r.seconds())
             for r in self._records
@@ -69,5 +68,5 @@ class ForwardLog:
 
 
 def decode_forwards(data: bytes) -> Forwards:
-    """Read what `ForwardLog.drain` wrote."""
+    """Array of the bytes that `ForwardLog.drain` returned."""
     return np.frombuffer(data, dtype=FORWARD)

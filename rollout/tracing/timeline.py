@@ -1,19 +1,18 @@
-"""Where the time of each engine went: running forwards, waiting for somebody, or nothing to do.
+"""Divides the time of each engine into parts: running forwards, waiting for another process, or idle.
 
-Computed from what each actor did (forwards of engines, spans of everybody else), not from phases that follow each
-other: an engine that samples while the trainer trains is busy, and one that has nothing to sample then waits for the
-trainer.
-A moment of an engine belongs to the first that holds:
+The division uses the activities of each actor (forwards of engines, spans of the others), not phases in sequence. An
+engine that samples while the trainer trains is busy; an engine without work then waits for the trainer.
+A moment of an engine belongs to the first row that holds:
 
     a forward runs     saturated / underfilled   split by `rollout.tracing.engine_speed`
-    a publish          publish                   weights travel, or devices change hands for it
+    a publish          publish                   weights travel, or trainer and engine swap device memory
     less than GAP_S    gap                       between two forwards: scheduling, drafting, output
     a checkpoint       checkpoint
     training           trainer_wait
-    others sample      tail_wait                 other engines are at work and this one has nothing left
-    anything else      other                     rewards that are still missing, the controller, set-up
+    others sample      tail_wait                 other engines still sample and this engine has no work
+    anything else      other                     missing rewards, the controller, set-up
 
-Invariants: parts are not negative and sum to the time between start and end, whatever overlaps.
+Invariants: parts are not negative, and they sum to the time between start and end however intervals overlap.
 """
 
 import enum
@@ -27,19 +26,19 @@ from rollout.tracing.engine_speed import EngineSpeed
 from rollout.tracing.forwards import Forwards
 
 GAP_S = 0.1
-"""Longest pause between two forwards that is the host's own; beyond it the engine had nothing to do."""
+"""Longest pause between two forwards that counts as host work; during a longer pause the engine was idle."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
 class Part(enum.Enum):
-    """What a moment of an engine was. All but the first are the bubble; all but the first two are idle."""
+    """Kind of a moment of an engine. All but the first are the bubble; all but the first two are idle."""
 
     SATURATED = "saturated"
-    """The share of forwards that the same tokens would have taken on a saturated engine."""
+    """The share of forwards that a saturated engine would have needed for the same tokens."""
     UNDERFILLED = "underfilled"
-    """The rest of forwards: too few requests shared what any forward costs."""
+    """The rest of forwards: too few requests shared the fixed cost of a forward."""
     TAIL_WAIT = "tail_wait"
     TRAINER_WAIT = "trainer_wait"
     PUBLISH = "publish"
@@ -57,27 +56,28 @@ _WAITS = {
     ("trainer", "train"): Part.TRAINER_WAIT,
     ("trainer", "switch"): Part.TRAINER_WAIT,
 }
-"""What an engine without a forward waits for while somebody does something (`megatron_rl.controller.phases`)."""
+"""Part of an engine without a forward, by (actor, activity) of a span (`megatron_rl.controller.phases`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Somebody did something; wall clock."""
+    """An activity of an actor, as `events.jsonl` records it; times are wall clock."""
 
-    who: str
-    what: str
+    actor: str
+    """`engines`, `trainer` or `publisher`."""
+    activity: str
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeline:
-    """One engine from `edges_s[0]` to `edges_s[-1]`, cut into K moments that follow each other."""
+    """One engine from `edges_s[0]` to `edges_s[-1]`, cut into K adjacent moments."""
 
     edges_s: Floats
     """[K + 1] wall clock, rising."""
     shares: Floats
-    """[K, parts] of each moment, in the order of `PARTS`; rows sum to 1, and forwards alone are mixed."""
+    """[K, parts] of each moment, in the order of `PARTS`. Rows sum to 1; only moments of forwards mix two parts."""
 
     def seconds(self) -> dict[Part, float]:
         """Seconds by part; they sum to the time between the first edge and the last."""
@@ -97,47 +97,68 @@ def engine_timelines(
     """One timeline for each engine, from `start_s` to `end_s` > `start_s`.
 
     Args:
-        forwards: of each engine; those outside of the time are ignored.
-        spans: of everybody; unknown ones are ignored, and so is a span that ends before it starts.
+        forwards: of each engine; forwards outside of the time are ignored.
+        spans: of all actors. Unknown spans are ignored, and spans that end before they start.
         start_s: wall clock.
         end_s: wall clock.
-        speed: None where it is not known; then all time of forwards is called saturated.
+        speed: None where it is not known; then all time of forwards counts as saturated.
+
+    Raises:
+        ValueError: `end_s` does not exceed `start_s`.
     """
     if not end_s > start_s:
         raise ValueError(f"a timeline from {start_s} to {end_s} has no length")
-    # wall clocks have ten digits before the point; what is added and compared here is counted from the start
+    # wall clocks have ten digits before the point, so sums and comparisons use seconds since the start
     length_s = end_s - start_s
     shifted = [
         (part, span.start_s - start_s, span.end_s - start_s)
         for span in spans
-        if (part := _WAITS.get((span.who, span.what))) is not None and span.end_s > span.start_s
+        if (part := _WAITS.get((span.actor, span.activity))) is not None and span.end_s > span.start_s
     ]
     waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
-    ordered = [of_one[np.argsort(of_one["started_at_s"], kind="stable")] for of_one in forwards]
-    shares = [np.ones(len(of_one)) if speed is None else speed.saturated_shares(of_one) for of_one in ordered]
-    runs = [_running(of_one, origin_s=start_s) for of_one in ordered]
-    stretches = [_stretches(run) for run in runs]
+    runs = [_Runs.of(of_engine, speed, origin_s=start_s) for of_engine in forwards]
+    stretches = [engine.stretches for engine in runs]
     return [
         _timeline(
-            run,
-            share,
-            stretch,
+            engine,
             others=np.concatenate([*stretches[:number], *stretches[number + 1 :], np.zeros((0, 2))]),
             waits=waits,
             start_s=start_s,
             length_s=length_s,
         )
-        for number, (run, share, stretch) in enumerate(zip(runs, shares, stretches, strict=True))
+        for number, engine in enumerate(runs)
     ]
 
 
 _PRIORITY = (Part.PUBLISH, Part.CHECKPOINT, Part.TRAINER_WAIT)
 
 
-def _running(forwards: Forwards, *, origin_s: float) -> Floats:
-    """When each forward ran, [N, 2] seconds since `origin_s`; in order, and none before the one before has ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """When one engine runs forwards, in seconds since the start of the timeline."""
 
-    A device takes forwards one after another, and the next may be launched while one still runs.
+    forwards: Floats
+    """[N, 2] start and end of each forward, rising; no two overlap."""
+    saturated: Floats
+    """[N] in [0, 1]: share of each forward that a saturated engine would have needed."""
+    stretches: Floats
+    """[S, 2] start and end of forwards with less than `GAP_S` between them."""
+
+    @classmethod
+    def of(cls, forwards: Forwards, speed: EngineSpeed | None, *, origin_s: float) -> "_Runs":
+        ordered = forwards[np.argsort(forwards["started_at_s"], kind="stable")]
+        intervals = _intervals(ordered, origin_s=origin_s)
+        return cls(
+            forwards=intervals,
+            saturated=np.ones(len(ordered)) if speed is None else speed.saturated_shares(ordered),
+            stretches=_stretches(intervals),
+        )
+
+
+def _intervals(forwards: Forwards, *, origin_s: float) -> Floats:
+    """Start and end of each forward, [N, 2] seconds since `origin_s`, rising and without overlap.
+
+    A device runs forwards one after another; the next may be launched while the current one still runs.
     """
     seconds = np.maximum(forwards["seconds"].astype(np.float64), 0)
     launched = forwards["started_at_s"] - origin_s
@@ -146,42 +167,39 @@ def _running(forwards: Forwards, *, origin_s: float) -> Floats:
     return np.stack([begins, begins + seconds], axis=1)
 
 
-def _stretches(runs: Floats) -> Floats:
-    """Forwards with less than `GAP_S` between them as one, [S, 2]."""
-    if not len(runs):
-        return runs
-    cuts = np.flatnonzero(runs[1:, 0] - runs[:-1, 1] >= GAP_S) + 1
-    return np.stack([runs[np.r_[0, cuts], 0], runs[np.r_[cuts - 1, len(runs) - 1], 1]], axis=1)
+def _stretches(intervals: Floats) -> Floats:
+    """Join intervals with less than `GAP_S` between them, [S, 2]."""
+    if not len(intervals):
+        return intervals
+    cuts = np.flatnonzero(intervals[1:, 0] - intervals[:-1, 1] >= GAP_S) + 1
+    return np.stack([intervals[np.r_[0, cuts], 0], intervals[np.r_[cuts - 1, len(intervals) - 1], 1]], axis=1)
 
 
 def _timeline(
-    runs: Floats,
-    saturated: Floats,
-    stretches: Floats,
-    *,
-    others: Floats,
-    waits: Mapping[Part, Floats],
-    start_s: float,
-    length_s: float,
+    engine: _Runs, *, others: Floats, waits: Mapping[Part, Floats], start_s: float, length_s: float
 ) -> EngineTimeline:
-    bounds = [runs, others, *waits.values()]
+    """Cut the time at every bound of an interval, and give each moment to the first part that holds.
+
+    `others` are the stretches of the other engines, [S, 2]; `waits` the intervals of each waiting part, [W, 2].
+    """
+    bounds = [engine.forwards, others, *waits.values()]
     inside = np.concatenate([edges[(edges > 0) & (edges < length_s)] for edges in bounds])
     edges = np.unique(np.concatenate([[0.0, length_s], inside]))
     middles = (edges[:-1] + edges[1:]) / 2
     shares = np.zeros((len(middles), len(PARTS)))
-    number = np.searchsorted(runs[:, 0], middles, side="right") - 1
+    number = np.searchsorted(engine.forwards[:, 0], middles, side="right") - 1
     free = np.ones(len(middles), dtype=bool)
 
     def give(part: Part, holds: Flags) -> None:
         shares[holds & free, PARTS.index(part)] = 1.0
         free[holds] = False
 
-    running = _covered(runs, middles)
-    shares[running, PARTS.index(Part.SATURATED)] = saturated[number[running]]
-    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - saturated[number[running]]
+    running = _covered(engine.forwards, middles)
+    shares[running, PARTS.index(Part.SATURATED)] = engine.saturated[number[running]]
+    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - engine.saturated[number[running]]
     free[running] = False
     give(Part.PUBLISH, _covered(waits[Part.PUBLISH], middles))
-    give(Part.GAP, _covered(stretches, middles))
+    give(Part.GAP, _covered(engine.stretches, middles))
     give(Part.CHECKPOINT, _covered(waits[Part.CHECKPOINT], middles))
     give(Part.TRAINER_WAIT, _covered(waits[Part.TRAINER_WAIT], middles))
     give(Part.TAIL_WAIT, _covered(others, middles))
@@ -190,7 +208,7 @@ def _timeline(
 
 
 def _covered(intervals: Floats, at: Floats) -> Flags:
-    """Whether any interval holds each moment, [len(at)]."""
+    """Whether any interval covers each moment, [len(at)]."""
     begun = np.searchsorted(np.sort(intervals[:, 0]), at, side="right")
     ended = np.searchsorted(np.sort(intervals[:, 1]), at, side="right")
     return np.asarray(begun > ended)
@@ -203,8 +221,8 @@ def timeline_metrics(engines: Sequence[EngineTimeline], speed: EngineSpeed | Non
         bubble     = idle_share + underfilled_share
         tail_share = tail_wait_share + underfilled_share
 
-    Without a speed there is no telling a full forward from an empty one: `bubble`, `tail_share` and `underfilled_share`
-    are left out.
+    Without a speed, full and underfilled forwards look alike: `bubble`, `tail_share`, `underfilled_share` and
+    `saturated_requests` are left out.
     """
     if not engines:
         return {}

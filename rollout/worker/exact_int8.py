@@ -38,6 +38,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from rollout.cpu import quirks
+
 LARGEST_CODE = 127
 CHUNK = 1024
 """Inputs whose products float32 adds exactly in any order: 1024 x 127 x 127 is below 2^24."""
@@ -221,6 +223,10 @@ def _multiply(kernel: type[Int8ScaledMMLinearKernel], inputs: torch.Tensor, code
 
 def _main() -> None:
     current_platform.import_kernels()
+    if current_platform.is_cpu():  # as `rollout.worker.worker`, so that the kernel is the one that engines would use
+        quirks.int8_kernel_refuses_rows_that_vllm_offers_it()
+        quirks.first_small_batch_dies_with_illegal_instruction()
+        quirks.int8_logits_are_uniform_after_reload()
     if _vllm_kernel() is None:
         print(f"INT8: not asked: vLLM has no INT8 kernel for this platform ({_platform()})")
     else:

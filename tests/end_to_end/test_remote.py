@@ -128,7 +128,7 @@ def test_a_rank_that_raises_is_named_with_its_error():
 
 def test_every_group_comes_back_once_scored_in_the_order_of_admission():
     engines = [Engine.remote() for _ in range(2)]
-    pool = EnginePool(group_of(*engines), [Scorer.remote(), Scorer.remote()], slots_per_engine=8)
+    pool = EnginePool(group_of(*engines), [Scorer.remote(), Scorer.remote()], seats_per_engine=8)
     seen = []
     pool.admit(groups(12, purpose="train", step=5))
     pool.check_integrity()
@@ -145,7 +145,7 @@ def test_every_group_comes_back_once_scored_in_the_order_of_admission():
 
 
 def test_other_purposes_and_steps_stay_in_the_pool():
-    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], seats_per_engine=4)
     first, second = groups(2, step=0), [replace(group, step=1, group_id=group.group_id + 2) for group in groups(2)]
     pool.admit(first + second)
     assert len(pool.take("train", 1)) == 2
@@ -154,7 +154,7 @@ def test_other_purposes_and_steps_stay_in_the_pool():
 
 def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
     engine = Engine.remote()
-    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4, whole_step=True)
+    pool = EnginePool(group_of(engine), [Scorer.remote()], seats_per_engine=4, whole_step=True)
     pool.admit(groups(6, step=0))
     assert len(pool.take("train", 0)) == 6
     _, calls = ray.get(engine.report.remote())
@@ -164,7 +164,7 @@ def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
 
 
 def test_an_engine_that_fails_is_named_with_its_group():
-    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], seats_per_engine=4)
     (group,) = groups(1)
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
     with pytest.raises(RuntimeError, match=r"(?s)engine 0: group 0 failed.*out of keys and values"):
@@ -173,9 +173,9 @@ def test_an_engine_that_fails_is_named_with_its_group():
 
 def test_a_second_pool_of_an_engine_that_has_sampled_is_refused():
     engines = group_of(Engine.remote())
-    EnginePool(engines, [Scorer.remote()], slots_per_engine=12).admit(groups(3))
+    EnginePool(engines, [Scorer.remote()], seats_per_engine=12).admit(groups(3))
     ray.get(engines.actors[0].ended_at_least.remote(12))
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=4)
     pool.admit(groups(3))
     with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began 4"):
         pool.take("train", 0)
@@ -209,7 +209,7 @@ class Batches:
 def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
     batches = Batches(5)
     engines = group_of(*(Engine.remote() for _ in range(2)))
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8, batches=batches)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, batches=batches)
     admitted = groups(15)
     pool.admit(admitted)
     taken = [scored.group.group_id for step in range(3) for scored in pool.take_batch(step)]
@@ -221,7 +221,7 @@ def test_groups_leave_in_the_batches_that_somebody_else_makes_up():
 
 def test_a_plan_says_which_engine_starts_what_and_in_which_order():
     engines = [Engine.remote() for _ in range(2)]
-    pool = EnginePool(group_of(*engines), [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(*engines), [Scorer.remote()], seats_per_engine=4)
     admitted = groups(6, step=0)
     forecasts = [GroupForecast(group_id=g.group_id, step=0, num_responses=4, tokens=9.0) for g in admitted]
     queues = (tuple(forecasts[i] for i in (5, 0)), tuple(forecasts[i] for i in (4, 3, 2, 1)))
@@ -237,7 +237,7 @@ def test_while_the_caller_does_something_else_groups_are_started_and_scored(answ
     """Also where an engine says that it has room after the last of its groups was scored."""
     batches = Batches(12)
     engines = group_of(Engine.remote(answers_after_s))
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=4, batches=batches)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=4, batches=batches)
     pool.admit(groups(12))
     with pool.run_in_background():
         deadline = time.monotonic() + 60
@@ -250,7 +250,7 @@ def test_while_the_caller_does_something_else_groups_are_started_and_scored(answ
 def test_what_fails_aside_is_told_when_the_caller_comes_back():
     engine = Engine.remote()
     ray.get(engine.report.remote())  # it is there
-    pool = EnginePool(group_of(engine), [Scorer.remote()], slots_per_engine=4)
+    pool = EnginePool(group_of(engine), [Scorer.remote()], seats_per_engine=4)
     (group,) = groups(1)
     pool.admit([replace(group, prompt=replace(group.prompt, ground_truth="poison"))])
     with pytest.raises(RuntimeError, match=r"engine 0: group 0 failed"), pool.run_in_background():
@@ -258,7 +258,7 @@ def test_what_fails_aside_is_told_when_the_caller_comes_back():
 
 
 def test_a_batch_that_nothing_can_complete_is_said_and_not_waited_for():
-    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], slots_per_engine=4, batches=Batches(2))
+    pool = EnginePool(group_of(Engine.remote()), [Scorer.remote()], seats_per_engine=4, batches=Batches(2))
     pool.admit(groups(1))
     with pytest.raises(RuntimeError, match="nothing is being sampled"):
         pool.take_batch(0)
@@ -306,13 +306,13 @@ def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(
     survivor = Mortal.remote(1000, with_actor)
     engines = group_of(Mortal.remote(4, with_actor), survivor)
     ray.get([actor.what_was_begun.remote() for actor in engines.actors])  # both are there
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8)
     admitted = groups(16, step=0)
     pool.admit(admitted)
     taken = pool.take("train", 0)
     pool.check_integrity()
     assert [scored.group.group_id for scored in taken] == list(range(16))
-    assert engines.lost == (0,) and engines.why(0)
+    assert engines.lost == (0,) and engines.loss_reason(0)
     assert pool.num_reissued > 0
     begun = {group_id: had for group_id, had in ray.get(survivor.what_was_begun.remote()).items() if had is not None}
     assert bool(begun) is not with_actor  # what an actor had is gone with it
@@ -326,10 +326,10 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
     brought = []
 
     def revive():
-        brought.append(engines.why(0))
+        brought.append(engines.loss_reason(0))
         engines.replace(0, Mortal.remote(1000, True))
 
-    pool = EnginePool(engines, [Scorer.remote()], slots_per_engine=8, revive=revive)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, revive=revive)
     pool.admit(groups(8, step=0))
     assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
     assert len(brought) == 1 and engines.lost == ()
@@ -337,7 +337,7 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
 
 
 def test_without_anybody_to_bring_an_engine_the_end_of_the_last_one_is_an_error():
-    pool = EnginePool(group_of(Mortal.remote(1, True)), [Scorer.remote()], slots_per_engine=8)
+    pool = EnginePool(group_of(Mortal.remote(1, True)), [Scorer.remote()], seats_per_engine=8)
     pool.admit(groups(2, step=0))
     with pytest.raises(EnginesLostError, match="2 groups wait"):
         pool.take("train", 0)

@@ -314,7 +314,7 @@ def one_run(world: World, generator: random.Random) -> None:
     pool = EnginePool(
         world.engines,
         [scorer],
-        slots_per_engine=SLOTS,
+        seats_per_engine=SLOTS,
         batches=watched,
         migration=GroupMigration(rule=world),
         revive=world.bring_back,

@@ -9,7 +9,7 @@ from benchmarks.planner.simulator.engines import GROUP_ENDED, REACHED, Engines, 
 from benchmarks.planner.simulator.workload import MAX_TOKENS, Workload
 from history.lengths.estimate import LengthEstimate
 from rollout.planning.admission import Admission, FixedBatches, FlexibleBatches, check_batches
-from rollout.planning.dispatcher import Dispatcher, free_slots_for
+from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import InFlight, MigrationRule
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import plan
@@ -65,7 +65,7 @@ class Outcome:
 def simulate(workload: Workload, cluster: Cluster, scheme: Scheme) -> Outcome:
     """Run every step of `workload`."""
     group_size = workload.lengths.shape[1]
-    min_free_slots = free_slots_for(group_size, cluster.num_slots)
+    min_free_slots = free_seats_for(group_size, cluster.num_slots)
     numbers = np.arange(workload.lengths.size).reshape(workload.lengths.shape)
     engines = Engines(
         num_engines=cluster.num_engines,

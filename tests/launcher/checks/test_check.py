@@ -179,7 +179,7 @@ def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
 def test_a_remote_complaint_about_the_users_input_is_one_screen() -> None:
     class RemoteError(ValueError):
         def __init__(self) -> None:
-            super().__init__("ray::Scorer()\nTraceback ...\nValueError: row 3 is bad")
+            super().__init__("ray::TextActor()\nTraceback ...\nValueError: row 3 is bad")
             self.cause = ValueError("row 3 is bad")
 
     with pytest.raises(LaunchError, match=r"^row 3 is bad$"), judging_user_input():

@@ -127,10 +127,18 @@ def test_lines_that_are_torn_or_something_else_are_counted_and_the_rest_is_shown
     write_run(tmp_path, num_steps=2)
     whole = len(read(tmp_path).spans)
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"who": "trainer", "what": "train", "start_s": NaN, "end_s": 2}\n[]\n{"who": "trai')
+        file.write('{"actor": "trainer", "activity": "train", "start_s": NaN, "end_s": 2}\n[]\n{"actor": "trai')
     found = read(tmp_path)
     assert len(found.spans) == whole
     assert list(found.notes) == ["3 of 9 lines of events.jsonl could not be read; their spans are not shown."]
+
+
+def test_spans_of_older_runs_are_read(tmp_path: Path):
+    write_run(tmp_path, num_steps=2)
+    events_file, spans = tmp_path / "events.jsonl", read(tmp_path).spans
+    text = events_file.read_text(encoding="utf-8")
+    events_file.write_text(text.replace('"actor"', '"who"').replace('"activity"', '"what"'), encoding="utf-8")
+    assert read(tmp_path).spans == spans and '"who"' in events_file.read_text(encoding="utf-8")
 
 
 def test_a_run_without_spans_or_without_forwards_says_so(tmp_path: Path):

@@ -167,7 +167,7 @@ def test_the_time_of_engines_is_drawn_with_a_legend_and_the_whole_run_lies_besid
 def test_what_is_missing_of_a_timeline_is_said_in_a_sentence(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=2)
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"who": "tra')
+        file.write('{"actor": "tra')
     assert "1 of 7 lines of events.jsonl could not be read" in write_report(tmp_path).read_text(encoding="utf-8")
     for path in (tmp_path / "traces").iterdir():
         path.unlink()

@@ -94,7 +94,7 @@ def test_a_span_is_recorded_even_when_its_body_raises(tmp_path: Path) -> None:
         with pytest.raises(KeyError), run.span("trainer-0", "train"):
             raise KeyError
         row = json.loads((tmp_path / "events.jsonl").read_text())
-    assert (row["who"], row["what"]) == ("trainer-0", "train")
+    assert (row["actor"], row["activity"]) == ("trainer-0", "train")
     assert row["start_s"] <= row["end_s"]
 
 

@@ -37,9 +37,9 @@ class Stand:
 
 def history(log):
     return Stand(
-        want=lambda prompts: log.append(f"want {prompts}"),
+        prefetch=lambda prompts: log.append(f"prefetch {prompts}"),
         begin_rollout=log.call("begin rollout"),
-        remember=log.call("remember"),
+        record_rewards=log.call("record rewards"),
         metrics=lambda: {"history/bytes": 1.0},
     )
 
@@ -206,21 +206,21 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
 def test_the_history_of_what_comes_next_is_ordered_before_the_trainer_starts_and_the_first_before_any_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
-    words = ("want", "begin rollout", "admit", "remember", "train begins", "evaluate ")
+    words = ("prefetch", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")
     assert [entry for entry in log if entry.startswith(words)] == [
-        "want ['evaluation', 'train']",
+        "prefetch ['evaluation', 'train']",
         "evaluate begins",
         "evaluate 0",
         "evaluate ends",
         "begin rollout",
         "admit",
-        "remember 0",
-        "want ['train']",
+        "record rewards 0",
+        "prefetch ['train']",
         "train begins",
         "begin rollout",
         "admit",
-        "remember 1",
-        "want ['evaluation']",
+        "record rewards 1",
+        "prefetch ['evaluation']",
         "train begins",
         "evaluate begins",
         "evaluate 2",

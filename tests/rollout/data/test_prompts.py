@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.data.order import OrderState, PromptOrder, PromptSet
-from rollout.data.prompts import load_prompts
+from rollout.data.prompts import PromptLoader
 from rollout.data.rows import read_rows
 from rollout.data.tokenizer import Tokenizer, check_fits_model
 from tests.support.byte_tokenizer import write_byte_tokenizer
@@ -41,7 +41,7 @@ def write_jsonl(path, rows):
 
 
 def test_rows_of_every_column_shape_become_prompts(tmp_path, tokenizer):
-    loaded = load_prompts(write_jsonl(tmp_path / "mix.jsonl", ROWS), tokenizer=tokenizer, max_prompt_tokens=99)
+    loaded = PromptLoader(tokenizer).load(write_jsonl(tmp_path / "mix.jsonl", ROWS), max_prompt_tokens=99)
     assert [p.prompt_id for p in loaded.prompts] == ["mix/0", "mix/1", "mix/2"]
     assert [p.ground_truth for p in loaded.prompts] == ["2", "hello", "6"]
     assert [p.data_source for p in loaded.prompts] == ["mix", "greetings", "mix"]
@@ -53,7 +53,7 @@ def test_rows_of_every_column_shape_become_prompts(tmp_path, tokenizer):
 
 
 def test_ids_equal_those_of_the_chat_template_itself(tmp_path, tokenizer):
-    loaded = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS[1:]), tokenizer=tokenizer, max_prompt_tokens=99)
+    loaded = PromptLoader(tokenizer).load(write_jsonl(tmp_path / "a.jsonl", ROWS[1:]), max_prompt_tokens=99)
     for prompt, row in zip(loaded.prompts, ROWS[1:], strict=True):
         direct = tokenizer._hub.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         assert prompt.token_ids.tolist() == direct
@@ -110,18 +110,18 @@ def test_overlong_prompts_are_refused_dropped_or_truncated_from_the_left(tmp_pat
     path = write_jsonl(tmp_path / "long.jsonl", ROWS)
 
     def load(overlong):
-        return load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=10, overlong=overlong)
+        return PromptLoader(tokenizer).load(path, max_prompt_tokens=10, overlong=overlong)
 
     with pytest.raises(ValueError, match=r"long\.jsonl, line 1: prompt has 15 tokens.*2 of 3"):
         load("refuse")
     dropped = load("drop")
     assert ([p.prompt_id for p in dropped.prompts], dropped.num_dropped) == (["long/1"], 2)
-    truncated, whole = load("truncate"), load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=99)
+    truncated, whole = load("truncate"), PromptLoader(tokenizer).load(path, max_prompt_tokens=99)
     assert truncated.num_truncated == 2
     for short, full in zip(truncated.prompts, whole.prompts, strict=True):
         assert short.token_ids.tolist() == full.token_ids.tolist()[-10:]
     with pytest.raises(ValueError, match="all 3 prompts"):
-        load_prompts(path, tokenizer=tokenizer, max_prompt_tokens=2, overlong="drop")
+        PromptLoader(tokenizer).load(path, max_prompt_tokens=2, overlong="drop")
 
 
 def test_the_limit_reads_no_further(tmp_path):
@@ -133,18 +133,16 @@ def test_the_limit_reads_no_further(tmp_path):
 def test_without_a_chat_template_text_is_taken_as_it_is_and_messages_are_refused(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template=None)
     tokenizer = Tokenizer(str(tmp_path))
-    loaded = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), tokenizer=tokenizer, max_prompt_tokens=99)
+    loaded = PromptLoader(tokenizer).load(write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), max_prompt_tokens=99)
     assert len(loaded.prompts[0].token_ids) == 12
     with pytest.raises(ValueError, match=r"b\.jsonl, line 1: .*no chat template"):
-        load_prompts(write_jsonl(tmp_path / "b.jsonl", ROWS[1:]), tokenizer=tokenizer, max_prompt_tokens=99)
+        PromptLoader(tokenizer).load(write_jsonl(tmp_path / "b.jsonl", ROWS[1:]), max_prompt_tokens=99)
 
 
 def test_a_template_that_refuses_a_conversation_is_named_with_the_line(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template="{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*no system turns"):
-        load_prompts(
-            write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), tokenizer=Tokenizer(str(tmp_path)), max_prompt_tokens=99
-        )
+        PromptLoader(Tokenizer(str(tmp_path))).load(write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), max_prompt_tokens=99)
 
 
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path):

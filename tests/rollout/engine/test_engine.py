@@ -295,5 +295,5 @@ def test_kernels_are_listed_by_layer(live, loop):
 
 def test_there_is_nothing_to_resume_in_a_serving_engine(live, loop):
     assert live.engine.state().status is EngineStatus.SERVING
-    with pytest.raises(RuntimeError, match="engine 3 is serving, there is nothing to resume"):
+    with pytest.raises(RuntimeError, match="engine 3 is serving and has no update to serve"):
         loop.run(live.engine.weights.resume())

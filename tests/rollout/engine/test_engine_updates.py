@@ -139,7 +139,7 @@ def test_a_failed_probe_fences_the_engine_and_the_next_publish_heals_it(serving_
         assert not done and state.status is EngineStatus.FENCED and "probe gap 9" in state.fault
         with pytest.raises(RuntimeError, match="cannot be probed: probe gap 9"):
             await serving_a.engine.weights.probe([1, 2, 3])
-        with pytest.raises(RuntimeError, match="nothing to resume"):
+        with pytest.raises(RuntimeError, match="no update to serve"):
             await serving_a.engine.weights.resume()
         await serving_a.push("A")
         return serving_a.engine.state().weight_version, await job

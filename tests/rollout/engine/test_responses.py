@@ -117,7 +117,7 @@ def test_the_actor_offers_every_method_of_the_engine_with_the_same_parameters():
     actor = EngineActor.__ray_metadata__.modified_class
     ours = {name: m for name, m in inspect.getmembers(Engine, inspect.isfunction) if not name.startswith("_")}
     ours["close"] = ours.pop("shutdown")
-    del ours["tell_ended"]  # a listener lives in the engine's process; from outside it is `connect_history`
+    del ours["on_response_ended"]  # a listener lives in the engine's process; from outside it is `connect_history`
     for name, method in ours.items():
         found = set(inspect.signature(getattr(actor, name)).parameters) - {"_ray_trace_ctx"}
         assert found == set(inspect.signature(method).parameters)

@@ -47,13 +47,13 @@ def test_twenty_cycles_of_sleep_give_back_what_they_took_and_change_nothing(slee
     async def cycle(version: int) -> tuple[int, list[float], dict]:
         await sleeping.engine.weights.sleep()
         free = free_bytes()
-        with pytest.raises(RuntimeError, match="sleeps: kv_cache, weights have to be woken first"):
+        with pytest.raises(RuntimeError, match="sleeps; wake these parts first: kv_cache, weights"):
             await sleeping.engine.weights.probe(PROBE)
         await sleeping.engine.weights.wake("weights")
         publish = sleeping.publish("A", version=version)
         await sleeping.engine.weights.update(publish.manifest, sleeping.stage(publish))
         sums = await sleeping.engine.weights.loaded_fingerprint()
-        with pytest.raises(RuntimeError, match="sleeps: kv_cache have to be woken first"):
+        with pytest.raises(RuntimeError, match="sleeps; wake these parts first: kv_cache"):
             await sleeping.engine.weights.resume()
         await sleeping.engine.weights.wake("kv_cache")
         probe = await sleeping.engine.weights.probe(PROBE)

@@ -76,18 +76,18 @@ LEFT = dict.fromkeys(range(6), 50.0) | {7: 8000.0}
 def test_a_group_that_was_chosen_goes_on_at_the_idle_engine_and_counts_once_it_has_come_back():
     migration = asked(LEFT)
     assert migration.answered(FULL, idle=0) == 7
-    assert migration.returned(GroupId(3), goes_on=False) is None
+    assert migration.returned(GroupId(3), resumable=False) is None
     assert migration.donor({1: 3}, idle=0) is None, "one group moves at a time"
     assert migration.num_moved == 0
-    assert migration.returned(GroupId(7), goes_on=True) == 0
+    assert migration.returned(GroupId(7), resumable=True) == 0
     assert migration.num_moved == 1
-    assert migration.returned(GroupId(7), goes_on=True) is None
+    assert migration.returned(GroupId(7), resumable=True) is None
 
 
 def test_a_group_that_ended_before_it_could_be_moved_does_not_move():
     migration = asked(LEFT)
     migration.answered(FULL, idle=0)
-    assert migration.returned(GroupId(7), goes_on=False) is None
+    assert migration.returned(GroupId(7), resumable=False) is None
     assert migration.num_moved == 0
     assert migration.donor({1: 3}, idle=0) == 1
 
@@ -96,7 +96,7 @@ def test_after_an_answer_that_led_to_nothing_nobody_is_asked_until_a_group_has_c
     migration = asked(dict.fromkeys(range(8), 0.0))
     assert migration.answered(FULL, idle=0) is None
     assert migration.donor({1: 3}, idle=0) is None
-    migration.returned(GroupId(3), goes_on=False)
+    migration.returned(GroupId(3), resumable=False)
     assert migration.donor({1: 3}, idle=0) == 1
 
 

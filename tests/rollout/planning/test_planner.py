@@ -13,7 +13,7 @@ from rollout.types import Prompt, PromptId, SamplingSpec
 from tests.support.scored_groups import scored_group
 
 NUM_PROMPTS, PER_STEP = 12, 4
-ENGINES = [EngineLoad(num_slots=8)] * 2
+ENGINES = [EngineLoad(num_seats=8)] * 2
 
 
 def prompt(number: int) -> Prompt:

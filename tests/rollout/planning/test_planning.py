@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.planning.dispatcher import Dispatcher
-from rollout.planning.plan import EngineLoad, GroupForecast, check_plan
+from rollout.planning.plan import EngineLoad, GroupForecast, check_plan, plan_first
 from rollout.planning.policies import LENGTH_COST, POLICIES, plan
 from rollout.types import GroupId
+from tests.support.scored_groups import scored_group
 
 
 def forecasts(lengths, *, step=0, first=0, num_responses=4) -> list[GroupForecast]:
@@ -30,7 +31,7 @@ LENGTHS = st.lists(st.integers(1, 32_768), min_size=1, max_size=60)
 def test_every_group_waits_for_exactly_one_engine(policy, lengths, later, num_engines, queued):
     groups = forecasts(lengths) + forecasts(later, step=1, first=len(lengths))
     engines = [
-        EngineLoad(num_slots=8, queued_tokens=float(queued * (i % 2)), speed=1 + i % 3) for i in range(num_engines)
+        EngineLoad(num_seats=8, queued_tokens=float(queued * (i % 2)), speed=1 + i % 3) for i in range(num_engines)
     ]
     made = plan(policy, groups, engines)
     check_plan(made, groups, engines)
@@ -39,27 +40,38 @@ def test_every_group_waits_for_exactly_one_engine(policy, lengths, later, num_en
         assert steps == sorted(steps)
 
 
+def test_groups_without_forecasts_go_before_every_step_and_over_all_engines():
+    groups = [scored_group(number).group for number in range(10, 15)]
+    first = plan_first(groups, num_engines=2)
+    dispatcher = Dispatcher(2)
+    dispatcher.admit(plan("lpt", forecasts([9] * 4), [EngineLoad(num_seats=8)] * 2))
+    dispatcher.admit(first)
+    check_plan(first, [forecast for queue in first.queues for forecast in queue], [EngineLoad(num_seats=8)] * 2)
+    taken = [dispatcher.take(number % 2).group_id for number in range(9)]
+    assert sorted(taken[:5]) == [10, 11, 12, 13, 14] and sorted(taken[5:]) == [0, 1, 2, 3]
+
+
 def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
     with pytest.raises(ValueError, match=r"`fastest` is not one of static, lpt, histopipe, adaptive, flexible"):
-        plan("fastest", [], [EngineLoad(num_slots=1)])
+        plan("fastest", [], [EngineLoad(num_seats=1)])
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=8, max_size=40))
 def test_longest_first_is_within_four_thirds_of_the_best_possible(lengths):
-    engines = [EngineLoad(num_slots=1)] * 4
+    engines = [EngineLoad(num_seats=1)] * 4
     made = plan("lpt", forecasts(lengths, num_responses=1), engines)
     loads = [sum(group.tokens for group in queue) for queue in made.queues]
     assert max(loads) <= 4 / 3 * max(sum(lengths) / 4, max(lengths)) + max(lengths) / 3
 
 
 def test_an_engine_that_is_busy_gets_less():
-    engines = [EngineLoad(num_slots=8, queued_tokens=30_000.0), EngineLoad(num_slots=8)]
+    engines = [EngineLoad(num_seats=8, queued_tokens=30_000.0), EngineLoad(num_seats=8)]
     busy, idle = plan("adaptive", forecasts([1000] * 10, num_responses=4), engines).queues
     assert (len(busy), len(idle)) == (1, 9)
 
 
 def test_rank_groups_cost_alike_and_change_ends_with_every_step():
-    engines = [EngineLoad(num_slots=8)] * 4
+    engines = [EngineLoad(num_seats=8)] * 4
     lengths = [100 * (i + 1) for i in range(40)]
     even, odd = (plan("histopipe", forecasts(lengths, step=step), engines).queues for step in (0, 1))
     assert [[g.tokens for g in queue] for queue in even] == [[g.tokens for g in queue] for queue in reversed(odd)]
@@ -99,14 +111,14 @@ def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_t
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 naive[group_id] = running.pop(group_id)
                 target = data.draw(st.integers(0, 2))
-                dispatcher.again(group_id, at=target)
+                dispatcher.requeue(group_id, at=target)
                 if target not in closed:
                     others = {dispatcher.peek(engine) for engine in range(3) if engine != target}
                     assert naive[group_id] not in others
             case "again" if running:
                 group_id = data.draw(st.sampled_from(sorted(running)))
                 naive[group_id] = running.pop(group_id)
-                dispatcher.again(group_id)
+                dispatcher.requeue(group_id)
             case "close":
                 closed.add(engine := data.draw(st.integers(0, 2)))
                 dispatcher.close(engine)
@@ -143,7 +155,7 @@ def test_without_sharing_an_engine_takes_only_what_was_planned_for_it():
 
 
 def run(admission, *, policy, num_steps, groups_per_step, num_engines, seed):
-    """A run of engines with one slot each, whose groups take random times; returns (batches, versions of starts)."""
+    """A run of engines with one seat each, whose groups take random times; returns (batches, versions of starts)."""
     clock, generator = 0.0, random.Random(seed)
     dispatcher = Dispatcher(num_engines)
     ends, started, batches, version, trained_at = [], {}, [], 0, None
@@ -264,7 +276,7 @@ def test_only_the_longest_expected_have_a_head_start():
     st.sampled_from(("static", "lpt", "histopipe", "adaptive", "flexible")),
 )
 def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(lengths, num_engines, data, policy):
-    engines = [EngineLoad(num_slots=8)] * num_engines
+    engines = [EngineLoad(num_seats=8)] * num_engines
     tail = data.draw(st.integers(1, num_engines - 1))
     groups = forecasts(lengths)
     found = plan(policy, groups, engines, tail_engines=tail)
@@ -280,4 +292,4 @@ def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(leng
 
 def test_no_engine_left_for_the_others_is_refused():
     with pytest.raises(ValueError, match="2 engines for the longest groups leave none of 2"):
-        plan("lpt", forecasts([1]), [EngineLoad(num_slots=8)] * 2, tail_engines=2)
+        plan("lpt", forecasts([1]), [EngineLoad(num_seats=8)] * 2, tail_engines=2)

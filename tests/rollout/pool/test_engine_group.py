@@ -68,7 +68,7 @@ def group(num_engines, failing, **answers):
 def test_a_fence_of_engine_3_that_fails_is_reported_as_engine_3(lost):
     engines = group(4, {3: {"fence": failed("no answer")}}, fence=None)
     if lost is not None:
-        engines.lose(lost, "killed")
+        engines.mark_lost(lost, "killed")
     with pytest.raises(CallError, match=r"^engine 3: fence failed: RuntimeError: no answer") as error:
         engines.fence({3: "the probe differs"}, timeout_s=1)
     assert error.value.place.ranks == (3,)
@@ -77,10 +77,10 @@ def test_a_fence_of_engine_3_that_fails_is_reported_as_engine_3(lost):
 def test_an_engine_that_ended_and_one_that_is_late_are_named_by_number_after_another_was_lost():
     died = ray.exceptions.RayActorError()
     engines = group(4, {2: {"drain": died}, 3: {"drain": LATE}}, drain=None)
-    engines.lose(0, "killed")
+    engines.mark_lost(0, "killed")
     with pytest.raises(ProcessLostError, match=r"^engine 2: drain failed") as ended:
         engines.drain(timeout_s=1)
-    engines.lose(2, "killed")
+    engines.mark_lost(2, "killed")
     with pytest.raises(DeadlineError, match=r"^engine\(s\) \[3\] had not finished `drain` after 1 s") as late:
         engines.drain(timeout_s=1)
     assert (ended.value.place.ranks, late.value.place.ranks) == ((2,), (3,))
@@ -88,7 +88,7 @@ def test_an_engine_that_ended_and_one_that_is_late_are_named_by_number_after_ano
 
 def test_answers_come_by_number_and_one_of_a_wrong_type_is_an_error():
     engines = group(3, {}, node_id="here")
-    engines.lose(1, "killed")
+    engines.mark_lost(1, "killed")
     assert engines.node_ids(timeout_s=1) == {0: "here", 2: "here"}
     assert list(engines.node_ids(timeout_s=1)) == [0, 2]
     wrong = group(2, {1: {"node_id": 5}}, node_id="here")

@@ -64,8 +64,8 @@ def test_metrics_add_up_engines_and_count_losses_once():
 def test_prompts_and_rewards_go_by_key():
     service, group = Service(), scored_group(0)
     client = HistoryClient(service, Engines())
-    client.want([group.group.prompt])
-    client.remember(4, [group])
+    client.prefetch([group.group.prompt])
+    client.record_rewards(4, [group])
     key = prompt_key(group.group.prompt.prompt_id)
     assert service.calls == [("publish_segments", [key]), ("rewards", 4, {key: group.rewards})]
 

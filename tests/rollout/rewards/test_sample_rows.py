@@ -4,25 +4,41 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from history.store.traces import read_traces
 from rollout.data.tokenizer import Tokenizer
-from rollout.rewards.sample_rows import group_traces, replace_traces, sample_rows, write_rows
-from rollout.types import GroupColumns
+from rollout.rewards.sample_rows import SampleWriter
+from rollout.types import GroupColumns, ScoredGroup
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.scored_groups import scored_group
 
 
-def test_rows_say_what_the_columns_hold_and_a_repeated_step_replaces_its_file(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path / "model")
-    tokenizer = Tokenizer(str(tmp_path / "model"))
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("model")
+    write_byte_tokenizer(directory)
+    return Tokenizer(str(directory))
+
+
+def with_columns(number: int) -> tuple[ScoredGroup, GroupColumns]:
+    group = scored_group(number)
+    assert isinstance(group.columns, GroupColumns)
+    return group, group.columns
+
+
+def test_rows_say_what_the_columns_hold_and_a_repeated_step_replaces_its_file(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     target = tmp_path / "step-0.jsonl"
     for number in (0, 1):
-        group = scored_group(number)
-        columns = group.columns
-        assert isinstance(columns, GroupColumns)
-        write_rows(target, sample_rows(group, columns, tokenizer))
+        group, columns = with_columns(number)
+        returned = SampleWriter(tokenizer).write(
+            [(group, columns)], samples_path=target, traces_path=None, num_returned=3
+        )
     rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert returned == rows[:3]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0.jsonl"]
     assert [row["prompt_id"] for row in rows] == ["t/1"] * 4
     assert [row["sample"] for row in rows] == [0, 1, 2, 3]
     assert [row["response"] for row in rows] == [tokenizer.decode(columns.response(s)) for s in range(4)]
@@ -30,13 +46,12 @@ def test_rows_say_what_the_columns_hold_and_a_repeated_step_replaces_its_file(tm
     assert [row["versions"] for row in rows] == [[[0, length]] for length in group.summary.lengths]
 
 
-def test_traces_come_back_as_the_columns_had_them(tmp_path: Path) -> None:
-    group = scored_group(3)
-    columns = group.columns
-    assert isinstance(columns, GroupColumns)
+def test_traces_come_back_as_the_columns_had_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    samples, target = tmp_path / "samples.jsonl", tmp_path / "traces.jsonl"
+    group, columns = with_columns(3)
     for _ in range(2):
-        replace_traces(tmp_path / "step-0.jsonl", group_traces(group, columns))
-    traces = list(read_traces(tmp_path / "step-0.jsonl"))
+        SampleWriter(tokenizer).write([(group, columns)], samples_path=samples, traces_path=target, num_returned=0)
+    traces = list(read_traces(target))
     assert [trace.sample for trace in traces] == [0, 1, 2, 3]
     for trace in traces:
         np.testing.assert_array_equal(trace.prompt_ids, columns.prompt_ids)

@@ -1,4 +1,4 @@
-"""Scoring in watched worker processes."""
+"""Scoring in watched worker processes, and the start of the text actor's parts; no Ray."""
 
 import logging
 from dataclasses import replace
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from rollout.config import RewardConfig
+from rollout.data.tokenizer import Tokenizer
 from rollout.failures import RewardBrokenError
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.scorer import ResponseScorer
+from rollout.rewards.text_actor import TextParts
 from rollout.types import GroupColumns, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoreStatus
 from tests.support.byte_tokenizer import write_byte_tokenizer
 
@@ -24,19 +26,20 @@ def model_directory(tmp_path_factory):
 
 @pytest.fixture
 def scorer_of(model_directory):
-    started = []
+    made = []
 
-    def make(function, **config):
-        started.append(Scorer(model_directory, RewardConfig(function=function, **config)))
-        return started[-1]
+    def start(function, **config):
+        made.append(ResponseScorer(Tokenizer(model_directory), RewardConfig(function=function, **config)))
+        made[-1].start()
+        return made[-1]
 
-    yield make
-    for scorer in started:
+    yield start
+    for scorer in made:
         scorer.close()
 
 
 def group_of(scorer, texts):
-    encoded = [np.append(ids, 256) for ids in scorer._loaded().encode(texts, add_special_tokens=False)]
+    encoded = [np.append(ids, 256) for ids in scorer._tokenizer.encode(texts, add_special_tokens=False)]
     prompt = Prompt(
         prompt_id=PromptId("set/0"),
         data_source="set",
@@ -111,22 +114,30 @@ def test_a_function_that_has_ever_succeeded_is_not_given_up(scorer_of):
 
 def test_a_module_that_fails_while_it_is_imported_is_told_from_a_path_that_leads_nowhere(scorer_of):
     with pytest.raises(RewardBrokenError, match=r"importing its module failed: KeyError: 'wrong'"):
-        scorer_of("tests.support.runs.unimportable_reward.compute_score").start()
+        scorer_of("tests.support.runs.unimportable_reward.compute_score")
     with pytest.raises(ValueError, match=r"No module named 'tests.nowhere'"):
-        scorer_of("tests.nowhere.compute_score").start()
+        scorer_of("tests.nowhere.compute_score")
 
 
 def test_a_bad_path_is_an_error_at_start(scorer_of):
     with pytest.raises(ValueError, match=r"reward\.function.*has no 'lenght'; did you mean 'length'"):
-        scorer_of(f"{FUNCTIONS}.lenght").start()
+        scorer_of(f"{FUNCTIONS}.lenght")
 
 
 def test_a_model_that_the_tokenizer_does_not_fit_is_an_error_at_start(tmp_path):
     write_byte_tokenizer(tmp_path, model_vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size is 100"):
-        Scorer(str(tmp_path), RewardConfig()).start()
+        TextParts.start(str(tmp_path), RewardConfig())
 
 
-def test_start_reports_the_tokenizer(scorer_of):
-    facts = scorer_of("rollout.rewards.exact.compute_score").start()
-    assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
+def test_the_parts_of_the_text_actor_share_a_tokenizer(model_directory, tmp_path):
+    parts = TextParts.start(model_directory, RewardConfig(function=f"{FUNCTIONS}.length"))
+    try:
+        facts = parts.tokenizer
+        assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
+        assert [score.reward for score in parts.scorer.score(*group_of(parts.scorer, ["abcd"]))] == [4.0]
+        (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
+        loaded = parts.prompts.load(str(tmp_path / "one.jsonl"), max_prompt_tokens=99)
+        assert [prompt.prompt_id for prompt in loaded.prompts] == ["one/0"]
+    finally:
+        parts.scorer.close()

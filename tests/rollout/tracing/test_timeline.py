@@ -17,8 +17,8 @@ def forwards(*runs: tuple[float, float, int]):
     return np.array([(ORIGIN_S + start, num, num, 0, seconds) for start, seconds, num in runs], dtype=FORWARD)
 
 
-def span(who: str, what: str, start_s: float, end_s: float) -> Span:
-    return Span(who=who, what=what, start_s=ORIGIN_S + start_s, end_s=ORIGIN_S + end_s)
+def span(actor: str, activity: str, start_s: float, end_s: float) -> Span:
+    return Span(actor=actor, activity=activity, start_s=ORIGIN_S + start_s, end_s=ORIGIN_S + end_s)
 
 
 def decompose(engines, spans, start_s, end_s, speed=HALF):

@@ -44,10 +44,10 @@ def test_experts_and_routers_in_bfloat16_are_named_to_vllm_as_it_asks_for_them(c
 
 def test_every_process_is_told_its_threads_and_to_stay_offline():
     env = ProcessEnv(single_node=True)
-    for found in (env.controller(), env.trainer_rank(threads=3), env.engine(threads=2), env.scorer()):
+    for found in (env.controller(), env.trainer_rank(threads=3), env.engine(threads=2), env.single_threaded()):
         assert found["NUMBA_NUM_THREADS"] == "1" and found["HF_HUB_OFFLINE"] == "1"
     assert env.trainer_rank(threads=3)["OMP_NUM_THREADS"] == "3"
-    assert env.scorer()["OMP_NUM_THREADS"] == "1"
+    assert env.single_threaded()["OMP_NUM_THREADS"] == "1"
 
 
 def test_engines_are_bound_to_the_cores_they_are_given_and_to_none_otherwise():

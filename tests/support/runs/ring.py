@@ -87,7 +87,7 @@ class Ring:
         trainer = running.start_trainer(spec, trainer_ranks(PARALLEL, cpu_threads=1))
         engines.wait(starting, timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
-        return cls(directory, trainer, engines, EnginePool(engines, [scorer], slots_per_engine=8))
+        return cls(directory, trainer, engines, EnginePool(engines, [scorer], seats_per_engine=8))
 
     def publisher(self, transport: str = "shm", *, max_probe_gap: float = 0.05) -> Publisher:
         """A publisher over `transport`; the delivery that is asked for becomes the one that engines listen to."""
@@ -157,5 +157,5 @@ class Ring:
     def begin_on(self, engine: int, group: PromptGroup):
         """The same without waiting for it."""
         # the engine will say that these have ended; a pool takes more than it began for another pool's
-        self.pool._sent[engine] += len(group.seeds)
+        self.pool._seats.begin(engine, len(group.seeds))
         return self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)

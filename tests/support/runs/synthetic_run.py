@@ -36,10 +36,10 @@ def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
     now = ORIGIN_S
     with RunDirectory(path) as run:
 
-        def span(who: str, what: str, seconds: float) -> None:
+        def span(actor: str, activity: str, seconds: float) -> None:
             nonlocal now
-            run.record_span(who, what, now, now + seconds)
-            timeline.add_span(who, what, now, now + seconds)
+            run.record_span(actor, activity, now, now + seconds)
+            timeline.add_span(actor, activity, now, now + seconds)
             now += seconds
 
         for step in range(num_steps):

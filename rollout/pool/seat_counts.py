@@ -1,0 +1,60 @@
+"""How many seats of each engine are in use, by the engines' own reports. No Ray.
+
+Seats become free response by response. The pool counts the responses that it has begun; an engine reports how many
+have ended since its start.
+
+Invariant (`check_integrity`): an engine has ended at most the responses that the pool has begun.
+"""
+
+from collections.abc import Iterable
+
+
+class SeatCounts:
+    """Seats of all engines. `begin`, `report` and `reset` mutate."""
+
+    def __init__(self, num_engines: int, *, seats_per_engine: int) -> None:
+        self.seats_per_engine = seats_per_engine
+        self._begun = [0] * num_engines
+        self._ended = [0] * num_engines
+
+    def used(self, engine: int) -> int:
+        """Seats in use, as of the engine's last report."""
+        return self._begun[engine] - self._ended[engine]
+
+    def free(self, engine: int) -> int:
+        """Seats not in use; negative while responses wait for a seat inside the engine."""
+        return self.seats_per_engine - self.used(engine)
+
+    def emptiest(self, engines: Iterable[int]) -> int:
+        """The engine with the fewest seats in use; the lowest number among equals."""
+        return min(engines, key=lambda engine: (self.used(engine), engine))
+
+    def num_ended_for(self, engine: int, num_free: int) -> int:
+        """How many responses must have ended, since the engine's start, before `num_free` seats are free."""
+        return self._begun[engine] - (self.seats_per_engine - num_free)
+
+    def begin(self, engine: int, num_responses: int) -> None:
+        """The pool has begun responses on an engine."""
+        self._begun[engine] += num_responses
+
+    def report(self, engine: int, num_ended: int) -> None:
+        """An engine has ended so many responses since its start.
+
+        Raises:
+            RuntimeError: more than this pool began: another pool has used the engine.
+        """
+        self._ended[engine] = num_ended
+        if num_ended > self._begun[engine]:
+            raise RuntimeError(
+                f"engine {engine} has ended {num_ended} responses, of which this pool began {self._begun[engine]}: "
+                "an engine has one pool, from its start on"
+            )
+
+    def reset(self, engine: int) -> None:
+        """An engine is lost; its successor counts from 0."""
+        self._begun[engine] = self._ended[engine] = 0
+
+    def check_integrity(self) -> None:
+        """Assert the invariant."""
+        for begun, ended in zip(self._begun, self._ended, strict=True):
+            assert 0 <= ended <= begun, "more responses have ended than were begun"

@@ -1,0 +1,42 @@
+import pytest
+
+from rollout.pool.seat_counts import SeatCounts
+
+
+def test_seats_are_in_use_from_the_start_of_a_response_to_the_report_of_its_end():
+    seats = SeatCounts(2, seats_per_engine=8)
+    seats.begin(0, 6)
+    assert (seats.used(0), seats.free(0), seats.free(1)) == (6, 2, 8)
+    seats.report(0, 4)
+    assert (seats.used(0), seats.free(0)) == (2, 6)
+    seats.check_integrity()
+
+
+def test_the_emptiest_engine_is_the_first_among_equals():
+    seats = SeatCounts(3, seats_per_engine=4)
+    seats.begin(0, 2)
+    assert seats.emptiest([2, 1, 0]) == 1
+    assert seats.emptiest([0, 2]) == 2
+
+
+def test_enough_seats_are_free_when_so_many_responses_have_ended():
+    seats = SeatCounts(1, seats_per_engine=8)
+    seats.begin(0, 20)
+    seats.report(0, seats.num_ended_for(0, 3))
+    assert seats.free(0) == 3
+
+
+def test_more_ended_than_begun_responses_are_refused():
+    seats = SeatCounts(1, seats_per_engine=8)
+    seats.begin(0, 4)
+    with pytest.raises(RuntimeError, match="engine 0 has ended 5 responses, of which this pool began 4"):
+        seats.report(0, 5)
+
+
+def test_a_successor_counts_from_zero():
+    seats = SeatCounts(1, seats_per_engine=8)
+    seats.begin(0, 8)
+    seats.report(0, 3)
+    seats.reset(0)
+    assert seats.free(0) == 8
+    seats.check_integrity()
