@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.drafting.baselines.arctic import DIRECTORY, VERSION
 from benchmarks.drafting.baselines.arctic import load as load_arctic
 from benchmarks.drafting.bound import bound_row
-from benchmarks.drafting.costs import SURFACE, alone_rows, attach_row, load, modelled_row, propose_rows
+from benchmarks.drafting.costs import SURFACE, ModelledEngine, alone_rows, attach_row, load, propose_rows
 from benchmarks.drafting.quality import (
     ARCTIC,
     ARCTIC_ONE_TREE,
@@ -198,16 +198,22 @@ def modelled(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[
         traces = generate(reuse=reuse, num_tokens=scale.modelled_tokens, num_prompts=24).traces
         for batch in scale.modelled_batches:
             old, new = (part[: max(8, 3 * batch)] for part in visits(traces))
-            for one in peers if reuse else []:
-                method = one.make()
+            for peer in peers if reuse else []:
+                method = peer.make()
                 remember(method, old)
-                yield modelled_row(case, one.name, method, new, batch, max_draft_tokens=one.max_draft_tokens)
+                engine = ModelledEngine(
+                    case=case, method_name=peer.name, method=method, max_draft_tokens=peer.max_draft_tokens
+                )
+                yield engine.decode(new, batch)
             for name, cost_model in ((OURS, ForwardCostModel()), (OURS_FIXED, None)):
                 product = ours(work, cost_model=cost_model, k=PAPER_K)
+                engine = ModelledEngine(
+                    case=case, method_name=name, method=product, max_draft_tokens=PAPER_K, cost_model=cost_model
+                )
                 # learns from the epoch before, as in a run
-                modelled_row(case, name, product, old, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
+                engine.decode(old, batch)
                 remember(product, old)
-                yield modelled_row(case, name, product, new, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
+                yield engine.decode(new, batch)
 
 
 def _case(length: str, reuse: float) -> str:

@@ -156,49 +156,52 @@ def attach_row(folder: Path, num_bytes: int, *, repeats: int = 51) -> Row:
     return {"what": "attach", "case": "attach", "method": "ours", "bytes": size, "ms": 1e3 * statistics.median(seconds)}
 
 
-def modelled_row(
-    case: str,
-    name: str,
-    method: Method,
-    new: Sequence[Trace],
-    batch: int,
-    *,
-    max_draft_tokens: int,
-    cost_model: ForwardCostModel | None = None,
-) -> Row:
-    """Decode speed on SURFACE while the batch is full: over that of an engine without drafts, and in tokens/s.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledEngine:
+    """An engine with one method of drafting, whose forwards take the time that SURFACE gives."""
 
-    `cost_model` observes what each forward took.
-    """
-    replay = replay_of(method, new, max_draft_tokens=max_draft_tokens, batch=batch)
-    forwards: list[Forward] = []
-    emitted, seconds, drafting = 0, 0.0, 0.0
-    while True:
-        forward = replay.forward()
-        if forward.num_rows < batch:
-            break
-        forwards.append(forward)
-        num_tokens = forward.num_rows + forward.num_drafted
-        took = forward_s(batch, num_tokens)
-        if cost_model is not None:
+    case: str
+    method_name: str
+    method: Method
+    max_draft_tokens: int
+    cost_model: ForwardCostModel | None = None
+    """Observes the time of each forward."""
+
+    def decode(self, traces: Sequence[Trace], batch: int) -> Row:
+        """Decode while the batch is full; tokens per second, and speed over an engine without drafts."""
+        replay = replay_of(self.method, traces, max_draft_tokens=self.max_draft_tokens, batch=batch)
+        forwards: list[Forward] = []
+        emitted, seconds, drafting_s = 0, 0.0, 0.0
+        while True:
+            forward = replay.forward()
+            if forward.num_rows < batch:
+                break
+            forwards.append(forward)
+            emitted += forward.num_emitted
+            seconds += self._forward_s(forward)
+            drafting_s += forward.propose_s if isinstance(self.method, Product) else 0.0
+            if replay.finished:
+                break
+        replay.close()
+        baseline_tokens_per_s = batch / forward_s(batch, batch)
+        return {
+            "what": "modelled",
+            "case": self.case,
+            "method": self.method_name,
+            "batch": batch,
+            "forwards": len(forwards),
+            "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
+            "tokens_per_forward": round(emitted / len(forwards) / batch, 4),
+            "drafting_share_of_time": round(drafting_s / (seconds + drafting_s), 5),
+            "tokens_per_s": round(emitted / (seconds + drafting_s), 2),
+            "over_no_drafts": round(emitted / (seconds + drafting_s) / baseline_tokens_per_s, 4),
+        }
+
+    def _forward_s(self, forward: Forward) -> float:
+        """Seconds of a forward without its drafting; the cost model observes them."""
+        batch, num_tokens = forward.num_rows, forward.num_rows + forward.num_drafted
+        seconds = forward_s(batch, num_tokens)
+        if self.cost_model is not None:
             context = CONTEXT_TOKENS * batch
-            cost_model.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
-        emitted += forward.num_emitted
-        seconds += took
-        drafting += forward.propose_s if isinstance(method, Product) else 0.0
-        if replay.finished:
-            break
-    replay.close()
-    stock = batch / forward_s(batch, batch)
-    return {
-        "what": "modelled",
-        "case": case,
-        "method": name,
-        "batch": batch,
-        "forwards": len(forwards),
-        "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
-        "tokens_per_forward": round(emitted / len(forwards) / batch, 4),
-        "drafting_share_of_time": round(drafting / (seconds + drafting), 5),
-        "tokens_per_s": round(emitted / (seconds + drafting), 2),
-        "over_no_drafts": round(emitted / (seconds + drafting) / stock, 4),
-    }
+            self.cost_model.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=seconds)
+        return seconds

@@ -29,7 +29,8 @@ from benchmarks.harness.record import Goal, Row, arguments, write
 from benchmarks.harness.record_inputs import run_inputs
 from benchmarks.planner.simulator.bounds import saturated_s
 from benchmarks.planner.simulator.engines import Speed
-from benchmarks.planner.simulator.run import Cluster, Scheme, admission_of, simulate
+from benchmarks.planner.simulator.run import simulate
+from benchmarks.planner.simulator.scheme import Cluster, Scheme, admission_of
 from benchmarks.planner.simulator.speeds import of_surface
 from benchmarks.planner.simulator.workload import Workload, replayed, single_responses
 from history.drafting.forward_cost import ForwardCostModel, Observation

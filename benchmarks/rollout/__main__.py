@@ -12,6 +12,7 @@ DIR`, the work directory of a quickstart: what each method does with a model tha
 (`benchmarks.rollout.trained`).
 """
 
+import argparse
 import shutil
 import statistics
 import sys
@@ -25,7 +26,7 @@ import psutil
 
 from benchmarks.drafting.baselines import arctic
 from benchmarks.drafting.traces import SIBLINGS, VOCABULARY, generate
-from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.harness.record import Goal, Input, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import arctic_inputs, quickstart_inputs
 from benchmarks.rollout.client import EngineProcess, engines
 from benchmarks.rollout.server import METHODS
@@ -221,80 +222,134 @@ def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The record of a command while it grows, and the setting in which its rows are measured."""
+
+    path: Path
+    size: Size
+    methods: Sequence[str]
+    work: Path
+    inputs: Sequence[Input]
+    not_measured: Sequence[str]
+    rows: list[Row]
+
+    def add(self, row: Row) -> None:
+        """Append a row, print it and write the record."""
+        self.rows.append({**row, "load_average": psutil.getloadavg()[0]})
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
+        self.write()
+
+    def write(self, goals: Sequence[Goal] = ()) -> None:
+        """Write the record as it is now."""
+        write(self.path, rows=self.rows, goals=goals, not_measured=self.not_measured, inputs=self.inputs)
+
+    def write_model(self) -> None:
+        """Write the model with random weights that all engines load."""
+        write_model(
+            self.work / "model",
+            vocabulary=VOCABULARY,
+            hidden=self.size.hidden,
+            layers=self.size.layers,
+            intermediate=self.size.intermediate,
+            heads=self.size.heads,
+        )
+
+    def decode(self, missing: Round) -> None:
+        """Start an engine for each method, warm the engines up and decode the turns of a round."""
+        max_model_len, max_num_seqs = self.size.max_model_len, max(self.size.batches)
+        with engines(
+            self.methods, self.work / "model", self.work, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        ) as running:
+            for turn in missing.warm_ups:
+                for _ in measure(running, self.work, turn, self.size.num_tokens // WARM_UP):
+                    pass
+            for turn in missing.turns:
+                for row in measure(running, self.work, turn, self.size.num_tokens):
+                    self.add(row)
+
+    def round_goals(self) -> list[Goal]:
+        """Goals of the decoded rounds, for the methods that the rows name."""
+        decoded = {row["method"] for row in self.rows if not is_sampled(row)}
+        return goals(self.rows, [name for name in METHODS if name in decoded], self.size.batches)
+
+
+def is_sampled(row: Row) -> bool:
+    """Whether a row is one of `--trained`, in which the model samples its own responses."""
+    return "temperature" in row
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = arguments("Decoding speed of real engines with drafts of several methods.")
-    parser.add_argument("--rounds", type=int, default=3, help="0: only what --trained asks for")
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the rows of --trained")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="stock and ours always run")
     parser.add_argument(
-        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="of which turns are decoded"
+        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="histories whose turns are decoded"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
-    parser.add_argument("--resume", action="store_true", help="keep the turns that OUT already has")
-    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, for its model's own samples")
-    options = parser.parse_args(argv)
+    parser.add_argument("--resume", action="store_true", help="keep the complete turns of OUT")
+    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, whose models sample themselves")
+    return parser
+
+
+def chosen_methods(named: Sequence[str] | None, *, quick: bool) -> list[str]:
+    """Methods to run, in the order of METHODS; stock and ours always run."""
+    chosen = {"stock", "ours", *(named or (QUICK_METHODS if quick else METHODS))}
+    return [name for name in METHODS if name in chosen]
+
+
+def missing_rounds(options: argparse.Namespace, before: Sequence[Row], measurement: Measurement) -> list[Round]:
+    """Rounds with the turns that have to be decoded; rows of complete turns are added to the measurement."""
+    num_rounds = 1 if options.quick else options.rounds
+    # a record with more rounds than the command names keeps the rows of all its rounds
+    all_rounds = rounds(measurement.size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
+    complete, incomplete = split(all_rounds, before, measurement.methods)
+    measurement.rows.extend(complete)
+    missing = [
+        replace(part, turns=[turn for turn in part.turns if turn.history in options.histories])
+        for part in incomplete
+        if part.number <= num_rounds
+    ]
+    return [part for part in missing if part.turns]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Decode the missing turns, sample from trained models if asked to, and write the goals."""
+    options = _parser().parse_args(argv)
     if options.trained is not None:
         checkpoints(options.trained)
-    size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     before = rows_before(options.json, resume=options.resume)
-    own = [row for row in before if "temperature" in row and options.trained is None]
-    missing = ["any GPU"]
-    if options.trained is None and not own:
-        missing.append("acceptance and losslessness on a trained model: none was given with --trained")
-    methods = [
-        name
-        for name in METHODS
-        if name in {"stock", "ours", *(options.methods or (QUICK_METHODS if options.quick else METHODS))}
-    ]
+    sampled = [row for row in before if is_sampled(row) and options.trained is None]
+    methods, not_measured = chosen_methods(options.methods, quick=options.quick), ["any GPU"]
+    if options.trained is None and not sampled:
+        not_measured.append("acceptance and losslessness on a trained model: none was given with --trained")
     if "suffix" in methods and arctic.load(arctic.DIRECTORY) is None:
         methods.remove("suffix")
-        missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.drafting.baselines.arctic`")
+        build = "python -m benchmarks.drafting.baselines.arctic"
+        not_measured.append(f"suffix: {arctic.DIRECTORY} is not built; run `{build}`")
     inputs = [*quickstart_inputs(options.trained), *(arctic_inputs(arctic.DIRECTORY) if "suffix" in methods else ())]
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
-    write_model(
-        options.work / "model",
-        vocabulary=VOCABULARY,
-        hidden=size.hidden,
-        layers=size.layers,
-        intermediate=size.intermediate,
-        heads=size.heads,
+    measurement = Measurement(
+        path=options.json,
+        size=QUICK if options.quick else FULL,
+        methods=methods,
+        work=options.work,
+        inputs=inputs,
+        not_measured=not_measured,
+        rows=[],
     )
-    all_rounds = rounds(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
-    rows, wanted = split(all_rounds, before, methods)
-    wanted = [
-        replace(one, turns=[turn for turn in one.turns if turn.history in options.histories])
-        for one in wanted
-        if one.number <= num_rounds
-    ]
-    rows += own
-
-    def keep(row: Row) -> None:
-        rows.append({**row, "load_average": psutil.getloadavg()[0]})
-        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
-        write(options.json, rows=rows, not_measured=missing, inputs=inputs)
-
-    longest, most = size.max_model_len, max(size.batches)
-    for one in (one for one in wanted if one.turns):
-        with engines(
-            methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
-        ) as running:
-            for turn in one.warm_ups:
-                for _ in measure(running, options.work, turn, size.num_tokens // WARM_UP):
-                    pass
-            for turn in one.turns:
-                for row in measure(running, options.work, turn, size.num_tokens):
-                    keep(row)
+    measurement.write_model()
+    missing = missing_rounds(options, before, measurement)
+    measurement.rows.extend(sampled)
+    for part in missing:
+        measurement.decode(part)
     if options.trained is not None:
         for row in trained_rows(options.trained, methods, options.work, quick=options.quick):
-            keep(row)
-            own.append(row)
-    reached: list[Goal] = []
-    if num_rounds and not options.quick:
-        decoded = {row["method"] for row in rows if "temperature" not in row}
-        reached = goals(rows, [name for name in METHODS if name in decoded], size.batches)
-    reached += trained_goals(own)
-    write(options.json, rows=rows, goals=reached, not_measured=missing, inputs=inputs)
+            measurement.add(row)
+            sampled.append(row)
+    has_goals = bool(options.rounds) and not options.quick
+    measurement.write([*(measurement.round_goals() if has_goals else ()), *trained_goals(sampled)])
     return 0
 
 

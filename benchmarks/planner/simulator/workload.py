@@ -41,25 +41,25 @@ def draw(
     group_size: int,
     prompt_share: float,
     prompt_correlation: float,
-    sigma: float = SIGMA,
 ) -> Workload:
-    """Log-lengths with variance sigma^2, of which `prompt_share` is the prompt's own; the forecast knows the prompt's
-    part with that correlation.
+    """Lognormal lengths with variance SIGMA^2 of their logarithms, and forecasts of them.
 
-    With groups of one and a share of 1 the correlation is that of each request.
+    A share `prompt_share` of that variance is common to the responses of a prompt. The forecast knows this common part
+    with correlation `prompt_correlation`. With groups of one and a share of 1, that is the correlation for each
+    response.
     """
     rng = np.random.default_rng(seed)
     num_groups = num_steps * groups_per_step
     of_prompt = rng.standard_normal(num_groups)
-    own = rng.standard_normal((num_groups, group_size))
+    of_response = rng.standard_normal((num_groups, group_size))
     noise = rng.standard_normal(num_groups)
     known = prompt_correlation * of_prompt + np.sqrt(1 - prompt_correlation**2) * noise
-    deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * own
-    median = MEAN_TOKENS / np.exp(sigma**2 / 2)
+    deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * of_response
+    median = MEAN_TOKENS / np.exp(SIGMA**2 / 2)
     return Workload(
-        lengths=np.clip(np.round(median * np.exp(sigma * deviations)), 1.0, MAX_TOKENS),
-        # the best guess: what of the prompt's part is not known is as uncertain as what is each response's own
-        forecasts=np.minimum(median * np.exp(sigma * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
+        lengths=np.clip(np.round(median * np.exp(SIGMA * deviations)), 1.0, MAX_TOKENS),
+        # the forecast is the median of what is known: the unknown part of the prompt counts as noise of the response
+        forecasts=np.minimum(median * np.exp(SIGMA * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
         groups_per_step=groups_per_step,
     )
 
