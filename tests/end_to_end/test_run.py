@@ -48,9 +48,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, resumed)
     for step in range(NUM_STEPS):
         name = f"step-{step}.jsonl"
         assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
-    whole, again = (
-        (directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir)
-    )
+    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
     assert whole == again
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
