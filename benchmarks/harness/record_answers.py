@@ -36,10 +36,10 @@ def goal(name: str, *, scale: float = 1.0) -> Figure:
     """The value of a goal, multiplied by `scale`."""
 
     def value(record: Record) -> float:
-        found = [item.value for item in record.goals if item.name == name]
-        if len(found) != 1:
-            raise ValueError(f"record {record.name} has {len(found)} goals {name!r}; its answer needs exactly one")
-        return found[0] * scale
+        values = [item.value for item in record.goals if item.name == name]
+        if len(values) != 1:
+            raise ValueError(f"record {record.name} has {len(values)} goals {name!r}; its answer needs exactly one")
+        return values[0] * scale
 
     return value
 
@@ -48,10 +48,10 @@ def median(field: str, where: Mapping[str, Sequence[Value]], *, scale: float = 1
     """The median of a field over the rows with one of the values that `where` names, multiplied by `scale`."""
 
     def value(record: Record) -> float:
-        rows = [row for row in record.rows if all(row.get(name) in values for name, values in where.items())]
-        found = [float(row[field]) for row in rows if field in row]
-        if not found:
+        rows = [row for row in record.rows if all(row.get(name) in allowed for name, allowed in where.items())]
+        values = [float(row[field]) for row in rows if field in row]
+        if not values:
             raise ValueError(f"record {record.name} has no row with {field!r} where {dict(where)}")
-        return statistics.median(found) * scale
+        return statistics.median(values) * scale
 
     return value

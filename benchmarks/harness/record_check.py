@@ -70,7 +70,7 @@ def findings(records: Sequence[Record], sources: Sources) -> Iterator[Finding]:
                 code=code,
                 measured=len(reached),
                 changed=tuple(changed),
-                unknown="commit not in this repository's history" if then is None else unknown,
+                unknown="commit not in this clone's history" if then is None else unknown,
             )
 
 

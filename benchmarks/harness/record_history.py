@@ -13,8 +13,8 @@ _REMARKED = re.compile(rf"commit `(\w+)`.*{re.escape(REMARK)}")
 def absent_commits(commits: Collection[str], *, root: Path, pages: Iterable[str]) -> frozenset[str]:
     """The recorded commits that the history lacks.
 
-    Git answers where it has the history. Elsewhere the answer is that of `pages`, the text of the committed pages, so
-    that a shallow clone or an unpacked archive generates the same pages as the full clone.
+    Git answers if it has the history. Otherwise `pages`, the text of the committed pages, answers. So a shallow clone
+    or an unpacked archive generates the same pages as a full clone.
     """
     history = _history(root)
     if not any(_is_in(commit, history) for commit in commits):

@@ -26,8 +26,8 @@ _HEAD = (
 
 def run(*, check: bool) -> int:
     """Write the pages; with `check` only compare, and return 1 if they differ."""
-    wanted, found = generated(), _committed()
-    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    wanted, committed = generated(), _committed()
+    differing = sorted(name for name in wanted.keys() | committed.keys() if wanted.get(name) != committed.get(name))
     if check:
         print(f"docs/records: {', '.join(differing) or 'no page'} differs from the records in benchmarks/results")
         if differing:
@@ -68,8 +68,8 @@ def pages(
         raise ValueError(
             f"records and views differ in {odd}: each record has one entry in benchmarks.harness.record_views.VIEWS"
         )
-    found = {f"{record.name}.md": "\n".join(_page(record, views[record.name], absent)) for record in records}
-    return {**found, "index.md": "\n".join(_index(records, views, absent))}
+    by_name = {f"{record.name}.md": "\n".join(_page(record, views[record.name], absent)) for record in records}
+    return {**by_name, "index.md": "\n".join(_index(records, views, absent))}
 
 
 def _index(records: Sequence[Record], views: Mapping[str, View], absent: Collection[str]) -> Iterator[str]:

@@ -1,18 +1,18 @@
-"""Who waits, and for how long: every placement policy on simulated engines with responses of long-tailed lengths.
+"""Step time and idle time of every placement policy, on simulated engines with long-tailed response lengths.
 
 `python -m benchmarks.planner --json OUT [--quick] [--traces FILE.. [--step-time FILE --only model=7B ..]]`. Policies,
 admission and dispatcher are the product's own (`rollout.planning.policies`, `rollout.planning.admission`,
-`rollout.planning.dispatcher`); engines and trainer are a model (`benchmarks.planner.simulator`). Groups of eight are
-placed whole. The baseline, `static`, places single responses, since a synchronous step needs no group to stay together;
-it is what everything is compared with. How well lengths are foretold is varied in two ways:
+`rollout.planning.dispatcher`); engines and trainer are simulated (`benchmarks.planner.simulator`). A group of eight
+responses is placed on one engine. The baseline `static` places each response alone, because a synchronous step does not
+need whole groups. All speeds are relative to `static`. Two kinds of forecasts differ in how well they predict lengths:
 
-    responses    every response has a forecast of its own (groups of one), right to a given rank correlation
-    groups       log-lengths vary by a share over prompts, and the prompt's part is foretold to 0.95: with
-                 a share of 0.6 the rank correlation of responses is 0.71
+    responses    each response has its own forecast (groups of one) with a given rank correlation
+    groups       each prompt has a forecast. A given share of the variance of log-lengths is the prompt's, and the
+                 forecast correlates with it by 0.95; with a share of 0.6 the rank correlation of responses is 0.71
 
-The constants of the engines are inferred from a large GPU and a 7B model, not measured: figures are ratios of
-schedules, not speeds of a machine. With drafts, tokens and verified drafts a forward come from the drafting
-benchmark's record. The trainer takes half as long as saturated engines, except where equal numbers of GPUs are
+The engines' constants are inferred for a 7B model on a large GPU, not measured. So the figures compare schedules; they
+do not give the speed of a machine. With drafts, tokens and verified drafts per forward come from the record of
+`benchmarks.drafting`. Training takes half the time of saturated engines, except where equal numbers of GPUs are
 compared.
 """
 
@@ -64,14 +64,20 @@ def planning_rows(*, quick: bool) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Simulate, record, say what was reached."""
+    """Simulate all cases or replay traces, and write the record with its goals."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--traces", nargs="+", type=Path, default=[], help="replay these instead (`traces/` of a run)")
+    parser.add_argument(
+        "--traces", nargs="+", type=Path, default=[], help="replay the traces of a run (`traces/`) instead"
+    )
     parser.add_argument("--engines", type=int, default=8, help="with --traces")
     parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="with --traces")
-    parser.add_argument("--train-share", type=float, default=0.5, help="with --traces: of the time of full engines")
+    parser.add_argument(
+        "--train-share", type=float, default=0.5, help="with --traces: training time over the time of saturated engines"
+    )
     parser.add_argument("--step-time", type=Path, help="with --traces: a record of benchmarks.rollout.step_time")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE", help="rows of that record to take")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FIELD=VALUE", help="use the rows of that record with these values"
+    )
     options = parser.parse_args()
     if options.traces:
         only = dict(pair.split("=", 1) for pair in options.only)

@@ -8,7 +8,7 @@ from benchmarks.harness.record import Goal, Row
 from benchmarks.planner.schedules import CORRELATIONS, PROMPT_SHARE, SCHEMES
 
 WITH_DRAFTS = ("adaptive, overlap 1, head start .2", "adaptive, overlap 2")
-"""Schemes with at most 2 versions of staleness."""
+"""Schemes with a staleness of at most 2 versions."""
 
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "histopipe": (1.45, 1.6),
@@ -18,18 +18,22 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
     "adaptive, overlap 2": (None, 2.35),
     "flexible": (2.6, 2.6),
 }
-"""Speed over synchronous `static`: (groups at 0.71, responses at 0.9)."""
+"""Least speed over `static`: (groups with rank correlation 0.71, responses with 0.9); None: no goal."""
 
 
 def _chosen(rows: Sequence[Row], scheme: str, **wanted: object) -> list[Row]:
-    """Rows of a scheme; of 64 engines, groups at 0.71 and no drafts where nothing else is wanted."""
+    """Rows of a scheme. Defaults are 64 engines, forecasts `groups` at 0.71 and no drafts."""
     wanted = {"forecasts": "groups", "correlation": PROMPT_SHARE, "engines": 64, "drafts": "none", **wanted}
-    found = [row for row in rows if row["what"] == "schedule" and row["scheme"] == scheme and row["trainer_gpus"] == 0]
-    return [row for row in found if not row["colocated"] and all(row[key] == one for key, one in wanted.items())]
+    of_scheme = [
+        row for row in rows if row["what"] == "schedule" and row["scheme"] == scheme and row["trainer_gpus"] == 0
+    ]
+    return [
+        row for row in of_scheme if not row["colocated"] and all(row[key] == value for key, value in wanted.items())
+    ]
 
 
 def _speedup(rows: Sequence[Row], scheme: str, **chosen: object) -> float:
-    """Median over seeds of how much faster a scheme is than `static` without drafts on the same responses."""
+    """Speed of a scheme over `static` without drafts on the same responses, median over seeds."""
     base = {row["seed"]: float(row["step_s"]) for row in _chosen(rows, "static", **{**chosen, "drafts": "none"})}
     return float(np.median([base[row["seed"]] / float(row["step_s"]) for row in _chosen(rows, scheme, **chosen)]))
 
@@ -39,7 +43,7 @@ def _worst(rows: Sequence[Row], scheme: str, figure: str, **chosen: object) -> f
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The figures that were to be reached; those by `groups` are the headline."""
+    """Goals of speed, staleness, bubble, unbiased batches and planning time."""
     by_response: dict[str, object] = {"forecasts": "responses", "correlation": 0.9}
     headlines: Sequence[tuple[str, dict[str, object]]] = (("groups at 0.71", {}), ("responses at 0.9", by_response))
     for scheme, bounds in GOALS.items():

@@ -50,20 +50,20 @@ class Case:
     num_engines: int = 64
     num_steps: int = 50
     forecasts: str = "groups"
-    """`responses`, `groups`, or `exact`: groups whose mean length is known."""
+    """`responses`, `groups`, or `exact`: each group's forecast is its true mean length."""
     correlation: float = PROMPT_SHARE
-    """Of `responses`; of `groups` and `exact` the prompts' share of the variance."""
+    """Of forecasts and lengths for `responses`; for `groups` and `exact`, the prompts' share of the variance."""
     drafter: str = "none"
     num_trainer_gpus: int = 0
-    """0: the trainer is as large as to take half of the time of saturated engines."""
+    """0: training takes half the time of saturated engines."""
     is_colocated: bool = False
 
 
 def workload_of(case: Case) -> Workload:
-    """The responses of a case. The baseline sees them one by one."""
+    """The responses of a case. The baseline places them one by one."""
     by_response = case.forecasts == "responses"
     group_size = 1 if by_response else GROUP_SIZE
-    found = draw(
+    workload = draw(
         case.seed,
         num_steps=case.num_steps,
         groups_per_step=64 * REQUESTS_PER_ENGINE // group_size * case.num_engines // 64,
@@ -72,17 +72,17 @@ def workload_of(case: Case) -> Workload:
         prompt_correlation=case.correlation if by_response else PROMPT_CORRELATION,
     )
     if case.forecasts == "exact":
-        found = replace(found, forecasts=found.lengths.mean(axis=1))
-    return single_responses(found) if case.scheme == "static" else found
+        workload = replace(workload, forecasts=workload.lengths.mean(axis=1))
+    return single_responses(workload) if case.scheme == "static" else workload
 
 
 def run(case: Case) -> Row:
-    """Simulate one case; a flat row."""
+    """Simulate one case; returns its row."""
     began = time.perf_counter()
     workload, speed, scheme = workload_of(case), inferred(NUM_SLOTS, case.drafter), SCHEMES[case.scheme]
     bound = _saturated_s(workload, speed, case.num_engines) / workload.num_steps
     work = bound * workload.num_steps / 2
-    if case.num_trainer_gpus:  # of the same trainer, whatever engines do; else one that keeps up with them
+    if case.num_trainer_gpus:  # the same training work in all divisions of the GPUs, drafts or not
         work = _saturated_s(workload, inferred(NUM_SLOTS), 1) / 4
     cluster = Cluster(
         num_engines=case.num_engines,
@@ -100,7 +100,7 @@ def run(case: Case) -> Row:
         "steps": case.num_steps,
         "forecasts": case.forecasts,
         "correlation": case.correlation,
-        "rank_correlation": _foretold(workload),
+        "rank_correlation": _forecast_correlation(workload),
         "drafts": case.drafter,
         "trainer_gpus": case.num_trainer_gpus,
         "colocated": case.is_colocated,
@@ -139,42 +139,42 @@ def _saturated_s(workload: Workload, speed: Speed, num_engines: int) -> float:
     )
 
 
-def _foretold(workload: Workload) -> float:
+def _forecast_correlation(workload: Workload) -> float:
     few = workload.lengths[:4096]
     forecasts = np.repeat(workload.forecasts[: len(few)], few.shape[1])
     return round(rank_correlation(forecasts.tolist(), few.ravel().tolist()), 3)
 
 
 def _is_unbiased(workload: Workload, outcome: Outcome) -> bool:
-    """Whether the lengths that were trained on are those that were drawn."""
+    """Whether the trained lengths are exactly the drawn lengths."""
     return bool(np.array_equal(outcome.consumed_lengths, np.sort(workload.lengths.ravel())))
 
 
 def cases(*, quick: bool) -> list[Case]:
-    """Everything that is simulated."""
+    """All cases of a full or quick run."""
     if quick:
         return [Case(scheme=name, num_engines=8, num_steps=8) for name in SCHEMES]
-    found = [Case(scheme=name, seed=seed) for name in SCHEMES for seed in (1, 2, 3)]
+    all_cases = [Case(scheme=name, seed=seed) for name in SCHEMES for seed in (1, 2, 3)]
     for name in SCHEMES:
-        found += [Case(scheme=name, forecasts="responses", correlation=correlation) for correlation in CORRELATIONS]
-        found += [Case(scheme=name, correlation=share) for share in (0.4, 0.8)]
-        found += [Case(scheme=name, forecasts="exact")]
-        found += [Case(scheme=name, num_engines=number, num_steps=steps) for number, steps in LARGE.items()]
+        all_cases += [Case(scheme=name, forecasts="responses", correlation=correlation) for correlation in CORRELATIONS]
+        all_cases += [Case(scheme=name, correlation=share) for share in (0.4, 0.8)]
+        all_cases += [Case(scheme=name, forecasts="exact")]
+        all_cases += [Case(scheme=name, num_engines=number, num_steps=steps) for number, steps in LARGE.items()]
         for drafter in DRAFTERS:
-            found += [
+            all_cases += [
                 Case(scheme=name, drafter=drafter),
                 Case(scheme=name, drafter=drafter, forecasts="responses", correlation=0.9),
             ]
     for scheme, engines, trainers in EQUAL_GPUS:
-        found.append(
+        all_cases.append(
             Case(scheme=scheme, num_engines=engines, num_trainer_gpus=trainers or engines, is_colocated=trainers == 0)
         )
-    return found
+    return all_cases
 
 
 CORRELATIONS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
 LARGE = {8: 50, 256: 30, 1024: 20}
-"""Engines, and steps that are simulated."""
+"""Number of simulated steps by number of engines."""
 
 TOTAL_GPUS = 96
 EQUAL_GPUS: Sequence[tuple[str, int, int]] = (
@@ -182,13 +182,13 @@ EQUAL_GPUS: Sequence[tuple[str, int, int]] = (
     ("adaptive, overlap 1", 96, 0),
     *((scheme, TOTAL_GPUS - trainers, trainers) for scheme in tuple(SCHEMES)[2:] for trainers in (16, 24, 32)),
 )
-"""(scheme, engines, GPUs of the trainer; 0: engines and trainer share all)"""
+"""(scheme, engines, GPUs of the trainer); 0: engines and trainer share all GPUs."""
 
 
 def replays(
     traces: Sequence[Path], speed: Speed, *, num_engines: int, num_slots: int, train_share: float
 ) -> Iterator[Row]:
-    """Every scheme on recorded responses; the trainer takes `train_share` of the time of saturated engines."""
+    """Every scheme on recorded responses; training takes `train_share` of the time of saturated engines."""
     recorded = replayed(trace for path in traces for trace in read_traces(path))
     bound = _saturated_s(recorded, speed, num_engines)
     cluster = Cluster(
@@ -206,7 +206,7 @@ def replays(
             "engines": num_engines,
             "slots": num_slots,
             "steps": recorded.num_steps,
-            "rank_correlation": _foretold(recorded),
+            "rank_correlation": _forecast_correlation(recorded),
             "step_s": outcome.step_s,
             "bubble": round(1 - bound / recorded.num_steps / outcome.step_s, 4),
             "idle": round(outcome.idle, 4),

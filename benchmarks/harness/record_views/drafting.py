@@ -26,7 +26,7 @@ DRAFT_TREES = View(
     notes=(
         "A chain is one draft per request, as vLLM verifies it. A tree holds all drafts that the drafter considers; "
         "the engine would keep the longest correct one.",
-        "`reuse` is the share of a response's tokens that the generated history also has. `threshold` is the estimated "
+        "`reuse` is the share of a response's tokens that is copied from the history. `threshold` is the estimated "
         "survival below which a chain ends.",
     ),
     tables=(
@@ -133,8 +133,8 @@ DRAFTING = View(
         ),
     ),
     notes=(
-        "`ours` is the product's drafter. A case names the length of its responses, 2k or 16k tokens, and the share of "
-        "tokens that the history also has (reuse).",
+        "`ours` is the product's drafter. A case names the length of its responses, 2k or 16k tokens, and their "
+        "reuse: the share of tokens that is copied from the history.",
         "Modelled speed is not measured: a formula gives the time of a forward, see the list above.",
         "An oracle's span of one or two tokens may be right by chance; the second column leaves such spans out.",
         "The replayed run is older than the command that makes such a run; the command repeats the run's settings.",

@@ -160,7 +160,7 @@ PACKING = View(
     notes=(
         "`ours` is the product. `verl` is verl's own balancing; both are compared by verl's cost model.",
         "Fill is the share of the token bound that micro batches use.",
-        "The lower bound is what no assignment can fall below. 1F1B is the schedule one forward, one backward.",
+        "No assignment can fall below the lower bound. 1F1B is the schedule one forward, one backward.",
     ),
     tables=(
         Table(

@@ -29,8 +29,10 @@ ROLLOUT = View(
         },
     ),
     tables=(
-        _turns("87 % reuse", "Tokens per CPU second by batch, history that has 87 % of the tokens"),
-        _turns("random history", "Tokens per CPU second by batch, history without any of the tokens"),
+        _turns(
+            "87 % reuse", "Tokens per CPU second by batch, responses with 87 % of their tokens copied from the history"
+        ),
+        _turns("random history", "Tokens per CPU second by batch, responses independent of the history"),
         Table(
             title="Models of the example that sample their own responses, 64 requests",
             lines={"history": "model", "temperature": "temperature", "method": "method"},

@@ -21,7 +21,7 @@ class View:
 
 MIB = 1 / (1 << 20)
 TOKENS = Column(field="tokens_per_forward", title="tokens per forward")
-UNRECORDED_WARM = "The runs start from the warm start of a quickstart whose seed was not recorded."
+UNRECORDED_WARM = "The seed of the quickstart that made the input was not recorded."
 
 
 def percent(field: str, title: str) -> Column:

@@ -1,4 +1,4 @@
-"""Responses with long-tailed lengths, and forecasts of them that are as good as one says."""
+"""Responses with long-tailed lengths, and forecasts with a chosen correlation with them."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,24 +12,24 @@ from history.store.traces import Trace
 from history.types import prompt_key
 
 SIGMA, MEAN_TOKENS, MAX_TOKENS = 0.9, 6000.0, 32768.0
-"""Of the lognormal that lengths come from; longer ones are cut."""
+"""Parameters of the lognormal distribution of lengths; lengths above MAX_TOKENS are cut."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Groups of several steps; group p is of step p // groups_per_step."""
+    """Groups of several steps; group p belongs to step p // groups_per_step."""
 
     lengths: _Floats
     """[P, G] tokens."""
     forecasts: _Floats
-    """[P], expected tokens of a response."""
+    """[P] expected tokens of each response of a group."""
     groups_per_step: int
 
     @property
     def num_steps(self) -> int:
-        """Steps for which there are groups."""
+        """Number of steps."""
         return len(self.lengths) // self.groups_per_step
 
 
@@ -65,7 +65,7 @@ def draw(
 
 
 def single_responses(workload: Workload) -> Workload:
-    """The same responses, each a group of its own."""
+    """The same responses as groups of one."""
     group_size = workload.lengths.shape[1]
     return Workload(
         lengths=workload.lengths.reshape(-1, 1),
@@ -75,9 +75,9 @@ def single_responses(workload: Workload) -> Workload:
 
 
 def replayed(traces: Iterable[Trace]) -> Workload:
-    """Recorded responses by the steps that they were sampled for, with the forecasts that a run would have made.
+    """Recorded responses by step, with the forecasts that a run would have made.
 
-    Steps that have other numbers of groups, or groups of another size, than the first are left out.
+    Steps whose number of groups or group size differs from the first step's are left out.
 
     Raises:
         ValueError: there are no traces.
