@@ -1,13 +1,13 @@
-"""The index and the drafter alone, against what else drafts, on the same responses.
+"""The product's drafter against other drafting methods on the same responses, without an engine.
 
-`python -m benchmarks.drafting --json OUT [--traces FILE] [--arctic build/arctic] [--quick]`. FILE is a jsonl of
-`history.store.traces`, or a folder of them such as `traces/` of a run directory; they are reported first. The others
-are those of `benchmarks.drafting.traces`. Arctic is built by `python -m benchmarks.drafting.baselines.arctic`. Takes
-ten to fifteen minutes on a quiet core.
+`python -m benchmarks.drafting --json OUT [--traces FILE] [--arctic build/arctic] [--quick]`. FILE is a jsonl file of
+`history.store.traces`, or a folder of such files like `traces/` of a run directory. The other responses are generated
+(`benchmarks.drafting.traces`). `python -m benchmarks.drafting.baselines.arctic` builds Arctic. The benchmark takes ten
+to fifteen minutes on a quiet core.
 
-Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `bound` (the same if the best text to copy were always
-known), `insert`, `propose` (methods take turns, CPU time), `alone` (only ours, wall clock, by threads), `attach`,
-`modelled`.
+Rows: `tokens` (drafted, accepted, tokens per forward, by visit), `bound` (tokens per forward of an oracle that always
+copies the best span), `insert`, `propose` (CPU time; methods alternate), `alone` (the product only, wall clock, by
+threads), `attach`, `modelled`.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.drafting.baselines.arctic import DIRECTORY, VERSION
 from benchmarks.drafting.baselines.arctic import load as load_arctic
 from benchmarks.drafting.bound import bound_row
-from benchmarks.drafting.costs import SURFACE, alone_rows, attach_row, load, modelled_row, propose_rows
+from benchmarks.drafting.costs import SURFACE, ModelledEngine, alone_rows, attach_row, load, propose_rows
 from benchmarks.drafting.quality import (
     ARCTIC,
     ARCTIC_ONE_TREE,
@@ -48,7 +48,7 @@ from history.store.traces import read_traces
 REUSE = (0.93, 0.87, 0.76)
 LOW_REUSE = (0.6, 0.4, 0.2, 0.0)
 MISSED = 0.87
-"""Where epoch 1 is also decoded by who has not seen epoch 0."""
+"""Reuse at which epoch 1 is also decoded without the history of epoch 0."""
 CLOSEST = (ARCTIC, ARCTIC_ONE_TREE)
 FORWARDS = 120
 THREADS = (1, 2, 4)
@@ -59,19 +59,19 @@ TOKENS_GOALS = {
     ("16k", 0.93): (7.0, 0.0, 0.0),
     ("16k", 0.87): (4.3, 0.0, 0.0),
 }
-"""Tokens per forward, over Arctic's best, over its default in vLLM."""
+"""Bounds: tokens per forward, ratio to Arctic's best, ratio to Arctic's default in vLLM."""
 GRID_CASES = [("2k", reuse) for reuse in REUSE]
-"""Where all of Arctic's settings are tried."""
+"""Cases in which all settings of Arctic run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much of everything."""
+    """Size of the benchmark."""
 
     lengths: dict[str, tuple[int, int]]
-    """Tokens of a response and number of prompts, for the quality."""
+    """(tokens of a response, number of prompts) of the `tokens` rows, by name of the length."""
     timed_prompts: int
-    """Prompts of eight for the times; the largest batch is all of them."""
+    """Prompts, of eight responses each, for the time rows; the largest batch is all responses."""
     modelled_batches: tuple[int, ...]
     modelled_tokens: int
     attached_bytes: int
@@ -97,11 +97,11 @@ QUICK = Scale(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all of it."""
-    parser = arguments("What drafts, how much of it is accepted, and what it costs.")
+    """Measure all rows and write the record."""
+    parser = arguments("Tokens per forward, time and memory of drafting methods.")
     parser.add_argument("--traces", type=Path, help="recorded traces: a jsonl file or a folder of them")
     parser.add_argument(
-        "--arctic", type=Path, default=DIRECTORY, help="where benchmarks.drafting.baselines.arctic has built"
+        "--arctic", type=Path, default=DIRECTORY, help="build directory of benchmarks.drafting.baselines.arctic"
     )
     options = parser.parse_args(argv)
     scale = QUICK if options.quick else FULL
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
-    """Every visit of a real run, each method's first to last."""
+    """Rows of the visits of a recorded run, for each method."""
     if path is None:
         return
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -150,11 +150,11 @@ def recorded(field: Sequence[Contestant], path: Path | None) -> Iterator[Row]:
 
 
 def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
-    """What is drafted and accepted on generated epochs."""
+    """Rows of drafted and accepted tokens on generated responses."""
     for length, (num_tokens, num_prompts) in scale.lengths.items():
         for reuse in (*REUSE, *LOW_REUSE) if length == "2k" else REUSE[:2]:
-            found = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=num_prompts)
-            epochs = visits(found.traces)
+            generation = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=num_prompts)
+            epochs = visits(generation.traces)
             case = _case(length, reuse)
             yield bound_row(case, 1, epochs[0], epochs[1])
             if reuse == REUSE[0]:
@@ -164,50 +164,56 @@ def generated(field: Sequence[Contestant], scale: Scale) -> Iterator[Row]:
             for contestant in field:
                 if contestant.is_arctic and contestant.name not in CLOSEST and (length, reuse) not in GRID_CASES:
                     continue
-                # the drafter learns from epoch 0 as it would in a run; of the others it is shown once
+                # the product learns from decoding epoch 0, as in a run; the others decode it at one reuse only
                 cold = contestant.name == OURS or (reuse == REUSE[0] and contestant.name in (NGRAM, *CLOSEST))
                 first = 0 if cold else 1
                 for visit, outcome in enumerate(decode_visits(contestant, epochs, first=first), start=first):
-                    yield {**quality_row(case, contestant.name, visit, outcome), "reuse": round(found.reuse, 4)}
+                    yield {**quality_row(case, contestant.name, visit, outcome), "reuse": round(generation.reuse, 4)}
                 if reuse == MISSED and contestant.name in (OURS, *CLOSEST):
                     for outcome in decode_visits(contestant, epochs[1:]):
                         yield quality_row(f"{case}, history missing", contestant.name, 1, outcome)
 
 
 def costs(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
-    """What inserting, drafting and attaching takes."""
-    chosen = [one for one in field if not one.is_arctic or one.name in CLOSEST]
+    """Rows of the time and memory of inserting, drafting and attaching."""
+    timed = [contestant for contestant in field if not contestant.is_arctic or contestant.name in CLOSEST]
     for length, (num_tokens, _) in scale.lengths.items():
         case = _case(length, 0.87)
         old, new = visits(generate(reuse=0.87, num_tokens=num_tokens, num_prompts=scale.timed_prompts).traces)
         for number, batch in enumerate(sorted({1, len(new) // 4, len(new)})):
-            # loaded anew: a method remembers what it has seen decoded, and these responses come again in the next batch
-            loaded = [load(case, contestant, old) for contestant in chosen]
+            # new methods for each batch, since a method learns from the responses that it decodes
+            loaded = [load(case, contestant, old) for contestant in timed]
             if number == 0:
-                yield from (one.row for one in loaded)
+                yield from (method.row for method in loaded)
             yield from propose_rows(case, loaded, new, batch, rounds=scale.rounds)
         yield from alone_rows(case, work, old, new, rounds=scale.rounds, threads=THREADS)
     yield attach_row(work, scale.attached_bytes)
 
 
 def modelled(field: Sequence[Contestant], scale: Scale, work: Path) -> Iterator[Row]:
-    """Ours by the price rule, whose surface learns from the modelled forwards, and at a fixed threshold."""
-    peers = [one for one in field if one.name in (PAPER, RELEASED, *CLOSEST)]
+    """Rows of the modelled engine: the product with a cost model and with a fixed threshold, and its peers."""
+    peers = [contestant for contestant in field if contestant.name in (PAPER, RELEASED, *CLOSEST)]
     for reuse in (*REUSE, 0.0):
         case = _case("2k", reuse)
         traces = generate(reuse=reuse, num_tokens=scale.modelled_tokens, num_prompts=24).traces
         for batch in scale.modelled_batches:
             old, new = (part[: max(8, 3 * batch)] for part in visits(traces))
-            for one in peers if reuse else []:
-                method = one.make()
+            for peer in peers if reuse else []:
+                method = peer.make()
                 remember(method, old)
-                yield modelled_row(case, one.name, method, new, batch, max_draft_tokens=one.max_draft_tokens)
+                engine = ModelledEngine(
+                    case=case, method_name=peer.name, method=method, max_draft_tokens=peer.max_draft_tokens
+                )
+                yield engine.decode(new, batch)
             for name, cost_model in ((OURS, ForwardCostModel()), (OURS_FIXED, None)):
                 product = ours(work, cost_model=cost_model, k=PAPER_K)
-                # learns from the epoch before, as in a run
-                modelled_row(case, name, product, old, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
+                engine = ModelledEngine(
+                    case=case, method_name=name, method=product, max_draft_tokens=PAPER_K, cost_model=cost_model
+                )
+                # the drafter learns from the epoch before, as in a run
+                engine.decode(old, batch)
                 remember(product, old)
-                yield modelled_row(case, name, product, new, batch, max_draft_tokens=PAPER_K, cost_model=cost_model)
+                yield engine.decode(new, batch)
 
 
 def _case(length: str, reuse: float) -> str:
@@ -215,7 +221,7 @@ def _case(length: str, reuse: float) -> str:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """What was to be shown, as far as there are rows for it."""
+    """All goals for which there are rows."""
     return [*_recorded_goals(rows), *_tokens_goals(rows), *_cost_goals(rows), *_modelled_goals(rows)]
 
 
@@ -228,7 +234,7 @@ def _pick(rows: Sequence[Row], field: str, **wanted: str | int) -> list[float]:
 
 
 def _recorded_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Over the visits after the first together."""
+    """Goal over all visits after the first."""
     later = [row for row in rows if row["case"] == "recorded" and int(row["visit"]) > 0]
     rates = {
         name: sum(_pick(later, "emitted", method=name)) / _row_forwards(later, name)
@@ -241,19 +247,19 @@ def _recorded_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def _row_forwards(rows: Sequence[Row], name: str) -> float:
-    mine = [row for row in rows if row["method"] == name]
-    return sum(float(row["emitted"]) / float(row["tokens_per_forward"]) for row in mine)
+    of_method = [row for row in rows if row["method"] == name]
+    return sum(float(row["emitted"]) / float(row["tokens_per_forward"]) for row in of_method)
 
 
 def _tokens_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for (length, reuse), (bound, over_best, over_default) in TOKENS_GOALS.items():
         case = _case(length, reuse)
         of_case = {str(row["method"]): float(row["tokens_per_forward"]) for row in _of(rows, "tokens", case, visit=1)}
-        mine = of_case[OURS]
-        yield Goal(name=f"{case}: tokens per forward", value=mine, bound=bound, direction="at least", unit="tokens")
+        tokens = of_case[OURS]
+        yield Goal(name=f"{case}: tokens per forward", value=tokens, bound=bound, direction="at least", unit="tokens")
         peers = [value for name, value in of_case.items() if name in GRID]
         if over_best and peers:
-            best, default = mine / max(peers), mine / of_case[ARCTIC]
+            best, default = tokens / max(peers), tokens / of_case[ARCTIC]
             yield Goal(name=f"{case}: over Arctic's best", value=best, bound=over_best, direction="at least", unit="x")
             name = f"{case}: over Arctic's default"
             yield Goal(name=name, value=default, bound=over_default, direction="at least", unit="x")
@@ -267,8 +273,8 @@ def _tokens_goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def _of(rows: Sequence[Row], what: str, case: str, **wanted: str | int) -> list[Row]:
-    found = [row for row in rows if row["what"] == what and row["case"] == case]
-    return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
+    of_case = [row for row in rows if row["what"] == what and row["case"] == case]
+    return [row for row in of_case if all(row.get(key) == value for key, value in wanted.items())]
 
 
 def _cost_goals(rows: Sequence[Row]) -> Iterator[Goal]:

@@ -1,11 +1,12 @@
-"""What nobody who copies can do better: every forward, the longest piece of text that exists and turns out to be right.
+"""Upper bound for drafters that copy: an oracle drafts the longest correct span of the known text in every forward.
 
-The text is that of the drafter: what the prompt's last visit said, and what it and its siblings have said so far. Which
-place continues rightly is known beforehand, so pieces of one or two tokens that are right by chance count, too.
+The known text is the drafter's: the responses of the prompt's last visit, and the tokens that the response and its
+siblings have emitted. The oracle knows which span is correct, so spans of one or two tokens that are right by chance
+count too.
 
-With a context a drafter is still told which place is right, but has to find it: only places count that so many tokens
-lead to as they lead to where the response is, or that lie as near to where the response has been copying as the
-drafter's cursor looks. The longest piece is taken every time; that a shorter one never gains is not proven then.
+With a context, the oracle may only use a span that a drafter could find. Either the `context` tokens before the span
+match the last tokens of the response, or the span lies within the drafter's realignment range of the last copied place.
+The oracle always takes the longest span; with a context it is not proven that a shorter one never gains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,15 +23,15 @@ from history.store.traces import Trace
 from history.types import TokenIds
 
 _BY_CHANCE = 2
-"""Tokens of a piece up to which it may be right without any context that says so."""
+"""Length in tokens up to which a span may be right by chance."""
 
 
 def bound_row(
     case: str, visit: int, old: Sequence[Trace], new: Sequence[Trace], max_draft_tokens: int = K, *, context: int = 0
 ) -> Row:
-    """Tokens a forward if every draft were the best piece; also if none had been right by chance.
+    """Tokens per forward if every draft were the longest correct span, with and without spans of one or two tokens.
 
-    `context`: tokens by which a place must be found, unless it is near the last one; 0: every place counts.
+    `context`: number of tokens before a span that must match, unless it is near the last one; 0: any span.
     """
     past = {prompt_id: [trace.response_ids for trace in traces] for prompt_id, traces in by_prompt(old)}
     counts = np.zeros(max_draft_tokens + 1, dtype=np.int64)
@@ -51,9 +52,9 @@ def bound_row(
 def count_drafts(
     past: Sequence[TokenIds], responses: Sequence[TokenIds], max_draft_tokens: int, *, context: int = 0
 ) -> npt.NDArray[np.int64]:
-    """How many forwards accept 0, 1, .. `max_draft_tokens` tokens, int64 [max_draft_tokens + 1].
+    """Number of forwards that accept 0, 1, .. `max_draft_tokens` tokens, int64 [max_draft_tokens + 1].
 
-    All responses of a prompt emit at once, what they drafted and one token more; the last token is never drafted.
+    All responses of a prompt decode together. Each emits its draft and one more token; the last token is not drafted.
     """
     text = np.concatenate(list(_separated([*past, *responses])))
     sizes = np.array([len(response) for response in responses], dtype=np.int64)
@@ -94,7 +95,7 @@ def _count(
             emitted[row] += best + 1
             if place >= 0:
                 cursors[row] = place + best
-            cursors[row] += cursors[row] >= 0  # as if the token behind the piece had been replaced
+            cursors[row] += cursors[row] >= 0  # as if the token after the span had been replaced
     return counts
 
 
@@ -102,9 +103,9 @@ def _count(
 def _longest(
     text: TokenIds, begin: int, end: int, at: int, most: int, best: int, place: int, context: int, cursor: int
 ) -> tuple[int, int]:
-    """Tokens of the longest piece of text[begin:end] that text[at:] begins with, at most `most`, and where it begins.
+    """Length, at most `most`, and start of the longest span of text[begin:end] with which text[at:] begins.
 
-    `best` and `place` are those of other texts, and stay if nothing here is longer.
+    `best` and `place` are those of other texts; they are returned if no span here is longer.
     """
     for start in range(begin, end):
         if best >= most:
@@ -123,7 +124,7 @@ def _longest(
 
 @compiled
 def _is_found(text: TokenIds, start: int, at: int, context: int) -> bool:
-    """Whether the last `context` tokens before both are the same; a response's beginning is one of them."""
+    """Whether the `context` tokens before both places are equal; the start of a response counts as a token."""
     for i in range(1, context + 1):
         if text[start - i] != text[at - i]:
             return False

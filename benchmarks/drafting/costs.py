@@ -1,8 +1,7 @@
-"""What drafting costs, and what it would gain on an engine whose forward has a known price.
+"""Time and memory of drafting, and the speed of a modelled engine whose forward time is given by a formula.
 
-Times are of the calling thread (CPU time); the methods that are compared take turns, forward by forward, in the
-middle of their responses; a figure is a median over forwards. Python around a method's own code is part of it
-where an engine would run it too.
+Times are CPU times of the calling thread and medians over forwards. Compared methods alternate forward by forward, in
+the middle of their responses. Python code around a method counts where an engine would run it too.
 """
 
 import itertools
@@ -24,20 +23,20 @@ from history.store.traces import Trace
 from history.types import PastResponse
 
 CONTEXT_TOKENS = 6000
-"""Of each row in the modelled engine."""
+"""Context of each request of the modelled engine."""
 SURFACE = (
     "forward ms = 10 + 0.04 tokens + 2.7e-5 context tokens (6,000 a row); drafts of peers cost no time, ours their own"
 )
 
 
 def forward_s(num_rows: int, num_tokens: int) -> float:
-    """SURFACE: a 32B model in FP8 on one H200, inferred."""
+    """Seconds of a forward by SURFACE, inferred for a 32B model in FP8 on one H200."""
     return (10.0 + 0.04 * num_tokens + 2.7e-5 * CONTEXT_TOKENS * num_rows) / 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A method that remembers, and what that took."""
+    """A method with the history of a visit, and the row of its insert."""
 
     contestant: Contestant
     method: Method
@@ -45,10 +44,10 @@ class Loaded:
 
 
 def load(case: str, contestant: Contestant, old: Sequence[Trace]) -> Loaded:
-    """Insert all responses of a visit; nanoseconds and bytes per token."""
+    """Insert all responses of a visit; the row has nanoseconds and bytes per token."""
     method = contestant.make()
     num_tokens = sum(len(trace.response_ids) for trace in old)
-    # compiles what is not compiled yet
+    # a first method compiles the kernels
     remember(method, [trace for _, responses in itertools.islice(by_prompt(old), 1) for trace in responses])
     method = contestant.make()
     began = time.thread_time()
@@ -71,19 +70,19 @@ def load(case: str, contestant: Contestant, old: Sequence[Trace]) -> Loaded:
 def propose_rows(
     case: str, loaded: Sequence[Loaded], new: Sequence[Trace], batch: int, *, rounds: int
 ) -> Iterator[Row]:
-    """Microseconds per request and step, methods taking turns."""
+    """Drafting time per request and forward; methods alternate."""
     replays = [
         Replay(
-            one.method,
+            entry.method,
             new[:batch],
             batch=batch,
-            max_draft_tokens=one.contestant.max_draft_tokens,
+            max_draft_tokens=entry.contestant.max_draft_tokens,
             max_response_tokens=max(len(trace.response_ids) for trace in new) * 3 // 2,
             begin_at=0.5,
         )
-        for one in loaded
+        for entry in loaded
     ]
-    # the first forward reads the half that is already there, the second has new code paths to compile
+    # the first forward reads the emitted half of the responses, the second compiles further code
     for replay in replays:
         for _ in range(3):
             replay.forward()
@@ -93,13 +92,13 @@ def propose_rows(
             forward = replay.forward()
             if forward.num_rows == batch:
                 seconds.append(forward.propose_s)
-    for one, replay, seconds in zip(loaded, replays, times, strict=True):
+    for entry, replay, seconds in zip(loaded, replays, times, strict=True):
         replay.close()
         median = statistics.median(seconds)
         yield {
             "what": "propose",
             "case": case,
-            "method": one.contestant.name,
+            "method": entry.contestant.name,
             "batch": batch,
             "forwards": len(seconds),
             "us_per_request": round(1e6 * median / batch, 3),
@@ -111,7 +110,7 @@ def propose_rows(
 def alone_rows(
     case: str, work: Path, old: Sequence[Trace], new: Sequence[Trace], *, rounds: int, threads: Sequence[int]
 ) -> Iterator[Row]:
-    """Wall clock of our drafts for a batch of all of `new`, with nobody in turn, by the number of threads."""
+    """Wall clock time of the product's drafting for one batch of all of `new`, by number of threads."""
     for num_threads in threads:
         method = ours(work, num_threads=num_threads)
         remember(method, old)
@@ -138,7 +137,7 @@ def alone_rows(
 
 
 def attach_row(folder: Path, num_bytes: int, *, repeats: int = 51) -> Row:
-    """Attach of one large segment, wall clock."""
+    """Wall clock time to attach one large segment."""
     draws = np.random.default_rng(0)
     count = num_bytes // 8 // 16384
     responses = [
@@ -156,49 +155,52 @@ def attach_row(folder: Path, num_bytes: int, *, repeats: int = 51) -> Row:
     return {"what": "attach", "case": "attach", "method": "ours", "bytes": size, "ms": 1e3 * statistics.median(seconds)}
 
 
-def modelled_row(
-    case: str,
-    name: str,
-    method: Method,
-    new: Sequence[Trace],
-    batch: int,
-    *,
-    max_draft_tokens: int,
-    cost_model: ForwardCostModel | None = None,
-) -> Row:
-    """Decode speed on SURFACE while the batch is full: over that of an engine without drafts, and in tokens/s.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledEngine:
+    """An engine with one method of drafting, whose forwards take the time that SURFACE gives."""
 
-    `cost_model` observes what each forward took.
-    """
-    replay = replay_of(method, new, max_draft_tokens=max_draft_tokens, batch=batch)
-    forwards: list[Forward] = []
-    emitted, seconds, drafting = 0, 0.0, 0.0
-    while True:
-        forward = replay.forward()
-        if forward.num_rows < batch:
-            break
-        forwards.append(forward)
-        num_tokens = forward.num_rows + forward.num_drafted
-        took = forward_s(batch, num_tokens)
-        if cost_model is not None:
+    case: str
+    method_name: str
+    method: Method
+    max_draft_tokens: int
+    cost_model: ForwardCostModel | None = None
+    """Observes the time of each forward."""
+
+    def decode(self, traces: Sequence[Trace], batch: int) -> Row:
+        """Decode while the batch is full; tokens per second, and speed over an engine without drafts."""
+        replay = replay_of(self.method, traces, max_draft_tokens=self.max_draft_tokens, batch=batch)
+        forwards: list[Forward] = []
+        emitted, seconds, drafting_s = 0, 0.0, 0.0
+        while True:
+            forward = replay.forward()
+            if forward.num_rows < batch:
+                break
+            forwards.append(forward)
+            emitted += forward.num_emitted
+            seconds += self._forward_s(forward)
+            drafting_s += forward.propose_s if isinstance(self.method, Product) else 0.0
+            if replay.finished:
+                break
+        replay.close()
+        baseline_tokens_per_s = batch / forward_s(batch, batch)
+        return {
+            "what": "modelled",
+            "case": self.case,
+            "method": self.method_name,
+            "batch": batch,
+            "forwards": len(forwards),
+            "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
+            "tokens_per_forward": round(emitted / len(forwards) / batch, 4),
+            "drafting_share_of_time": round(drafting_s / (seconds + drafting_s), 5),
+            "tokens_per_s": round(emitted / (seconds + drafting_s), 2),
+            "over_no_drafts": round(emitted / (seconds + drafting_s) / baseline_tokens_per_s, 4),
+        }
+
+    def _forward_s(self, forward: Forward) -> float:
+        """Seconds of a forward without its drafting; the cost model observes them."""
+        batch, num_tokens = forward.num_rows, forward.num_rows + forward.num_drafted
+        seconds = forward_s(batch, num_tokens)
+        if self.cost_model is not None:
             context = CONTEXT_TOKENS * batch
-            cost_model.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=took)
-        emitted += forward.num_emitted
-        seconds += took
-        drafting += forward.propose_s if isinstance(method, Product) else 0.0
-        if replay.finished:
-            break
-    replay.close()
-    stock = batch / forward_s(batch, batch)
-    return {
-        "what": "modelled",
-        "case": case,
-        "method": name,
-        "batch": batch,
-        "forwards": len(forwards),
-        "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
-        "tokens_per_forward": round(emitted / len(forwards) / batch, 4),
-        "drafting_share_of_time": round(drafting / (seconds + drafting), 5),
-        "tokens_per_s": round(emitted / (seconds + drafting), 2),
-        "over_no_drafts": round(emitted / (seconds + drafting) / stock, 4),
-    }
+            self.cost_model.observe(num_rows=batch, num_tokens=num_tokens, num_context_tokens=context, seconds=seconds)
+        return seconds

@@ -1,6 +1,6 @@
-"""Who drafts in `benchmarks.drafting`, and how much of it is accepted on the same traces.
+"""The methods of `benchmarks.drafting`, and the tokens per forward of each on the same traces.
 
-Every method decodes the same responses; what it drafts changes how many forwards that takes and nothing else.
+Every method decodes the same responses; its drafts change only the number of forwards.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from history.drafting.forward_cost import ForwardCostModel
 from history.store.traces import Trace
 
 K = 16
-"""Draft tokens of a request and forward, where a method does not decide itself."""
+"""Largest draft of a request, for methods that do not choose it themselves."""
 PAPER_K = 32
 MAX_BATCH = 256
 OURS, NGRAM, PAPER, RELEASED = "ours", "vLLM ngram", "HistoSpec, paper", "HistoSpec, released"
@@ -49,7 +49,7 @@ GRID = {
         "per_prompt": True,
     },
 }
-"""Settings of Arctic's cache; vLLM has one tree for all prompts."""
+"""Settings of Arctic's cache. By default, as in vLLM, one tree serves all prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Contestant:
 
     @property
     def is_arctic(self) -> bool:
-        """Whether it is one of GRID."""
+        """Whether the method is a setting of Arctic."""
         return self.name in GRID
 
 
@@ -76,17 +76,17 @@ def ours(
 
 
 def contestants(work: Path, arctic: Suffixes | None) -> list[Contestant]:
-    """Ours first, then its peers; without Arctic if it was not built."""
+    """The product first, then its peers; without Arctic if it is not built."""
     search = vllm_search()
-    found = [
+    methods = [
         Contestant(name=OURS, make=lambda: ours(work)),
         Contestant(name=NGRAM, make=lambda: Ngram(search, max_draft_tokens=K)),
         Contestant(name=PAPER, make=HistoSpecPaper, max_draft_tokens=PAPER_K),
         Contestant(name=RELEASED, make=HistoSpecReleased),
     ]
     if arctic is not None:
-        found += [Contestant(name=name, make=_arctic(arctic, settings)) for name, settings in GRID.items()]
-    return found
+        methods += [Contestant(name=name, make=_arctic(arctic, settings)) for name, settings in GRID.items()]
+    return methods
 
 
 def _arctic(module: Suffixes, settings: dict[str, float]) -> Callable[[], Method]:
@@ -104,20 +104,20 @@ def _arctic(module: Suffixes, settings: dict[str, float]) -> Callable[[], Method
 
 
 def visits(traces: Sequence[Trace]) -> list[list[Trace]]:
-    """First visits of all prompts, second visits, and so on, whatever steps they were at; in order of steps."""
+    """The first visits of all prompts, the second visits, and so on; the steps of a visit may differ."""
     steps: dict[str, list[int]] = {}
     for trace in sorted(traces, key=lambda trace: trace.step):
         of_prompt = steps.setdefault(trace.prompt_id, [])
         if trace.step not in of_prompt:
             of_prompt.append(trace.step)
-    found: list[list[Trace]] = [[] for _ in range(max(len(of_prompt) for of_prompt in steps.values()))]
+    by_visit: list[list[Trace]] = [[] for _ in range(max(len(of_prompt) for of_prompt in steps.values()))]
     for trace in sorted(traces, key=lambda trace: (trace.step, trace.prompt_id, trace.sample)):
-        found[steps[trace.prompt_id].index(trace.step)].append(trace)
-    return found
+        by_visit[steps[trace.prompt_id].index(trace.step)].append(trace)
+    return by_visit
 
 
 def remember(method: Method, visit: Sequence[Trace]) -> None:
-    """Hand a visit of many prompts to a method."""
+    """Add a visit of many prompts to a method's history."""
     for prompt_id, responses in by_prompt(visit):
         method.remember(prompt_id, responses)
 
@@ -130,7 +130,7 @@ def by_prompt(visit: Sequence[Trace]) -> Iterator[tuple[str, list[Trace]]]:
 
 
 def replay_of(method: Method, visit: Sequence[Trace], *, max_draft_tokens: int, batch: int = MAX_BATCH) -> Replay:
-    """A replay with room for responses half as long again as the longest."""
+    """A replay whose requests may become half as long again as the longest response."""
     return Replay(
         method,
         visit,
@@ -141,7 +141,7 @@ def replay_of(method: Method, visit: Sequence[Trace], *, max_draft_tokens: int, 
 
 
 def decode_visits(contestant: Contestant, epochs: Sequence[Sequence[Trace]], *, first: int = 0) -> Iterator[Outcome]:
-    """One method through the visits from `first` on; the ones before it only remembers."""
+    """Decode the visits from `first` on with one method; earlier visits are only added to its history."""
     method = contestant.make()
     for number, visit in enumerate(epochs):
         if number >= first:
@@ -155,7 +155,7 @@ def decode_visits(contestant: Contestant, epochs: Sequence[Sequence[Trace]], *, 
 
 
 def quality_row(case: str, name: str, visit: int, outcome: Outcome) -> Row:
-    """What of a replay goes into the record."""
+    """The `tokens` row of a replay."""
     row: dict[str, str | int | float | bool] = {
         "what": "tokens",
         "case": case,

@@ -1,9 +1,8 @@
-"""A store under fire: writers, evictions, and readers that know which token belongs where.
+"""A history store under concurrent inserts, evictions and reads; readers check every token.
 
-`python -m benchmarks.drafting.store_soak --json OUT` inserts a million responses from several threads into one
-store with room for a part of them, while other threads fetch prompts, publish them as segments and map
-those, and compare every token with what it must be. The writers walk their prompts in shuffled epochs,
-so evictions never stop.
+`python -m benchmarks.drafting.store_soak --json OUT` inserts a million responses from several threads into one store
+that has room for a part of them. Other threads fetch prompts, publish them as segments, map the segments and compare
+every token with its expected value. Writers visit their prompts in shuffled epochs, so evictions never stop.
 """
 
 import ctypes
@@ -29,7 +28,7 @@ NUM_PROMPTS = 2048
 SAMPLES = 8
 LONGEST = 256
 ROOM = 0.4
-"""Share of all prompts that the budget has room for."""
+"""Share of all prompts that fits into the byte budget."""
 
 _SEGMENT_EVERY = 16
 _READS_PER_ROUND = 16
@@ -37,16 +36,16 @@ _READS_PER_ROUND = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakResult:
-    """What happened."""
+    """Counts and memory growth of the run."""
 
     num_inserts: int
-    """Responses."""
+    """Inserted responses."""
     num_reads: int
-    """Responses that were fetched and compared."""
+    """Responses that were read and compared."""
     num_segments: int
-    """Published, mapped, checked and compared."""
+    """Segments that were published, mapped, checked and compared."""
     num_evictions: int
-    """Prompts."""
+    """Evicted prompts."""
     num_wrong_tokens: int
     seconds: float
     growth: float
@@ -68,10 +67,10 @@ class _Reads:
 
 
 def soak(*, num_inserts: int, num_writers: int, num_readers: int, seed: int) -> SoakResult:
-    """Run it in this process; an error in any thread is raised here."""
+    """Run writers and readers in this process; an error in any thread is raised here."""
     budget_bytes = int(ROOM * NUM_PROMPTS * SAMPLES * (RESPONSE_BYTES + 2 * LONGEST))
     store = PromptStore(budget_bytes=budget_bytes, kept_steps=1, reuse_share=reusable_share)
-    build_segment(0, 0, [_response(0, 0, 0)])  # compiles, which is no growth
+    build_segment(0, 0, [_response(0, 0, 0)])  # compiles first, so that memory for compiling is not counted as growth
     began, done = time.perf_counter(), threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_writers + num_readers) as threads:
         quotas = [num_inserts // num_writers] * num_writers
@@ -102,13 +101,13 @@ def _written(threads: ThreadPoolExecutor, store: PromptStore, quotas: Sequence[i
 
 
 def _write(store: PromptStore, number: int, num_writers: int, quota: int, seed: int) -> int:
-    """Insert `quota` responses of this writer's prompts, epoch after epoch, each shuffled anew."""
+    """Insert `quota` responses of this writer's prompts, in epochs with a new order each."""
     generator = np.random.default_rng([seed, number])
-    own = np.arange(number, NUM_PROMPTS, num_writers)
+    keys = np.arange(number, NUM_PROMPTS, num_writers)
     step = max(store.last_step, 0)
     written = 0
     while True:
-        for key in generator.permutation(own).tolist():
+        for key in generator.permutation(keys).tolist():
             if written >= quota:
                 return written
             step += 1
@@ -119,25 +118,25 @@ def _write(store: PromptStore, number: int, num_writers: int, quota: int, seed: 
 
 
 def _read(store: PromptStore, directory: Path, number: int, seed: int, done: threading.Event) -> _Reads:
-    """Fetch prompts at random and look at every token, now and then through a segment."""
+    """Fetch random prompts and check every token, in some rounds through a segment."""
     generator = np.random.default_rng([seed, 1000 + number])
     total, rounds = _Reads(), 0
     while not done.is_set():
         rounds += 1
-        found = store.fetch(generator.integers(0, NUM_PROMPTS, _READS_PER_ROUND).tolist())
+        fetched = store.fetch(generator.integers(0, NUM_PROMPTS, _READS_PER_ROUND).tolist())
         total += _Reads(
-            num_reads=sum(len(past) for _, past in found.values()),
-            num_wrong=sum(_num_wrong(key, past) for key, (_, past) in found.items()),
+            num_reads=sum(len(past) for _, past in fetched.values()),
+            num_wrong=sum(_num_wrong(key, past) for key, (_, past) in fetched.items()),
         )
-        if found and rounds % _SEGMENT_EVERY == 0:
-            key, (stamp, past) = next(iter(found.items()))
+        if fetched and rounds % _SEGMENT_EVERY == 0:
+            key, (stamp, past) = next(iter(fetched.items()))
             total += _Reads(num_segments=1, num_wrong=_num_wrong(key, _through_a_segment(directory, key, stamp, past)))
         time.sleep(0)
     return total
 
 
 def _through_a_segment(directory: Path, key: int, stamp: int, past: list[PastResponse]) -> list[PastResponse]:
-    """What another process would read; the readers replace each other's files while they are mapped."""
+    """The responses as another process reads them; readers replace each other's files while they are mapped."""
     write_segment(directory, build_segment(key, stamp, past))
     attached = attach_segment(directory, key)
     assert attached is not None
@@ -155,7 +154,7 @@ def _token_ids(key: int, step: int, sample: int, length: int) -> TokenIds:
 
 
 def _num_wrong(key: int, past: Sequence[PastResponse]) -> int:
-    """Tokens that are not what this response of this prompt consists of; all of one that has another length."""
+    """Number of wrong tokens; a response of the wrong length counts with all its tokens."""
     wrong = 0
     for response in past:
         right = _response(key, response.step, response.sample).token_ids
@@ -165,7 +164,7 @@ def _num_wrong(key: int, past: Sequence[PastResponse]) -> int:
 
 
 def _resident_bytes() -> int:
-    """What is in use: an allocator keeps pages for itself, in one heap of each thread."""
+    """Resident bytes, after the allocator has returned the free pages of each thread's heap."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -174,7 +173,7 @@ def _resident_bytes() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it and write the record."""
+    """Run the soak and write the record."""
     options = arguments("A million concurrent inserts, evictions and reads of the history.").parse_args(argv)
     result = soak(num_inserts=50_000 if options.quick else 1_000_000, num_writers=2, num_readers=2, seed=0)
     goals = [

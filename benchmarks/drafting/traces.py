@@ -1,18 +1,18 @@
-"""Synthetic responses over epochs: each is an old one of its prompt, copied with the edits of a policy that moves.
+"""Generated responses over epochs: each copies an old response of its prompt, with the edits of a changing policy.
 
-A response of the next epoch copies spans of heavy-tailed (lognormal, sigma 1.2) length from an old one. What breaks
-them: substitutions 40 %, insertions 20 %, deletions 15 %, jumps to a sibling at a matching token 25 %. Half of all
-edits are *systematic*, the policy's shift: the content before them decides where and what they are, so all siblings of
-the new epoch make the same ones. The other half are each response's own. Responses of epoch 0 copy in the same way
-from texts that nobody sees, the ways to solve a prompt, so siblings resemble each other.
+A response copies spans of lognormal length (sigma 1.2, heavy-tailed) from a response of the epoch before. Spans end in
+substitutions (40 %), insertions (20 %), deletions (15 %) and jumps to a sibling at a matching token (25 %). Half of all
+edits are *systematic*, like a shift of the policy: the tokens before an edit decide whether and how it happens, so all
+siblings make the same edit. The other half differ between responses. Responses of epoch 0 copy in the same way from
+hidden texts, so siblings resemble each other.
 
-*Reuse* is the share of a response's tokens that were copied. Without reuse a response has nothing to do with any other.
-Rewards are drawn by coin: better ways are not reused more.
+*Reuse* is the share of a response's tokens that were copied. With reuse 0 all responses are independent. Rewards are
+random, so responses with a high reward are not reused more.
 
-What methods gain on it is set by EDIT_TOKENS alone. It was chosen so that Arctic Inference 0.3.0 with vLLM's
-defaults and 16 draft tokens emits about 4.6, 3.1 and 2.1 tokens a forward at reuse 93, 87 and 76 % and 2k tokens.
-FIRST_REUSE was chosen so that it emits about 1.7 in epoch 0, from siblings alone, with one tree a prompt and factor 4.
-Both are frozen: every figure ever reported on these traces depends on them.
+EDIT_TOKENS alone sets the gain of drafting. It was chosen so that Arctic Inference 0.3.0 with vLLM's defaults and 16
+draft tokens emits about 4.6, 3.1 and 2.1 tokens per forward. These are for reuse 93, 87 and 76 % at 2k tokens.
+FIRST_REUSE was chosen so that Arctic with one tree per prompt and factor 4 emits about 1.7 in epoch 0, from siblings
+alone. Both must not change: every record on these traces depends on them.
 
 The same arguments give the same traces, on every machine; epoch 0 does not depend on `reuse`.
 """
@@ -32,25 +32,25 @@ VOCABULARY = 32_000
 END_OF_SEQUENCE = 0
 PROMPT_TOKENS = 64
 SIGMA = 1.2
-"""Of the lognormal lengths of copied spans."""
+"""Sigma of the lognormal lengths of copied spans."""
 EDIT_TOKENS = 1.75
 """Mean tokens of an edit (frozen, see above)."""
 SHORTEST_SPAN = 4.0
-"""Mean span below which edits get longer instead of spans shorter: less would be no copying."""
+"""Least mean length of a span in tokens; below it, edits get longer instead."""
 FIRST_REUSE = 0.9
-"""Share of a response of epoch 0 that comes from its hidden text."""
+"""Share of a response of epoch 0 that is copied from a hidden text."""
 HIDDEN_TEXTS = 2
 PROMPT_LENGTH_SIGMA, SAMPLE_LENGTH_SIGMA, EPOCH_LENGTH_SIGMA = 0.25, 0.1, 0.05
 """Spread of log lengths over prompts, within a group, and from epoch to epoch."""
 
 SUBSTITUTION, INSERTION, DELETION, JUMP = range(4)
 KIND_LIMITS = np.array([0.4, 0.6, 0.75, 1.0])
-"""Cumulated shares of the kinds of edits."""
+"""Cumulative shares of the kinds of edits."""
 _NOVEL_PER_EDIT = 0.6
-"""Share of edits that bring new tokens."""
+"""Share of edits that add new tokens."""
 
 _FAMILIAR = 0.5
-"""Share of new tokens that follow from the token before as they do everywhere."""
+"""Share of new tokens that are one of a few frequent successors of the token before."""
 
 Longs = npt.NDArray[np.int64]
 State = npt.NDArray[np.uint64]
@@ -59,7 +59,7 @@ State = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Traces, and how much of them was copied."""
+    """Generated traces with their reuse."""
 
     traces: list[Trace]
     """Ordered by epoch (their step), prompt, sample."""
@@ -107,7 +107,7 @@ def generate(
 def _next_group(
     old: list[TokenIds], lengths: npt.NDArray[np.float64], reuse: float, state: State, *, systematic: bool
 ) -> tuple[list[TokenIds], int]:
-    """Responses of `lengths` tokens made of `old`, and how many of their tokens were copied."""
+    """Responses of `lengths` tokens copied from `old`, and the number of copied tokens."""
     sizes = [max(int(length), 16) for length in lengths]
     if reuse == 0.0:
         return [_ended(_fresh(size, state)) for size in sizes], 0
@@ -115,7 +115,7 @@ def _next_group(
     edit_tokens = max(EDIT_TOKENS, SHORTEST_SPAN / (_NOVEL_PER_EDIT * odds))
     span = odds * _NOVEL_PER_EDIT * edit_tokens
     if systematic:
-        # two kinds of breaks, each half as frequent; what their overlap costs was fitted
+        # two kinds of edits, each half as frequent; the factor for their overlap was fitted
         span *= 2.0 * (1.15 + 0.02 * odds)
     mu = math.log(span) - SIGMA**2 / 2.0
     old = [np.append(response[response != END_OF_SEQUENCE], np.int32(-1)) for response in old]
@@ -159,7 +159,7 @@ def _span(mu: float, state: State) -> int:
 
 @compiled
 def _geometric(mean: float, state: State) -> int:
-    """1, 2, ... with that mean."""
+    """A geometric number from 1 on, with this mean."""
     if mean <= 1.0:
         return 1
     return 1 + int(math.log(1.0 - _uniform(state)) / math.log(1.0 - 1.0 / mean))
@@ -175,7 +175,7 @@ def _mixed(first: int, second: int, third: int) -> int:
 
 @compiled
 def _novel(before: int, state: State) -> int:
-    """A new token: frequent ones of the whole vocabulary (Zipf), or one of few that often follow `before`."""
+    """A new token: by Zipf's law from the whole vocabulary, or one of a few frequent successors of `before`."""
     rank = int(math.exp(_uniform(state) * math.log(VOCABULARY - 1)))
     if _uniform(state) < _FAMILIAR:
         rank = 1 + _mixed(before, rank % 8, 0) % (VOCABULARY - 1)
@@ -195,7 +195,7 @@ def _fresh(num_tokens: int, state: State) -> TokenIds:
 
 @compiled
 def _key(text: TokenIds, position: int) -> int:
-    """What stands before `position`: the content that a systematic edit goes by."""
+    """Hash of the five tokens before `position`, which decide a systematic edit; -1 near the start."""
     if position < 5:
         return -1
     near: int = _mixed(text[position - 1], text[position - 2], text[position - 3])
@@ -204,10 +204,10 @@ def _key(text: TokenIds, position: int) -> int:
 
 @compiled
 def _rules(text: TokenIds, mu: float, seed: int) -> Longs:
-    """A table (open addressing, -1: empty) of the contents before which the policy now says something else.
+    """Hash table (open addressing, -1: empty) of the keys at which systematic edits happen.
 
-    They break the old texts into spans of lognormal length. Each decides itself how far the next one is,
-    so that siblings that say the same are broken at the same places, not at more.
+    The edits divide the old texts into spans of lognormal length. Each key determines the distance to the next edit, so
+    siblings with equal text are edited at the same places.
     """
     size = 1 << int(math.log2(len(text)) + 2)
     table = np.full(size, -1, dtype=np.int64)
@@ -242,7 +242,7 @@ def _has(table: Longs, key: int) -> bool:
 
 @compiled
 def _matching(text: TokenIds, start: int, end: int, token: int, state: State) -> int:
-    """A position of text[start:end] behind `token`, or any if there is none."""
+    """A random position of text[start:end] after `token`; any position if there is none."""
     size = end - start
     first = int(_uniform(state) * size)
     for i in range(size - 1):
@@ -264,7 +264,7 @@ def _edited(
     state: State,
     out: TokenIds,
 ) -> int:
-    """Fill `out` with an edited copy of the texts; how many of its tokens were copied."""
+    """Fill `out` with an edited copy of the texts; returns the number of copied tokens."""
     keyed = np.empty(1, dtype=np.uint64)
     position, end = starts[source], starts[source + 1] - 1
     made, copied, left = 0, 0, _span(mu, state)

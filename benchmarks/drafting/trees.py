@@ -1,10 +1,10 @@
-"""What verifying chains costs against verifying trees: `python -m benchmarks.drafting.trees --json OUT [--quick]`.
+"""Tokens per forward with chains and with trees of drafts: `python -m benchmarks.drafting.trees --json OUT [--quick]`.
 
-vLLM verifies one chain a request. The tree is that of all candidates which the drafter follows (history,
-living text, cursor, moved cursor), of which verification would take the longest that is right; its chain is
-the one that the drafter chooses. Same index, same traces (`benchmarks.drafting.traces`), one forward after another.
+vLLM verifies one chain of draft tokens per request. The tree holds all candidates of the drafter (history, live text,
+cursor, realigned cursor), and verification keeps the longest correct one. The chain is the candidate that the drafter
+chooses. Both use the same index and the same generated traces (`benchmarks.drafting.traces`).
 
-Rows: tokens per forward, and tokens verified beside each row's own.
+Rows: tokens per forward, and draft tokens verified per request and forward.
 """
 
 import sys
@@ -24,14 +24,14 @@ from history.types import PastResponse, prompt_key
 K = 16
 REUSE = (0.93, 0.87, 0.76)
 CHAINS = ((16, 0.1), (16, 0.02), (32, 0.1), (32, 0.03))
-"""Longest chain and least survival."""
+"""(largest draft in tokens, least survival) of the measured chains."""
 
 Chains = list[list[int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure trees and chains."""
-    options = arguments("What verifying chains costs against verifying trees.").parse_args(argv)
+    """Measure trees and chains and write the record."""
+    options = arguments("Tokens per forward with chains and with trees of drafts.").parse_args(argv)
     num_prompts, num_tokens = (2, 500) if options.quick else (16, 2000)
     rows: list[Row] = []
     for reuse in REUSE:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(traces: Sequence[Trace], *, k: int, threshold: float, tree: bool) -> tuple[float, float]:
-    """Decode the second epoch with the first as history: tokens, and verified draft tokens, per row and forward."""
+    """Decode the second epoch with the first as history; tokens and verified draft tokens per request and forward."""
     with tempfile.TemporaryDirectory() as folder:
         for prompt_id in dict.fromkeys(trace.prompt_id for trace in traces):
             past = [trace for trace in traces if trace.prompt_id == prompt_id and trace.step == 0]
@@ -87,14 +87,14 @@ def _decode(traces: Sequence[Trace], drafter: Drafter, *, k: int, tree: bool) ->
 
 
 def candidates(drafter: Drafter, draft_row: int) -> Chains:
-    """All chains that the drafter followed for a draft row."""
+    """All candidate chains of the drafter for a draft row."""
     state = drafter._state
     pairs = zip(state.chains[draft_row].tolist(), state.lengths[draft_row].tolist(), strict=True)
     return [chain[:length] for chain, length in pairs]
 
 
 def lead(chain: Sequence[int], answer: Sequence[int]) -> int:
-    """How many tokens of a chain are right."""
+    """Number of leading tokens of a chain that are correct."""
     count = 0
     while count < min(len(chain), len(answer)) and chain[count] == answer[count]:
         count += 1
@@ -102,7 +102,7 @@ def lead(chain: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def num_nodes(chains: Chains) -> int:
-    """Nodes of the tree of some chains, without its root."""
+    """Number of nodes of the tree of these chains, without the root."""
     return len({tuple(chain[: i + 1]) for chain in chains for i in range(len(chain))})
 
 

@@ -1,6 +1,6 @@
-"""`compiled`: numba's decorator with types, for functions that call compiled functions of their own file only.
+"""`compiled`: numba's decorator with types, for functions that call compiled functions of the same file only.
 
-(numba's cache does not notice when those of another file change.)
+Numba's cache does not notice changes of compiled functions in other files.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs the example's RL with keys of one's own, from a quickstart's data and warm start."""
+"""Runs the example's RL with given configuration keys, from a quickstart's data and warm start."""
 
 import json
 import shutil
@@ -11,19 +11,19 @@ from benchmarks.harness.process_tree import watch
 
 K3 = "rollout_corr/k3_kl"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
-"""Of runs with a correction; without one there are no weights."""
+"""Metric of runs with a correction; other runs have no importance weights."""
 
 
 def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
-    """Metrics of all steps, and the seconds that the run took; its output lies beside `run_dir`.
+    """Metrics of all steps, and the seconds of the run. Its output is written to a log beside `run_dir`.
 
     Args:
         warm: work directory of a quickstart.
-        run_dir: of the run; what lies there is removed.
-        keys: `key=value`; they come last, so they win.
+        run_dir: directory of the run; existing files are removed.
+        keys: `key=value` each; they take precedence over the example's configuration.
 
     Raises:
-        SystemExit: the run failed; with the end of its output.
+        SystemExit: the run failed; the message has the end of its output.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -47,17 +47,17 @@ def few_prompts(warm: Path, path: Path, count: int) -> Path:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Of all steps of a run."""
+    """Metrics of all steps of a run."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def trained(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The steps that had something to learn from; those whose groups were all dropped know no mismatch."""
+    """The steps that trained; a step whose groups were all dropped has no mismatch metrics."""
     return [row for row in metrics if K3 in row]
 
 
 def mismatch_figures(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """K3 and effective sample size over the steps that trained; nothing where none did."""
+    """k3 and effective sample size over the steps that trained; empty if no step did."""
     steps = trained(metrics)
     if not steps:
         return {}

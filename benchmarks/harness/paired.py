@@ -1,4 +1,4 @@
-"""What two ways of running differ by, where each seed was run both ways."""
+"""Differences between two ways of running, where each seed was run both ways."""
 
 import argparse
 import math
@@ -13,16 +13,16 @@ _STUDENT_95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Mean over seeds, with how sure it is."""
+    """Mean difference over seeds, with its standard error."""
 
     mean: float
     standard_error: float
     student_95: float
-    """Standard errors to either side that hold the true mean in 95 % of cases."""
+    """Half width of the 95 % confidence interval, in standard errors."""
 
     @classmethod
     def of(cls, gaps: Sequence[float]) -> Self:
-        """From one difference a seed; from 2 to 10 of them."""
+        """From one difference per seed, for 2 to 10 seeds."""
         return cls(
             mean=statistics.fmean(gaps),
             standard_error=statistics.stdev(gaps) / math.sqrt(len(gaps)),
@@ -31,13 +31,13 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %."""
+        """95 % confidence interval of the mean."""
         half = self.student_95 * self.standard_error
         return self.mean - half, self.mean + half
 
 
 def check_seeds(parser: argparse.ArgumentParser, number: int) -> None:
-    """End with an error where `--seeds` allows no difference."""
+    """End with an error if the number of seeds allows no difference."""
     most = len(_STUDENT_95) + 1
     if not 2 <= number <= most:
-        parser.error(f"--seeds {number}: a difference needs from 2 to {most} of them")
+        parser.error(f"--seeds {number}: differences need 2 to {most} seeds")

@@ -1,7 +1,7 @@
-"""What a command and all its descendants hold: memory, file descriptors, shared memory; sampled while it runs.
+"""Samples memory, file descriptors and shared memory of a running command and all its descendants.
 
-Memory is the sum of proportional set sizes (PSS: shared pages are divided among those who map them) plus
-the files in shared memory that no process maps, which PSS does not see.
+Memory is the sum of proportional set sizes plus the files in shared memory that no process maps. The proportional set
+size (PSS) divides shared pages among the processes that map them; it does not count unmapped files.
 """
 
 import subprocess
@@ -21,17 +21,17 @@ class Usage:
     """One sample."""
 
     seconds: float
-    """Since the command started."""
+    """Seconds since the command started."""
     memory_bytes: int
     """PSS of all processes plus unmapped shared memory."""
     shm_bytes: int
-    """All of shared memory."""
+    """All files in shared memory."""
     num_fds: int
     num_processes: int
 
 
 def usage(root: int, seconds: float) -> Usage:
-    """Sample the process `root` and everything below it."""
+    """Sample the process `root` and its descendants."""
     pss, fds, count, mapped = 0, 0, 0, set()
     try:
         processes = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
@@ -45,7 +45,7 @@ def usage(root: int, seconds: float) -> Usage:
             fds += process.num_fds()
             count += 1
         except (OSError, psutil.Error):
-            continue  # it ended between the listing and the look
+            continue  # the process ended after it was listed
     files = {str(path): path.stat().st_blocks * 512 for path in SHM.iterdir() if path.is_file()}
     unmapped = sum(size for path, size in files.items() if path not in mapped)
     return Usage(
@@ -70,7 +70,7 @@ def _mapped_shm(maps: Path) -> set[str]:
 
 
 def watch(command: Sequence[str], *, log: Path, every_s: float = 2.0) -> tuple[int, float, list[Usage]]:
-    """Run `command`, its output going to `log`; returns exit code, seconds and the samples taken on the way."""
+    """Run `command` with its output in `log`; returns the exit code, the seconds and the samples."""
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     samples: list[Usage] = []

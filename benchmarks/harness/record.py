@@ -1,7 +1,7 @@
-"""Writes the record of a benchmark: flat rows, goals with their bounds, and where and by which code they were measured.
+"""Writes the record of a benchmark: flat rows, goals with their bounds, machine, versions and commit.
 
-`python -m benchmarks.record --check` lists rows whose measured code has changed since; `--strict` makes that an error.
-`python -m benchmarks.record --docs` writes `docs/records/`; with `--check` it only compares.
+`python -m benchmarks.record --check` lists rows whose measured code has changed since; with `--strict` the exit code is
+1 if there are any. `python -m benchmarks.record --docs` writes `docs/records/`; with `--check` it only compares.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def rows_before(path: Path, *, resume: bool) -> list[Row]:
-    """The rows that a record has already, with their own commits, if a benchmark resumes; else none."""
+    """The rows of an existing record, with their commits, if a benchmark resumes; else none."""
     return read_rows(path) if resume else []
 
 
@@ -50,11 +50,11 @@ def write(
 ) -> None:
     """Write the record of this process's command line and print its goals, one line each.
 
-    Rows that name no commit get this process's; rows of an earlier process keep theirs.
+    Rows without a commit get the commit of this process; rows of an earlier process keep theirs.
     """
     code = measured_code()
     record = {
-        "command": " ".join(["python", "-m", _module_name(), *map(_without_place, sys.argv[1:])]),
+        "command": " ".join(["python", "-m", _module_name(), *map(_without_machine_path, sys.argv[1:])]),
         "commit": code.commit,
         "date": datetime.now(UTC).date().isoformat(),
         "inputs": [asdict(item) for item in inputs],
@@ -74,20 +74,20 @@ def write(
 
 @functools.cache
 def measured_code() -> Provenance:
-    """The code of this process, as it was at the first call: records that are written meanwhile do not count."""
+    """The code of this process at the first call, so records written later do not make the tree dirty."""
     commit = source_commit()
     return Provenance(commit=commit.rstrip("+"), dirty=commit.endswith("+") if commit else None)
 
 
 def stolen_share() -> float:
-    """Share of this machine's CPU time since this process began that its host gave to others (steal)."""
+    """Share of this machine's CPU time since the process started that its host gave to other machines (steal)."""
     now, began = psutil.cpu_times(), _CPU_TIMES
     spent = sum(now) - sum(began)
     return round((getattr(now, "steal", 0.0) - getattr(began, "steal", 0.0)) / spent, 4) if spent > 0 else 0.0
 
 
 def machine() -> Machine:
-    """CPU model, the flags that choose kernels, cores, and the GPU if there is one."""
+    """CPU model, the CPU flags that select kernels, number of logical CPUs, and the GPU."""
     model, flags = cpu_model()
     return {
         "cpu": model,
@@ -98,8 +98,8 @@ def machine() -> Machine:
     }
 
 
-def _without_place(argument: str) -> str:
-    """An argument as it is recorded, without places of this machine."""
+def _without_machine_path(argument: str) -> str:
+    """An argument as recorded, without paths of this machine."""
     option, separator, value = argument.rpartition("=")
     path = Path(value)
     if not path.is_absolute():
@@ -113,7 +113,7 @@ def _module_name() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look after committed records; the exit code says whether something must be done."""
+    """Check the committed records or write their pages. Exit code 1: pages differ, or rows are listed with --strict."""
     parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m benchmarks.record")
     parser.add_argument("--check", action="store_true", help="list rows whose code has changed; with --docs, pages")
     parser.add_argument("--docs", action="store_true", help="write docs/records/ from benchmarks/results/")

@@ -1,7 +1,7 @@
-"""Which rows of committed records were measured by code that has changed since.
+"""Lists the rows of committed records whose measured code has changed since.
 
-A record stays what it is: the list says what its figures are worth today. It is information and no verdict; after a
-change of names every module differs, though nothing is slower.
+The list tells how far a record's figures apply to today's code. A listed row need not be wrong: after a renaming every
+module differs, though its speed is the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +15,21 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Rows of a record that share their code."""
+    """Rows of a record that were measured at the same commit."""
 
     record: str
     rows: int
     code: Provenance
     measured: int
-    """Modules that the benchmark led to at that commit; 0 if it cannot be known."""
+    """Number of modules that the benchmark imports at that commit; 0 if unknown."""
     changed: tuple[str, ...]
-    """Those that differ now, each with the first of its statements that do."""
+    """Modules that differ now, each with its first changed statement."""
     unknown: str
-    """Why nothing can be said; empty if it can."""
+    """Why the modules are unknown; empty if they are known."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the code of now gave these rows, as far as is recorded."""
+        """Whether today's code is the measured code, as far as the record states it."""
         return not self.unknown and not self.changed and self.code.dirty is False
 
     def __str__(self) -> str:
@@ -43,17 +43,17 @@ class Finding:
 
 
 def run(*, strict: bool = False) -> int:
-    """Print what has changed since; 1 if something has and `strict` asks for that."""
+    """Print the rows with changed code. Returns 1 if there are any and `strict` is set, else 0."""
     records = read_all(RESULTS)
     old = [finding for finding in findings(records, Sources(root=ROOT)) if not finding.is_current]
     num_rows = sum(len(record.rows) for record in records)
-    print(f"{num_rows} rows of {len(records)} records; measured by other code than today's:")
+    print(f"{num_rows} rows in {len(records)} records. Rows whose measured code differs from today's:")
     print("\n".join(str(finding) for finding in old) if old else "none")
     return 1 if strict and old else 0
 
 
 def findings(records: Sequence[Record], sources: Sources) -> Iterator[Finding]:
-    """Of each record and commit, in their order."""
+    """One finding for each record and commit, in the order of the records and rows."""
     now = sources.now()
     trees: dict[str, Modules | None] = {}
     for record in records:
@@ -62,7 +62,7 @@ def findings(records: Sequence[Record], sources: Sources) -> Iterator[Finding]:
                 trees[code.commit] = sources.at(code.commit)
             then = trees[code.commit]
             reached = then.reached(record.module) if then is not None else set()
-            unknown = "" if reached else f"{record.module} is not in that commit"
+            unknown = "" if reached else f"{record.module} does not exist at that commit"
             changed = sorted(_changed(then, reached, now)) if then is not None else []
             yield Finding(
                 record=record.name,
@@ -70,12 +70,12 @@ def findings(records: Sequence[Record], sources: Sources) -> Iterator[Finding]:
                 code=code,
                 measured=len(reached),
                 changed=tuple(changed),
-                unknown="commit unknown" if then is None else unknown,
+                unknown="commit not in this clone's history" if then is None else unknown,
             )
 
 
 def _changed(then: Modules, reached: set[str], now: Modules) -> Iterator[str]:
-    """Modules with a statement that no module has now, and which statement that is."""
+    """Modules with a statement that no module has now, and the name of the first such statement."""
     for path in reached:
         blob = then.blobs[path]
         if now.blobs.get(path) == blob:

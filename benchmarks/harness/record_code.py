@@ -1,6 +1,6 @@
-"""The code that a benchmark measures: modules that it imports, at a commit and in the work tree.
+"""The code that a benchmark measures: the modules that it imports, at a commit and in the work tree.
 
-Imports are followed from the benchmark's module, those inside functions and modules named in text included
+Imports are followed from the benchmark's module. Imports inside functions and modules named in strings count too
 (`"benchmarks.rollout.server"` of a command line, `"rollout.worker.worker.Worker"` of a configuration). Modules
 are compared by their statements without imports, docstrings and comments. A statement counts as unchanged if any module
 of the work tree has it, so a moved, merged or split module is no change.
@@ -18,21 +18,21 @@ from pathlib import Path
 PACKAGES = ("history", "rollout", "megatron_rl", "launcher", "benchmarks", "examples")
 _MODULE = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)*")
 _RECORDS = re.compile(r"benchmarks\.(?:\w+\.)*record(?:_\w+)?")
-"""Modules that write records; a change of theirs is none of what is measured."""
+"""Modules that write records; they are not part of the measured code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """What is asked of a source file."""
+    """Imports and statements of a source file."""
 
     names: frozenset[str]
-    """Dotted names that it imports or mentions; some are attributes of modules."""
+    """Dotted names that the file imports or mentions; some are attributes of modules."""
     statements: Mapping[bytes, str]
-    """Names of its statements at the top by their digests."""
+    """Name of each top-level statement, by the statement's digest."""
 
     @classmethod
     def of(cls, source: str) -> "Module":
-        """Of a source file's text."""
+        """From the text of a source file."""
         tree = ast.parse(source)
         names = frozenset(_names(tree))
         _strip(tree)
@@ -41,34 +41,34 @@ class Module:
 
 @dataclass(kw_only=True)
 class Modules:
-    """The modules of one version of the tree; files are read when they are asked for."""
+    """The modules of one version of the tree; files are read on first use."""
 
     sources: "Sources"
     blobs: Mapping[str, str]
-    """Digest of git's for each path."""
+    """Git's digest of each path."""
 
     def reached(self, start: str) -> set[str]:
-        """Paths of the modules that `start` leads to, itself included; empty if it is no module here."""
+        """Paths of the modules that `start` imports, directly or not, and of itself; empty if it is no module here."""
         file = start.replace(".", "/")
         if f"{file}.py" not in self.blobs and f"{file}/__main__.py" not in self.blobs:
             return set()
-        found: set[str] = set()
+        reached: set[str] = set()
         waiting = list(self._paths(start, runs=True))
         while waiting:
             path = waiting.pop()
-            if path not in found:
-                found.add(path)
+            if path not in reached:
+                reached.add(path)
                 names = self.sources.module(self.blobs[path]).names
                 waiting += [near for name in names for near in self._paths(name, runs="." not in name)]
-        return found
+        return reached
 
     @cached_property
     def statements(self) -> frozenset[bytes]:
-        """Those of all modules."""
+        """Digests of the statements of all modules."""
         return frozenset().union(*(self.sources.module(blob).statements for blob in self.blobs.values()))
 
     def _paths(self, name: str, *, runs: bool) -> Iterator[str]:
-        """Files of a module and of the packages around it; `runs` adds what `python -m` starts of a package."""
+        """Files of a module and of its parent packages; `runs` adds the `__main__` of a package."""
         parts = name.split(".")
         for length in range(1, len(parts) + 1):
             if _RECORDS.fullmatch(".".join(parts[:length])):
@@ -89,7 +89,7 @@ class Sources:
     _modules: dict[str, Module] = field(default_factory=dict)
 
     def module(self, blob: str) -> Module:
-        """A file by git's digest of it."""
+        """The module with this digest."""
         if blob not in self._modules:
             text = self._texts.get(blob)
             if text is None:
@@ -108,34 +108,34 @@ class Sources:
         return Modules(sources=self, blobs=blobs)
 
     def now(self) -> Modules:
-        """The files of the work tree."""
+        """The modules of the work tree."""
         blobs = {}
         for path in (path for package in PACKAGES for path in sorted((self.root / package).rglob("*.py"))):
             content = path.read_bytes()
-            # git's own digest, so that a file that no commit changed is parsed once
+            # the same digest as git's, so an unchanged file is parsed once
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
             self._texts[blob] = content.decode("utf-8")
             blobs[path.relative_to(self.root).as_posix()] = blob
         return Modules(sources=self, blobs=blobs)
 
     def _read(self, blobs: list[str]) -> None:
-        """Read files in one call of git."""
-        found = self._run("cat-file", "--batch", given="".join(f"{blob}\n" for blob in blobs).encode())
-        if found is None:
+        """Read all files in one call of git."""
+        output = self._run("cat-file", "--batch", given="".join(f"{blob}\n" for blob in blobs).encode())
+        if output is None:
             return
         place = 0
         for blob in blobs:
-            end_of_header = found.index(b"\n", place)
-            size = int(found[place:end_of_header].split()[2])
-            self._texts[blob] = found[end_of_header + 1 : end_of_header + 1 + size].decode("utf-8")
+            end_of_header = output.index(b"\n", place)
+            size = int(output[place:end_of_header].split()[2])
+            self._texts[blob] = output[end_of_header + 1 : end_of_header + 1 + size].decode("utf-8")
             place = end_of_header + size + 2
 
     def _git(self, *arguments: str) -> str | None:
-        found = self._run(*arguments)
-        return None if found is None else found.decode("utf-8")
+        output = self._run(*arguments)
+        return None if output is None else output.decode("utf-8")
 
     def _run(self, *arguments: str, given: bytes = b"") -> bytes | None:
-        """Output of a git command; None where it fails or there is no git."""
+        """Output of a git command; None if it fails or git is not installed."""
         try:
             done = subprocess.run(["git", "-C", self.root, *arguments], input=given, capture_output=True, check=True)
         except (OSError, subprocess.CalledProcessError):
@@ -154,13 +154,13 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _strip(node: ast.AST) -> None:
-    """Remove imports and docstrings, of attributes too, at every depth."""
+    """Remove imports and docstrings at every depth, docstrings of attributes included."""
     for name in ("body", "orelse", "finalbody", "handlers"):
         statements = getattr(node, name, None)
         if isinstance(statements, list):
-            kept = [statement for statement in statements if not _is_import_or_text(statement)]
-            setattr(node, name, kept)
-            for statement in kept:
+            compared = [statement for statement in statements if not _is_import_or_text(statement)]
+            setattr(node, name, compared)
+            for statement in compared:
                 _strip(statement)
 
 
@@ -171,7 +171,7 @@ def _is_import_or_text(statement: ast.AST) -> bool:
 
 
 def _name(statement: ast.stmt) -> str:
-    """What a statement defines; its first line where that is no name."""
+    """The name that a statement defines; its first line if it defines none."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return statement.name
     target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)

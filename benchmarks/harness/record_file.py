@@ -1,7 +1,7 @@
-"""A record as a file: JSON with one row a line, so that a diff shows which rows changed.
+"""A record as a file: JSON with one row per line, so a diff shows which rows changed.
 
-`text` writes it, `read` reads it. Every row names the commit that it was measured at (`commit`) and whether tracked
-files had changes then (`dirty`: true, false, or null where nobody recorded it).
+`text` writes a record, `read` reads it. Every row names the commit at which it was measured (`commit`) and whether
+tracked files had uncommitted changes (`dirty`: true, false, or null if not recorded).
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Literal, Self, cast
 Row = Mapping[str, str | int | float | bool]
 Machine = Mapping[str, str | int | list[str]]
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
-"""Of the checkout."""
+"""Root of the checkout."""
 RESULTS = ROOT / "benchmarks" / "results"
-"""Where committed records lie."""
+"""Folder of the committed records."""
 _LISTS = ("inputs", "rows", "goals", "not_measured")
-"""Fields whose items have a line each."""
+"""Fields whose items are written one per line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A figure that was to be reached, with the value that was."""
+    """A measured value with the bound that it should meet."""
 
     name: str
     value: float
@@ -32,7 +32,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether the value lies on the right side of the bound."""
+        """Whether the value meets the bound."""
         return self.value >= self.bound if self.direction == "at least" else self.value <= self.bound
 
 
@@ -42,7 +42,7 @@ class Input:
 
     path: str
     command: str
-    """Of this repository, which makes it again; `UNRECORDED` where it is not known."""
+    """Command of this repository that makes the input again; `UNRECORDED` if unknown."""
 
 
 UNRECORDED = "not recorded"
@@ -53,26 +53,26 @@ class Provenance:
     """The code that a row was measured with."""
 
     commit: str
-    """Empty outside a checkout."""
+    """Hash of the commit; empty outside a checkout."""
     dirty: bool | None
     """Whether tracked files differed from the commit; None: not recorded."""
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Self:
-        """As a row of a record states it."""
+        """From a row of a record."""
         dirty = row.get("dirty")
         return cls(commit=str(row.get("commit", "")), dirty=dirty if isinstance(dirty, bool) else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one command measured."""
+    """The record that one command wrote."""
 
     name: str
-    """Of its file, without the suffix."""
+    """Name of the file without its suffix."""
     command: str
     date: str
-    """Day on which it was written, year first."""
+    """Day on which the record was written, as YYYY-MM-DD."""
     inputs: tuple[Input, ...]
     versions: Mapping[str, str]
     machine: Machine
@@ -84,20 +84,20 @@ class Record:
 
     @property
     def module(self) -> str:
-        """The benchmark's module, empty if the command is none of `python -m`."""
+        """The benchmark's module; empty if the command does not use `python -m`."""
         return self.command.partition(" -m ")[2].partition(" ")[0]
 
     @property
     def commits(self) -> dict[Provenance, int]:
-        """Number of rows by the code that they were measured with, in the order of the rows."""
-        found: dict[Provenance, int] = {}
+        """Number of rows measured with each version of the code, in the order of the rows."""
+        num_rows: dict[Provenance, int] = {}
         for row in self.rows:
-            found[Provenance.of(row)] = found.get(Provenance.of(row), 0) + 1
-        return found
+            num_rows[Provenance.of(row)] = num_rows.get(Provenance.of(row), 0) + 1
+        return num_rows
 
 
 def text(fields: Mapping[str, object]) -> str:
-    """A record's fields as JSON: a line for each field, and within lists of rows a line for each item."""
+    """A record's fields as JSON: one line per field, and one line per item of a list."""
     parts = []
     for name, value in fields.items():
         if name in _LISTS and isinstance(value, Sequence) and value:
@@ -114,7 +114,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read(path: Path) -> Record:
-    """A record. KeyError names the field that it lacks."""
+    """Read a record. A KeyError names a missing field."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     return Record(
         name=path.stem,
@@ -131,5 +131,5 @@ def read(path: Path) -> Record:
 
 
 def read_all(directory: Path = RESULTS) -> list[Record]:
-    """All records of a folder, by name."""
+    """All records of a folder, ordered by name."""
     return [read(path) for path in sorted(directory.glob("*.json"))]

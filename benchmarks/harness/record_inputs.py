@@ -1,4 +1,4 @@
-"""Names what a benchmark reads that is not committed, and the committed command that makes it."""
+"""Inputs of benchmarks that are not committed, each with the committed command that makes it."""
 
 import json
 import re
@@ -9,18 +9,18 @@ from pathlib import Path
 from benchmarks.harness.record_file import UNRECORDED, Input
 
 _FILE = "inputs.json"
-"""Beside a recorded run: the run itself as an input, and the inputs of the run."""
+"""File in the directory of a recorded run: the run as an input, and the inputs of the run."""
 
 
 def shown_path(path: Path) -> str:
-    """A path from here on; of one elsewhere the name alone."""
+    """A path relative to the working directory; only the name if the path lies elsewhere."""
     if not path.is_absolute():
         return str(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def quickstart_inputs(work: Path | None) -> tuple[Input, ...]:
-    """The work directory of a quickstart; none where the benchmark makes its own warm start."""
+    """The work directory of a quickstart as an input; none if the benchmark makes its own warm start."""
     if work is None:
         return ()
     seed = _seed(work / "run" / "config.yaml")
@@ -29,15 +29,13 @@ def quickstart_inputs(work: Path | None) -> tuple[Input, ...]:
 
 
 def arctic_inputs(directory: Path) -> tuple[Input, ...]:
-    """Where Arctic's suffix trees were built."""
+    """The build directory of Arctic's suffix trees as an input."""
     command = f"python -m benchmarks.drafting.baselines.arctic --build {shown_path(directory)}"
     return (Input(path=shown_path(directory), command=command),)
 
 
 def run_inputs(path: Path) -> tuple[Input, ...]:
-    """A run's directory or a folder in one; its command is unrecorded if `benchmarks.planner.recorded_run` did not make
-    it.
-    """
+    """A run directory, or a folder in one, as an input; without `inputs.json` its command is `UNRECORDED`."""
     for folder in (path, path.parent):
         if (folder / _FILE).is_file():
             return tuple(Input(**item) for item in json.loads((folder / _FILE).read_text(encoding="utf-8")))
@@ -45,11 +43,11 @@ def run_inputs(path: Path) -> tuple[Input, ...]:
 
 
 def write_inputs(run_dir: Path, inputs: Sequence[Input]) -> None:
-    """Leave in a run's directory what `run_inputs` reads."""
+    """Write `inputs.json` into a run directory, for `run_inputs`."""
     (run_dir / _FILE).write_text(json.dumps([asdict(item) for item in inputs], indent=1) + "\n", encoding="utf-8")
 
 
 def _seed(config: Path) -> int | None:
-    """Of a saved configuration, None if there is none."""
-    found = re.search(r"^seed: (\d+)$", config.read_text(encoding="utf-8"), re.MULTILINE) if config.is_file() else None
-    return int(found[1]) if found else None
+    """Seed of a saved configuration; None if there is none."""
+    seed = re.search(r"^seed: (\d+)$", config.read_text(encoding="utf-8"), re.MULTILINE) if config.is_file() else None
+    return int(seed[1]) if seed else None

@@ -1,4 +1,4 @@
-"""Summarises rows of a record as a Markdown table: a line for rows that agree in some fields, medians in its cells."""
+"""Summarises rows of a record as a Markdown table: one line per group of rows, with medians in its cells."""
 
 import math
 import statistics
@@ -15,33 +15,33 @@ EMPTY = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One figure of each line."""
+    """One column of a table."""
 
     field: str
     title: str
     scale: float = 1.0
-    """What a value is multiplied by, to be shown in the title's unit."""
+    """Factor from the field's unit to the title's unit."""
     reduce: Literal["median", "least", "most"] = "median"
-    """Over the rows of a line."""
+    """How the values of a line's rows are combined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Which rows are summarised, and how."""
+    """A selection of rows and their columns."""
 
     title: str
     lines: Mapping[str, str]
-    """Fields whose values name a line, with their headings; none: one line for all rows."""
+    """Fields that identify a line, with their headings; empty: one line for all rows."""
     columns: Sequence[Column]
     where: Mapping[str, Sequence[Value]] = field(default_factory=dict)
-    """Values that a row must have one of."""
+    """Allowed values by field; rows need one of them."""
     without: Mapping[str, Sequence[Value]] = field(default_factory=dict)
-    """Values that a row must have none of."""
+    """Excluded values by field."""
     across: str = ""
-    """Field whose every value gets columns of its own; empty: no such field."""
+    """Field whose values each get separate columns; empty: no such field."""
 
     def selects(self, row: Row) -> bool:
-        """Whether a row is part of this table."""
+        """Whether the table contains a row."""
         return (
             all(name in row and row[name] in values for name, values in self.where.items())
             and not any(row.get(name) in values for name, values in self.without.items())
@@ -49,7 +49,7 @@ class Table:
         )
 
     def markdown(self, rows: Sequence[Row]) -> Iterator[str]:
-        """The table of a record's rows, line by line."""
+        """Lines of the table for a record's rows."""
         chosen = [row for row in rows if self.selects(row)]
         by_line: dict[tuple[str, ...], list[Row]] = {}
         for row in chosen:
@@ -72,16 +72,16 @@ class Table:
         return f"{column.title}, {shown(value)}" if len(self.columns) > 1 else shown(value)
 
     def _cell(self, column: Column, value: Value | None, rows: Sequence[Row]) -> str:
-        found = [
+        values = [
             float(row[column.field]) * column.scale
             for row in rows
             if column.field in row and (value is None or row[self.across] == value)
         ]
-        return shown(_REDUCED[column.reduce](found)) if found else EMPTY
+        return shown(_REDUCED[column.reduce](values)) if values else EMPTY
 
 
 def shown(value: Value) -> str:
-    """A value as it stands in a table: three significant digits of a number."""
+    """A value as text; numbers have three significant digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
@@ -92,7 +92,7 @@ def shown(value: Value) -> str:
 
 
 def number(value: float, *, digits: int) -> str:
-    """A number without exponent where it is neither huge nor tiny; whole ones in full."""
+    """A number as text: whole numbers in full, others rounded, with an exponent only if they are tiny."""
     if value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"
     if abs(value) >= 10 ** (digits - 1):

@@ -1,13 +1,13 @@
-"""What each part brings on the example, alone and together: 8-bit weights, drafts, the planner; in both modes.
+"""Effect of 8-bit weights, drafts and the planner on the example, alone and together, colocated and disaggregated.
 
 `python -m benchmarks.learning.ablation --json OUT [--warm DIR] [--seeds 3] [--arms NAME ..] [--resume] [--quick]`: the
-example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first) on few prompts, so
-that they come back, with two engines on a core each; once for each seed and arm. A run takes about three minutes. The
-order of the arms is turned round with every seed: what drifts on the machine meets them alike. Beside OUT,
-`OUT.reward.svg` and `OUT.seconds.svg` show rewards and seconds of a step, means over the seeds.
+example's RL once per seed and arm, from one warm start, with two engines on a core each. DIR is a quickstart's work
+directory; without it a warm start is made first. There are few prompts, so each is visited several times. A run takes
+about three minutes. The order of the arms is reversed with every seed, so slow drifts of the machine affect all arms
+alike. Beside OUT, `OUT.reward.svg` and `OUT.seconds.svg` show rewards and seconds per step, means over the seeds.
 
-Rows: one per run. Differences from BF16, synchronous and colocated, are taken seed by seed and come with 95 %
-intervals. Speed of this small model on a CPU shows the mechanics, not the gain.
+Rows: one per run, and one per arm with its differences from the arm `bf16, synchronous`, taken seed by seed with 95 %
+intervals. The speed of this small model on a CPU shows that the parts work together; it does not show their gain.
 """
 
 import statistics
@@ -53,31 +53,31 @@ _OFF = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it; raises SystemExit if a command fails."""
-    parser = arguments("Seconds per step, drafts, mismatch and learning by what is switched on.")
+    """Run all arms and write the record. SystemExit if a command fails."""
+    parser = arguments("Seconds per step, drafts, mismatch and learning, by the features that are switched on.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--work", type=Path, default=Path("runs/bench/ablation"))
-    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
     options = parser.parse_args(argv)
     check_seeds(parser, options.seeds)
     if BASE not in options.arms:
-        parser.error(f"--arms without `{BASE}`, with which the others are compared")
+        parser.error(f"--arms lacks `{BASE}`: the other arms are compared with it; add it")
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
     inputs = quickstart_inputs(options.warm)
     before = rows_before(options.json, resume=options.resume)
     rows = [row for row in before if row["what"] == "run"]
-    have = {(row["seed"], row["arm"]) for row in rows}
+    done = {(row["seed"], row["arm"]) for row in rows}
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for arm in options.arms if seed % 2 else options.arms[::-1]:
-            if (seed, arm) not in have:
+            if (seed, arm) not in done:
                 rows.append(run(warm, options.work, seed, arm, quick=options.quick))
                 write(options.json, rows=rows, not_measured=["any GPU"], inputs=inputs)
                 print(f"seed {seed}, {arm}: {rows[-1]['step_s']} s a step", flush=True)
     if not options.quick:
-        found = [*rows, *differences(rows)]
-        write(options.json, rows=found, goals=list(goals(found)), not_measured=["any GPU"], inputs=inputs)
+        all_rows = [*rows, *differences(rows)]
+        write(options.json, rows=all_rows, goals=list(goals(all_rows)), not_measured=["any GPU"], inputs=inputs)
     for name, column in (("reward", "reward/mean"), ("seconds", "timing_s/step")):
         picture = _picture(options.work, rows, column, unit=name)
         options.json.with_suffix(f".{name}.svg").write_text(picture, encoding="utf-8")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keys(arm: str) -> list[str]:
-    """What an arm switches on; everything else off."""
+    """Configuration keys of an arm; features that it does not name are off."""
     return [*COMMON, *(f"{key}={value}" for key, value in {**_OFF, **ARMS[arm]}.items())]
 
 
@@ -103,7 +103,7 @@ def run(warm: Path, work: Path, seed: int, arm: str, *, quick: bool = False) -> 
         ],
     )
     before, after = held_out_accuracy(run_dir)
-    of_epoch = 1 if quick else STEPS_PER_EPOCH
+    epoch_steps = 1 if quick else STEPS_PER_EPOCH
 
     def mean(name: str, default: float, rows: Sequence[Mapping[str, float]] = metrics) -> float:
         return round(statistics.fmean(row.get(name, default) for row in rows), 4)
@@ -112,12 +112,12 @@ def run(warm: Path, work: Path, seed: int, arm: str, *, quick: bool = False) -> 
         "what": "run",
         "seed": seed,
         "arm": arm,
-        # not the median: steps that are sampled ahead make the first one longer and the last one shorter
+        # mean, since overlap makes the first step longer and the last step shorter
         "step_s": mean("timing_s/step", 0.0),
         "rollout_s": mean("timing_s/rollout", 0.0),
         "train_s": mean("timing_s/train", 0.0),
         "tokens_per_forward": mean("history/tokens_per_forward", 1.0),
-        "tokens_per_forward_later": mean("history/tokens_per_forward", 1.0, metrics[of_epoch:]),
+        "tokens_per_forward_later": mean("history/tokens_per_forward", 1.0, metrics[epoch_steps:]),
         "bubble": mean("timeline/bubble", 0.0),
         "mean_staleness": mean("batch/mean_staleness", 0.0),
         "max_staleness": max(row["batch/max_staleness"] for row in metrics),
@@ -134,11 +134,11 @@ COMPARED: Mapping[str, Callable[[Row, Row], float]] = {
     "held_out_points": lambda row, base: 100 * (float(row["held_out_after"]) - float(base["held_out_after"])),
     "k3": lambda row, base: float(row.get("k3_median", 0.0)) - float(base.get("k3_median", 0.0)),
 }
-"""What an arm has over the base of the same seed."""
+"""Comparisons of an arm's row with the base row of the same seed."""
 
 
 def differences(rows: Sequence[Row]) -> Iterator[Row]:
-    """Of each arm from the base, means over the seeds that both have, with 95 % intervals."""
+    """Differences of each arm from the base: means over the seeds that both have, with 95 % intervals."""
     by_run = {(row["seed"], row["arm"]): row for row in rows if row["what"] == "run"}
     seeds = sorted(seed for seed, arm in by_run if arm == BASE)
     for arm in ARMS:
@@ -147,14 +147,14 @@ def differences(rows: Sequence[Row]) -> Iterator[Row]:
             continue
         row: dict[str, str | int | float | bool] = {"what": "difference", "arm": arm, "seeds": len(pairs)}
         for name, compare in COMPARED.items():
-            found = Difference.of([compare(*pair) for pair in pairs])
-            low, high = found.interval
-            row |= {name: found.mean, f"{name}_low": low, f"{name}_high": high}
+            difference = Difference.of([compare(*pair) for pair in pairs])
+            low, high = difference.interval
+            row |= {name: difference.mean, f"{name}_low": low, f"{name}_high": high}
         yield row
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """What is switched on may cost no learning, and all together must be worth it."""
+    """Goals: no arm loses accuracy, and all features together are not slower."""
     for row in rows:
         if row["what"] != "difference":
             continue
@@ -165,7 +165,7 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def _picture(work: Path, rows: Sequence[Row], column: str, *, unit: str) -> str:
-    """A figure of the steps by arm, means over the seeds, as SVG."""
+    """One metric over the steps, by arm, means over the seeds, as SVG."""
     series = []
     for arm in dict.fromkeys(str(row["arm"]) for row in rows):
         runs = [read_metrics(_run_dir(work, int(row["seed"]), arm)) for row in rows if row["arm"] == arm]

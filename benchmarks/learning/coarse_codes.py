@@ -1,8 +1,8 @@
-"""INT8 codes on a grid of 3 bits: a sampler so far from its trainer that importance weights have something to repair.
+"""INT8 codes rounded to 3 bits: a sampler so far from its trainer that importance weights must correct it.
 
-A positive control of `benchmarks.learning.mismatch`, chosen by
-`algorithm.loss=benchmarks.learning.coarse_codes.clipped_surrogate`: the loss is the product's, and importing this
-module (only trainer ranks do, for that loss) coarsens what `int8` means.
+The positive control of `benchmarks.learning.mismatch`, selected by
+`algorithm.loss=benchmarks.learning.coarse_codes.clipped_surrogate`. The loss is the product's. Importing this module
+makes `int8` codes coarser; only trainer ranks import it, for this loss.
 """
 
 from collections.abc import Collection
@@ -15,11 +15,11 @@ from megatron_rl.quantization.formats import CodeFormat, Start
 from megatron_rl.quantization.fp8 import copied_into
 
 STEP = 32
-"""Codes are multiples of it: -96, -64, .. 96."""
+"""Codes are multiples of STEP: -96, -64, .. 96."""
 
 
 class Coarse(TorchBackend):
-    """`int8` with seven values."""
+    """Backend whose `int8` codes have seven values."""
 
     def supports(self, format: CodeFormat, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
         """Only `int8`."""
@@ -33,7 +33,7 @@ class Coarse(TorchBackend):
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int8, multiples of `STEP`"""
+        """int8 codes, multiples of `STEP`."""
         fine = super().encode(weight_NK, factor_PQ, start, dtype)
         return copied_into(((fine.float() / STEP).round().clamp_(-3, 3) * STEP).to(torch.int8), out)
 

@@ -1,13 +1,12 @@
-"""The example over several epochs, with drafts from history and without: fewer forwards, the same learning.
+"""The example over several epochs, with and without drafts from history: forwards per token, and learning.
 
 `python -m benchmarks.learning.example_epochs --json OUT [--seeds 3] [--warm DIR] [--quick]`: the prompts of the example
-are cut down to four steps' worth, so that they come back twice, and every seed is run twice from one warm start. DIR
-is the work directory of a quickstart (`data/`, `warm/`); without it one is made first, which takes six minutes. Each
-run takes about three and a half. Over the seeds the order is on, off, off, on, ...: what drifts on the machine meets
-both alike.
+are limited to four steps, so each prompt is visited three times. Every seed runs twice from one warm start, with and
+without drafts. DIR is the work directory of a quickstart (`data/`, `warm/`); without it a warm start is made first,
+which takes six minutes. A run takes about three and a half minutes. The order over the seeds is on, off, off, on, so
+slow drifts of the machine affect both alike.
 
-Rows: one per run and epoch. Speed on a CPU with this small model shows the mechanics, not the gain (that is
-`benchmarks.rollout`).
+Rows: one per run and epoch. The speed of this small model on a CPU does not show the gain; `benchmarks.rollout` does.
 """
 
 import shutil
@@ -33,7 +32,7 @@ QUICK_WARM_STEPS = 40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it; raises SystemExit if a command fails."""
+    """Run all seeds and write the record. SystemExit if a command fails."""
     parser = arguments("The example with and without drafts from history, over seeds.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
@@ -100,15 +99,15 @@ _DRAFTING = (
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Fewer forwards a token in every later epoch than a stock engine's one; curves that differ by chance only."""
+    """Goals: more than one token per forward in every later epoch; rewards and accuracy that differ by chance only."""
     later = [float(row["tokens_per_forward"]) for row in rows if row["drafts"] and int(row["epoch"]) > 0]
-    found = [
+    reached = [
         Goal(name="tokens per forward after epoch 0", value=min(later), bound=1.02, direction="at least", unit="x")
     ]
     for name, column, last_only in (("reward", "reward", False), ("held-out accuracy", "held_out_after", True)):
         gaps = _gaps(rows, column, last_only=last_only)
         difference = Difference.of(gaps)
-        found.append(
+        reached.append(
             Goal(
                 name=f"{name}, mean difference in standard errors",
                 value=abs(difference.mean) / max(difference.standard_error, 1e-9),
@@ -117,12 +116,12 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
                 unit="standard errors",
             )
         )
-    return found
+    return reached
 
 
 def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
-    """Of every seed: mean over epochs with drafts minus that without."""
-    found = []
+    """For each seed, the mean over epochs with drafts minus the mean without."""
+    gaps = []
     last = max(int(row["epoch"]) for row in rows)
     for seed in sorted({int(row["seed"]) for row in rows}):
         means = [
@@ -133,12 +132,12 @@ def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
             )
             for drafts in (True, False)
         ]
-        found.append(means[0] - means[1])
-    return found
+        gaps.append(means[0] - means[1])
+    return gaps
 
 
 def warm_start(work: Path, *, quick: bool) -> Path:
-    """Data and warm start of the example in a folder of their own, which is returned."""
+    """Make the example's data and warm start in `work`, which is returned."""
     shutil.rmtree(work, ignore_errors=True)
     for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():
         if name in ("data", "model", "warm start"):

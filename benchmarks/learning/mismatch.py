@@ -1,14 +1,14 @@
-"""What each weight format costs in learning, with truncated importance sampling and without, over seeds.
+"""Effect of each weight format on learning, with and without truncated importance sampling, over seeds.
 
 `python -m benchmarks.learning.mismatch --json OUT [--warm DIR] [--seeds 3] [--formats bf16 int8 ..] [--resume]
-[--quick]`: the example's RL from one warm start (DIR is a quickstart's work directory; without it one is made first),
-once for each seed, format and correction, and once on INT8 codes of 3 bits (`benchmarks.learning.coarse_codes`), the
-positive control: it must be seen to hurt without correction. A run takes about five minutes; OUT is written after each,
-and `--resume` goes on. Beside OUT, `OUT.k3.svg` and `OUT.ess.svg` show both over steps with correction,
-`OUT.reward.svg` the rewards of BF16 and of the control with correction and without; all are means over seeds.
+[--quick]`: the example's RL once per seed, format and correction, from one warm start. DIR is a quickstart's work
+directory; without it a warm start is made first. The format `3 bits` is a positive control that must hurt learning
+without correction (`benchmarks.learning.coarse_codes`). A run takes about five minutes. OUT is written after each run,
+and `--resume` continues it. Beside OUT are three pictures of means over seeds: `OUT.k3.svg` and `OUT.ess.svg` for the
+runs with correction, and `OUT.reward.svg` for BF16 and the control with and without correction.
 
-Rows: one per run: k3 and effective sample size between sampler and trainer (1 where nothing is weighted), held-out
-accuracy in BF16 before and after; `*_by_step` are numbers with blanks between them, of steps that trained.
+Rows: one per run, with k3 and effective sample size between sampler and trainer (1 without correction), and held-out
+accuracy in BF16 before and after. Fields `*_by_step` hold one number per step that trained, separated by blanks.
 """
 
 import statistics
@@ -34,26 +34,26 @@ CORRECTIONS = ("tis_token", "none")
 QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_OUT}.limit=32")
 CONTROL = "3 bits"
 BY_STEP = {"k3": K3, "ess": ESS, "reward": "reward/mean"}
-"""Metrics that are shown over steps."""
+"""Metrics that the rows hold for each step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it; raises SystemExit if a command fails."""
+    """Run all cases and write the record. SystemExit if a command fails."""
     parser = arguments("k3, effective sample size and held-out accuracy by weight format and correction.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--work", type=Path, default=Path("runs/bench/mismatch"))
-    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT already has")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
     options = parser.parse_args(argv)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
     inputs = quickstart_inputs(options.warm)
     rows = rows_before(options.json, resume=options.resume)
-    have = {(row["seed"], row["format"], row["correction"]) for row in rows}
+    done = {(row["seed"], row["format"], row["correction"]) for row in rows}
     for seed in range(1, 1 + (1 if options.quick else options.seeds)):
         for name in options.formats[:1] if options.quick else options.formats:
             for correction in CORRECTIONS:
-                if (seed, name, correction) not in have:
+                if (seed, name, correction) not in done:
                     rows.append(run(warm, options.work, seed, name, correction, quick=options.quick))
                     write(options.json, rows=rows, not_measured=["any GPU", "runs that have no row yet"], inputs=inputs)
     reached = [] if options.quick else goals(rows)
@@ -92,7 +92,7 @@ def _by_step(metrics: Sequence[dict[str, float]], name: str) -> str:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """8 bits learn what BF16 learns; the control is hurt without correction and helped by it."""
+    """Goals: 8-bit formats learn as BF16 does; the control loses accuracy without correction and regains it with it."""
     after = {
         (name, correction): statistics.fmean(
             100 * float(row["held_out_after"])
@@ -101,7 +101,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         )
         for name, correction in {(str(row["format"]), str(row["correction"])) for row in rows}
     }
-    found = [
+    reached = [
         Goal(
             name=f"{name} with TIS below bf16, held-out",
             value=after["bf16", "tis_token"] - after[name, "tis_token"],
@@ -117,8 +117,8 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         helped = after[CONTROL, "tis_token"] - after[CONTROL, "none"]
         for name, value in (("hurts without TIS", hurt), ("is helped by TIS", helped)):
             goal = Goal(name=f"{CONTROL} {name}, held-out", value=value, bound=3.0, direction="at least", unit="points")
-            found.append(goal)
-    return found
+            reached.append(goal)
+    return reached
 
 
 def picture(rows: Sequence[Row], name: str) -> str:
@@ -135,8 +135,8 @@ def picture(rows: Sequence[Row], name: str) -> str:
         runs.setdefault(label, []).append([float(value) for value in str(row[f"{name}_by_step"]).split()])
     series = [
         Series(label=label, steps=range(1, 1 + len(means)), values=[max(mean, 1e-8) for mean in means])
-        for label, found in runs.items()
-        if (means := [statistics.fmean(of_step) for of_step in zip(*found, strict=False)])
+        for label, of_label in runs.items()
+        if (means := [statistics.fmean(of_step) for of_step in zip(*of_label, strict=False)])
     ]
     return lines(f"mismatch-{name}", series, unit=name, log=name == "k3")
 

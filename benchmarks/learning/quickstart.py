@@ -1,9 +1,9 @@
-"""The example from data to report over several seeds, with two controls that must gain nothing.
+"""The example from data to report, over several seeds, with two controls that must not learn.
 
 `python -m benchmarks.learning.quickstart --json OUT [--seeds 3] [--quick]` runs `examples.arithmetic.quickstart`
-once per seed, watches its memory, and then, from the last seed's warm start, RL once with learning
-rate 0 and once with the rewards of every group shuffled among its responses. `--quick` is one seed with
-a few steps of everything and neither controls nor goals: it takes a minute or two, mostly of starting.
+once per seed and samples its memory. Two controls follow from the last seed's warm start: RL with learning rate 0, and
+RL with the rewards of every group shuffled among its responses. `--quick` runs one seed with a few steps, without
+controls and goals; it takes a minute or two, mostly for starting processes.
 """
 
 import json
@@ -27,23 +27,23 @@ QUICK = ("--warm-steps=40", "num_steps=2", "algorithm.prompts_per_step=8", f"eva
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it; returns 1 if a command failed."""
+    """Run all seeds and controls and write the record. SystemExit if a command fails."""
     parser = arguments("Held-out accuracy of the example over seeds, with controls.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/bench/quickstart"))
-    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT already has, run the others")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT has")
     options = parser.parse_args(argv)
-    # seed 0 is the one that the example was tuned on
+    # the example was tuned on seed 0
     seeds = range(1, 1 + (1 if options.quick else options.seeds))
     overrides = QUICK if options.quick else ()
     rows = rows_before(options.json, resume=options.resume)
-    have = {row["case"] for row in rows}
+    done = {row["case"] for row in rows}
     for seed in seeds:
-        if f"seed {seed}" not in have:
+        if f"seed {seed}" not in done:
             rows.append(_run_seed(seed, options.work / f"seed-{seed}", overrides))
             _write(options.json, rows)
     for name, keys in ({} if options.quick else CONTROLS).items():
-        if name not in have:
+        if name not in done:
             rows.append(_run_control(name, options.work, options.work / f"seed-{seeds[-1]}", keys))
             _write(options.json, rows)
     if not options.quick:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(path: Path, rows: Sequence[Row], goals: Sequence[Goal] = ()) -> None:
-    """Write what is known so far: a run of this benchmark takes most of an hour."""
+    """Write the rows measured so far, since the whole benchmark takes most of an hour."""
     write(path, rows=rows, goals=goals, not_measured=["any GPU", "a set-up without a package cache"])
 
 

@@ -1,4 +1,4 @@
-"""A control: GRPO whose rewards are shuffled within every group, so that nothing can be learned from them."""
+"""A control: GRPO with rewards shuffled within every group, so that nothing can be learned from them."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, grpo
 
 
 def shuffled_grpo(outcome: GroupOutcome) -> Rewards:
-    """GRPO advantages of the group's own rewards, dealt out to its responses at random; [N].
+    """[N] GRPO advantages of a group's rewards, assigned to its responses at random.
 
-    The shuffle is a function of the group's lengths and rewards, so that all calls on a group agree.
+    The shuffle is a function of the group's lengths and rewards, so all calls for a group agree.
     """
     key = [*outcome.lengths.tolist(), *(outcome.rewards * 1000).astype(np.int64).clip(0).tolist()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(outcome.rewards))

@@ -1,7 +1,7 @@
-"""A long run of small steps: memory, file descriptors and shared memory must stay flat.
+"""A long run of small steps, in which memory, file descriptors and shared memory must not grow.
 
-`python -m benchmarks.learning.soak --json OUT [--steps 200]` makes the example's data and untrained model, runs
-RL with small steps, and compares the last quarter of the run with its second quarter.
+`python -m benchmarks.learning.soak --json OUT [--steps 200]` makes the example's data and untrained model and runs RL
+with small steps. The goals compare the last quarter of the run with its second quarter.
 """
 
 import json
@@ -23,7 +23,7 @@ SMALL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns 1 if the run failed."""
+    """Run the steps and write the record. SystemExit if the run fails."""
     parser = arguments("Memory, descriptors and shared memory over many steps.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--work", type=Path, default=Path("runs/bench/soak"))

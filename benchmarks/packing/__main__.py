@@ -1,15 +1,16 @@
-"""Trainer batches: seconds, imbalance and fill of placing samples on ranks and micro batches, against verl's balancing.
+"""Assignment of samples to ranks and micro batches: time, imbalance and fill, compared with verl's balancing.
 
-`python -m benchmarks.packing --json OUT [--quick] [--peer build/verl]`; `python -m benchmarks.packing.verl` gets the
-peer. Both place the same samples in turn in one process, and seconds are medians; both are judged by verl's own cost
-coefficients, which ours is given. Samples: responses are lognormal (sigma 0.9, mean 6,000 before they are cut at
-32,768), prompts have 128 to 639 tokens.
+`python -m benchmarks.packing --json OUT [--quick] [--peer build/verl]`; `python -m benchmarks.packing.verl` downloads
+the peer. Both assign the same samples alternately in one process, and times are medians. Both use verl's cost
+coefficients. Response lengths are lognormal (sigma 0.9, mean 6,000 before they are cut at 32,768); prompts have 128 to
+639 tokens.
 
-Rows `ranks`: one micro batch a rank without a bound of tokens. `micro_batches`: at most 33,792 tokens each.
-`pipeline`: at most 67,584; durations are those of a simulated 1F1B schedule in which each stage takes a micro batch's
-cost and the overhead of `CostModel`. `seconds` are until the last rank knows its micro batches, `total_seconds` those
-of all ranks one after another: the peer's ranks plan their own side by side, ours are planned in one place.
-`first_call`: seconds of CPU of a new process until it has placed its first samples, compiling or from the cache.
+Rows `ranks`: one micro batch per rank without a bound on its tokens. `micro_batches`: at most 33,792 tokens each.
+`pipeline`: at most 67,584 tokens, with the duration of a simulated 1F1B schedule in which each stage takes a micro
+batch's cost and the overhead of `CostModel`. `first_call`: CPU seconds of a new process until its first samples are
+assigned, with compilation or from the cache. `seconds` end when the last rank knows its micro batches, and
+`total_seconds` add up all ranks. The peer's ranks plan their own samples in parallel; the product plans all in one
+place.
 """
 
 import os
@@ -38,32 +39,32 @@ LONGEST_RESPONSE = 32_768
 MAX_TOKENS = LONGEST_RESPONSE + 1024
 LOOSE_TOKENS = 2 * MAX_TOKENS
 RANKS = ((512, 8), (512, 64), (8192, 64), (8192, 256), (65_536, 64), (65_536, 512))
-"""(samples, ranks)"""
+"""(samples, ranks)."""
 MICRO_BATCHES = ((512, 8), (8192, 64), (65_536, 512))
 PIPELINES = ((512, 8, 4), (8192, 64, 4), (8192, 64, 8))
-"""(samples, ranks, stages)"""
+"""(samples, ranks, stages)."""
 ROUNDS = {512: 9, 8192: 5, 65_536: 3}
-"""By samples; in each round ours places five times, then the peer once."""
+"""Rounds by number of samples; in each round the product plans five times, the peer once."""
 QUICK_PEER = 512
-"""Samples that a quick run gives the peer at most."""
+"""Most samples that a quick run gives the peer."""
 MOST_PAIRS = 65_536 * 64
-"""Samples times ranks that the peer is given to place in any number on each rank; it takes minutes beyond."""
+"""Most samples x ranks for the peer without equal numbers per rank; above, it takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is placed where."""
+    """Samples, ranks and the bound of one comparison."""
 
     kind: str
     samples: int
     ranks: int
     max_tokens: int
-    """Of a micro batch; more than there are, without a bound."""
+    """Bound on the tokens of a micro batch; large enough for all samples if there is no bound."""
     costs: CostModel = COSTS
 
     @property
     def lengths(self) -> list[int]:
-        """Prompt and response tokens of each sample; the same at every call."""
+        """Prompt and response tokens of each sample; equal at every call."""
         generator = np.random.default_rng(self.samples)
         responses = generator.lognormal(np.log(6000) - 0.9**2 / 2, 0.9, size=self.samples)
         prompts = generator.integers(128, 640, size=self.samples)
@@ -73,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to place samples."""
+    """A method of assigning samples."""
 
     name: str
     place: Callable[[list[int]], verl.Planned]
@@ -81,7 +82,7 @@ class Method:
 
 
 def ours(case: Case, *, costs: CostModel, name: str = "ours") -> Method:
-    """The product's."""
+    """The product's method."""
 
     def place(lengths: list[int]) -> verl.Planned:
         started = time.perf_counter()
@@ -93,17 +94,17 @@ def ours(case: Case, *, costs: CostModel, name: str = "ours") -> Method:
 
 
 def methods(case: Case, peer: verl.Balancing | None) -> list[Method]:
-    """All that are compared in a case."""
-    found = [ours(case, costs=case.costs)]
+    """The methods that are compared in a case."""
+    compared = [ours(case, costs=case.costs)]
     if case.kind == "pipeline":
-        found.append(ours(case, costs=COSTS, name="ours without knowing of the pipeline"))
+        compared.append(ours(case, costs=COSTS, name="ours without knowing of the pipeline"))
     if peer is None:
-        return found
+        return compared
     if case.kind != "ranks":
         bounded = partial(verl.plan_micro_batches, peer, num_ranks=case.ranks, max_tokens=case.max_tokens)
-        return [*found, Method(name="verl", place=bounded, per_round=1)]
+        return [*compared, Method(name="verl", place=bounded, per_round=1)]
     sizes = [True, False] if case.samples * case.ranks <= MOST_PAIRS else [True]
-    return found + [
+    return compared + [
         Method(
             name="verl" if equal else "verl, any number on a rank",
             place=partial(verl.plan_ranks, peer, num_ranks=case.ranks, equal_size=equal),
@@ -114,12 +115,13 @@ def methods(case: Case, peer: verl.Balancing | None) -> list[Method]:
 
 
 def judged(case: Case, lengths: list[int], ranks: list[Bins]) -> dict[str, float]:
-    """Figures of a placement; whatever it was made by."""
+    """Figures of an assignment, the same for all methods."""
     costs = case.costs.sample_costs(np.asarray(lengths, dtype=np.int64))
-    found = [[float(costs[one].sum()) for one in rank] for rank in ranks]
-    sums = np.array([sum(rank) for rank in found])
-    assert sorted(i for rank in ranks for one in rank for i in one) == list(range(len(lengths)))
-    assert max(sum(lengths[i] for i in one) for rank in ranks for one in rank) <= case.max_tokens
+    rank_costs = [[float(costs[micro_batch].sum()) for micro_batch in rank] for rank in ranks]
+    sums = np.array([sum(rank) for rank in rank_costs])
+    micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
+    assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(range(len(lengths)))
+    assert max(sum(lengths[sample] for sample in micro_batch) for micro_batch in micro_batches) <= case.max_tokens
     figures = {
         "imbalance": float(sums.max() / sums.mean() - 1),
         "over_bound": float(sums.max()) / least_rank_cost(costs, case.ranks) - 1,
@@ -137,20 +139,20 @@ def judged(case: Case, lengths: list[int], ranks: list[Bins]) -> dict[str, float
     }
     if case.kind == "pipeline":
         overhead, stages = case.costs.overhead_tokens, case.costs.pipeline
-        durations = [one_forward_one_backward([cost + overhead for cost in rank], stages) for rank in found]
+        durations = [one_forward_one_backward([cost + overhead for cost in rank], stages) for rank in rank_costs]
         figures["duration_tokens"] = max(durations)
     return figures
 
 
 def measure(case: Case, peer: verl.Balancing | None, *, rounds: int) -> list[Row]:
-    """A row for each method; they take turns."""
+    """A row for each method; the methods alternate."""
     lengths = case.lengths
     compared = methods(case, peer)
     plans: dict[str, list[verl.Planned]] = {method.name: [] for method in compared}
     for _ in range(rounds):
         for method in compared:
             plans[method.name] += [method.place(lengths) for _ in range(method.per_round)]
-    assert all(plan.ranks == found[0].ranks for found in plans.values() for plan in found)
+    assert all(plan.ranks == planned[0].ranks for planned in plans.values() for plan in planned)
     return [
         {
             "kind": case.kind,
@@ -158,18 +160,18 @@ def measure(case: Case, peer: verl.Balancing | None, *, rounds: int) -> list[Row
             "ranks": case.ranks,
             "stages": case.costs.pipeline,
             "method": name,
-            "repeats": len(found),
-            "seconds": median(plan.seconds for plan in found),
-            "slowest_seconds": max(plan.seconds for plan in found),
-            "total_seconds": median(plan.total_seconds for plan in found),
-            **judged(case, lengths, found[0].ranks),
+            "repeats": len(planned),
+            "seconds": median(plan.seconds for plan in planned),
+            "slowest_seconds": max(plan.seconds for plan in planned),
+            "total_seconds": median(plan.total_seconds for plan in planned),
+            **judged(case, lengths, planned[0].ranks),
         }
-        for name, found in plans.items()
+        for name, planned in plans.items()
     ]
 
 
 def first_calls() -> list[Row]:
-    """Seconds of CPU until a new process has placed its first samples."""
+    """CPU seconds until a new process has assigned its first samples."""
     code = (
         "import time; began = time.process_time(); from megatron_rl.batching.balance import load_kernels; "
         "load_kernels(); print(time.process_time() - began)"
@@ -189,13 +191,13 @@ def first_calls() -> list[Row]:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """The figures that were to be reached, of those cases that were measured."""
-    found = []
+    """Goals of the measured cases."""
+    reached = []
     by_case = {(row["kind"], row.get("samples"), row.get("ranks"), row["method"]): row for row in rows}
     if large := by_case.get(("micro_batches", 65_536, 512, "ours")):
         name = "65,536 samples on 512 ranks, at most 33,792 tokens a micro batch: "
         milliseconds = 1000 * float(large["seconds"])
-        found += [
+        reached += [
             Goal(name=name + "median duration", value=milliseconds, bound=60, direction="at most", unit="ms"),
             Goal(
                 name=name + "dearest rank over the mean, minus 1",
@@ -213,15 +215,15 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ]
     if more:
         name = "micro batches a rank more than verl's, the worst case"
-        found.append(Goal(name=name, value=max(more), bound=0, direction="at most", unit=""))
+        reached.append(Goal(name=name, value=max(more), bound=0, direction="at most", unit=""))
     if few := by_case.get(("ranks", 512, 64, "ours")):
         name = "8 samples a rank: dearest rank over the bound, minus 1"
-        found.append(Goal(name=name, value=float(few["over_bound"]), bound=1e-3, direction="at most", unit=""))
-    return found
+        reached.append(Goal(name=name, value=float(few["over_bound"]), bound=1e-3, direction="at most", unit=""))
+    return reached
 
 
 def cases() -> list[Case]:
-    """All of them; packing is cheap, so a quick run has the same."""
+    """All cases; packing is fast, so a quick run has the same cases."""
     return [
         *(Case(kind="ranks", samples=n, ranks=ranks, max_tokens=n * MAX_TOKENS) for n, ranks in RANKS),
         *(Case(kind="micro_batches", samples=n, ranks=ranks, max_tokens=MAX_TOKENS) for n, ranks in MICRO_BATCHES),
@@ -240,13 +242,15 @@ def cases() -> list[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every case and write the record after each."""
-    parser = arguments("Placement of samples on ranks and micro batches, against verl's.")
-    parser.add_argument("--peer", type=Path, default=verl.DIRECTORY, help="what `benchmarks.packing.verl` made")
+    parser = arguments("Assignment of samples to ranks and micro batches, compared with verl's.")
+    parser.add_argument(
+        "--peer", type=Path, default=verl.DIRECTORY, help="directory that `benchmarks.packing.verl` has made"
+    )
     options = parser.parse_args(argv)
     peer = verl.load(options.peer)
-    missing = ["any pipeline: durations of stages are simulated", "what ranks wait for each other in a real step"]
+    missing = ["any pipeline: durations of stages are simulated", "waiting times between ranks in a real step"]
     if peer is None:
-        missing.append(f"verl: {options.peer} holds no peer; run `python -m benchmarks.packing.verl`")
+        missing.append(f"verl: {options.peer} does not contain it; run `python -m benchmarks.packing.verl`")
     elif options.quick:
         missing.append(f"verl on more than {QUICK_PEER} samples: a quick run")
     else:

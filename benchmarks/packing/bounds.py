@@ -1,8 +1,9 @@
-"""What no placement can do better than, and how long a pipeline takes: judges of packings, apart from what they judge.
+"""Lower bounds for any assignment of samples, and the duration of a pipeline; independent of the measured code.
 
-Bounds of the number of micro batches: tokens over room, and Martello and Toth's L2 (Knapsack Problems, 1990, section
-8.3), which knows that two samples above half of the room never share. Bounds of the slowest rank's cost: the mean, the
-dearest sample, and the two cheapest of the `ranks + 1` dearest, since two of these meet on some rank.
+Bounds on the number of micro batches: total tokens over the token bound, and Martello and Toth's L2 (Knapsack Problems,
+1990, section 8.3). L2 uses that two samples above half of the token bound cannot share a micro batch. Bounds on the
+cost of the slowest rank: the mean, the most expensive sample, and the two cheapest of the `ranks + 1` most expensive
+samples, since two of these are on the same rank.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 
 def fewest_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> int:
-    """Of each rank, at least; no sample may be longer than `max_tokens`."""
+    """Lower bound on the micro batches per rank; no sample may be longer than `max_tokens`."""
     sizes = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(sizes)])
     total = int(sums[-1])
@@ -29,14 +30,14 @@ def fewest_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: 
 
 
 def least_rank_cost(costs: npt.NDArray[np.float64], num_ranks: int) -> float:
-    """Of the slowest rank, at least."""
+    """Lower bound on the cost of the slowest rank."""
     falling = -np.sort(-costs)
     pair = falling[num_ranks - 1] + falling[num_ranks] if len(costs) > num_ranks else 0.0
     return float(max(costs.sum() / num_ranks, falling[0], pair))
 
 
 def one_forward_one_backward(costs: Sequence[float], stages: int) -> float:
-    """Duration of a 1F1B schedule over micro batches that take `costs` on each stage, forward a third of it."""
+    """Duration of a 1F1B schedule; micro batches take `costs` on each stage, a third of it for the forward."""
     ends: dict[tuple[str, int, int], float] = {}
     orders = [_stage_order(stage, stages, len(costs)) for stage in range(stages)]
     places, clocks = [0] * stages, [0.0] * stages
@@ -55,7 +56,7 @@ def one_forward_one_backward(costs: Sequence[float], stages: int) -> float:
 
 
 def _stage_order(stage: int, stages: int, count: int) -> list[tuple[str, int]]:
-    """Passes of one stage: some forwards ahead, then one each, then the backwards that are left."""
+    """Passes of one stage: first forwards only, then forward and backward in turn, then the remaining backwards."""
     ahead = min(stages - stage - 1, count)
     order = [("forward", i) for i in range(ahead)]
     for i in range(ahead, count):
@@ -64,7 +65,7 @@ def _stage_order(stage: int, stages: int, count: int) -> list[tuple[str, int]]:
 
 
 def _needed(kind: str, stage: int, stages: int, number: int) -> tuple[str, int, int] | None:
-    """The pass that has to be over before; None where there is nothing to wait for."""
+    """The pass that must end first; None if there is none."""
     if kind == "forward":
         return ("forward", stage - 1, number) if stage else None
     return ("backward", stage + 1, number) if stage < stages - 1 else ("forward", stage, number)

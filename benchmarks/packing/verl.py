@@ -1,9 +1,9 @@
-"""verl 0.9.1's balancing (Karmarkar-Karp), driven as its trainer and its engines drive it.
+"""The balancing of verl 0.9.1 (Karmarkar-Karp), called as verl's trainer and engines call it.
 
-`python -m benchmarks.packing.verl --build build/verl` downloads the wheel and puts the one module that balances,
-`verl/utils/seqlen_balancing.py`, there; nothing is installed. The module imports three others of its package for what
-moves tensors between ranks; they are stood in for by empty ones, because nothing that is called here touches them.
-Needs the network, or a pip configuration that replaces it, and torch.
+`python -m benchmarks.packing.verl --build build/verl` downloads the wheel and extracts the balancing module
+`verl/utils/seqlen_balancing.py` into that directory; nothing is installed. The module imports three others of its
+package for moving tensors between ranks. Empty modules replace them, since the functions called here do not use them.
+Needs torch, and the network or a pip configuration that replaces it.
 """
 
 import argparse
@@ -29,36 +29,36 @@ _ABSENT = {
     "verl.utils.tensordict_utils": (),
     "verl.utils.device": ("get_device_name",),
 }
-"""Modules that the file imports, and the names it takes from them."""
+"""Modules that the file imports, with the names that it imports from them."""
 
 Bins = list[list[int]]
 
 
 class Balancing(Protocol):
-    """What is used of the module."""
+    """The used part of the module."""
 
     def get_seqlen_balanced_partitions(self, seqlen_list: list[int], k_partitions: int, equal_size: bool) -> Bins:
         """Indices in `k_partitions` parts of nearly equal sums."""
 
     def ceildiv(self, a: int, b: int) -> int:
-        """Rounded up."""
+        """The quotient, rounded up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What verl makes of a step, and what it costs."""
+    """An assignment of samples, and the time to compute it."""
 
     ranks: list[Bins]
     """[rank][micro batch] indices of samples."""
     seconds: float
-    """Until every rank knows its micro batches: ranks plan their own side by side, and agree on the number after each
-    attempt, so each attempt counts with its slowest rank."""
+    """Seconds until every rank knows its micro batches. Ranks plan in parallel and agree on the number of micro batches
+    after each attempt, so each attempt counts with its slowest rank."""
     total_seconds: float
-    """Of all ranks, one after another."""
+    """Seconds of all ranks added up."""
 
 
 def build(directory: Path) -> None:
-    """Download the wheel and leave the module in `directory`."""
+    """Download the wheel and extract the module into `directory`."""
     with tempfile.TemporaryDirectory() as name:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
         subprocess.run([*pip, "download", f"verl=={VERSION}", "--no-deps", f"--dest={name}"], check=True)
@@ -68,7 +68,7 @@ def build(directory: Path) -> None:
 
 
 def load(directory: Path) -> Balancing | None:
-    """The module that was put there, or None."""
+    """The module that `build` extracted; None if there is none."""
     path = directory / Path(_FILE).name
     if not path.exists():
         return None
@@ -85,17 +85,17 @@ def load(directory: Path) -> Balancing | None:
     finally:
         for name in absent:
             del sys.modules[name]
-    found: Balancing = balancing  # type: ignore[assignment]
-    return found
+    module_of_verl: Balancing = balancing  # type: ignore[assignment]
+    return module_of_verl
 
 
 def workloads(lengths: Sequence[int]) -> list[int]:
-    """Cost of samples by verl's own coefficients (`calculate_workload`): parity at 24,576 tokens."""
+    """Costs by verl's `calculate_workload`; the linear and the quadratic part are equal at 24,576 tokens."""
     return [24_576 * length + length**2 for length in lengths]
 
 
 def plan_ranks(module: Balancing, lengths: Sequence[int], *, num_ranks: int, equal_size: bool) -> Planned:
-    """Samples to ranks, one micro batch each; with `equal_size`, as its trainer does, equally many to each."""
+    """Assign samples to ranks, one micro batch each; with `equal_size`, as in verl's trainer, equally many per rank."""
     started = time.perf_counter()
     parts = module.get_seqlen_balanced_partitions(workloads(lengths), num_ranks, equal_size)
     seconds = time.perf_counter() - started
@@ -103,10 +103,10 @@ def plan_ranks(module: Balancing, lengths: Sequence[int], *, num_ranks: int, equ
 
 
 def plan_micro_batches(module: Balancing, lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Planned:
-    """Samples to ranks, equally many to each, then each rank's to micro batches.
+    """Assign samples to ranks, equally many to each, then each rank's samples to micro batches.
 
-    As `rearrange_micro_batches` with a process group: the most that any rank needs by its tokens, and more until
-    Karmarkar-Karp, which does not know the bound, keeps it on every rank.
+    Follows `rearrange_micro_batches` with a process group. It starts with the largest number of micro batches that any
+    rank needs by its tokens. Karmarkar-Karp ignores the token bound, so the number grows until all ranks keep it.
     """
     by_rank = plan_ranks(module, lengths, num_ranks=num_ranks, equal_size=True)
     shares = [[lengths[i] for i in parts[0]] for parts in by_rank.ranks]
@@ -114,25 +114,28 @@ def plan_micro_batches(module: Balancing, lengths: Sequence[int], *, num_ranks: 
     count = max(min(len(share), module.ceildiv(sum(share), max_tokens)) for share in shares)
     seconds, total_seconds = by_rank.seconds, by_rank.total_seconds
     while True:
-        found, times = [], []
+        micro_batches, times = [], []
         for cost in costs:
             started = time.perf_counter()
-            found.append(module.get_seqlen_balanced_partitions(cost, count, False))
+            micro_batches.append(module.get_seqlen_balanced_partitions(cost, count, False))
             times.append(time.perf_counter() - started)
         seconds, total_seconds = seconds + max(times), total_seconds + sum(times)
-        if all(_is_within(bins, share, max_tokens) for bins, share in zip(found, shares, strict=True)):
+        if all(_is_within(bins, share, max_tokens) for bins, share in zip(micro_batches, shares, strict=True)):
             break
         count += 1
-    ranks = [[[parts[0][i] for i in one] for one in bins] for bins, parts in zip(found, by_rank.ranks, strict=True)]
+    ranks = [
+        [[parts[0][i] for i in micro_batch] for micro_batch in bins]
+        for bins, parts in zip(micro_batches, by_rank.ranks, strict=True)
+    ]
     return Planned(ranks=ranks, seconds=seconds, total_seconds=total_seconds)
 
 
 def _is_within(bins: Bins, lengths: Sequence[int], max_tokens: int) -> bool:
-    return all(sum(lengths[i] for i in one) <= max_tokens for one in bins)
+    return all(sum(lengths[i] for i in micro_batch) <= max_tokens for micro_batch in bins)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Download it."""
+    """Download the module."""
     parser = argparse.ArgumentParser(description=f"Download the balancing module of verl {VERSION}.")
     parser.add_argument("--build", type=Path, default=DIRECTORY)
     options = parser.parse_args(argv)

@@ -1,17 +1,17 @@
-"""Whether the simulator is to be believed: the same schedules on real engines and in simulation.
+"""Accuracy of the planner's simulator: the same schedules on two real engines and in simulation.
 
 `python -m benchmarks.planner.real_engines --json OUT --run RUN [--quick] [--repeats 3]`: two vLLM engines on a core
-each, under the product's own pool, policies and admission. Every response is a group of its own and as long as it is
-told to be (weights are random and nothing ends a response but its limit); the trainer is a sleep.
+each, with the product's pool, policies and admission. Each response is a group of one and has a given length: weights
+are random, and only the length limit ends a response. The trainer is a sleep. Lengths are of two kinds:
 
-    recorded    lengths are those of the traces of RUN, a run's directory, forecasts those that a run makes of them,
-                and a step's training lasts as long as it did in RUN
-    drawn       lengths have a long tail, forecasts a given correlation with them, and training takes half as long as
-                saturated engines do: less of the time is the trainer's, so the schedules differ more
+    recorded    lengths are those of the traces in the run directory RUN. Forecasts are those that a run would make,
+                and training takes the times recorded in RUN.
+    drawn       lengths have a long tail, and forecasts a given correlation with them. Training takes half the time of
+                saturated engines, a smaller share than in RUN, so the schedules differ more.
 
-What a forward costs, from its start to the next one's, is fitted to a run of other lengths of the same kind. Then each
-scheme runs on the engines and in simulation, with the same lengths: makespan, and the share of time in which an engine
-ran nothing.
+The time of a forward, from its start to the start of the next, is fitted to a run with other lengths of the same kind.
+Then each scheme runs on the engines and in simulation with the same lengths. Rows hold the makespan and the share of
+time in which an engine ran no forward.
 """
 
 import statistics
@@ -29,8 +29,9 @@ from benchmarks.harness.record import Goal, Row, arguments, write
 from benchmarks.harness.record_inputs import run_inputs
 from benchmarks.planner.simulator.bounds import saturated_s
 from benchmarks.planner.simulator.engines import Speed
-from benchmarks.planner.simulator.run import Cluster, Scheme, admission_of, simulate
-from benchmarks.planner.simulator.speeds import of_surface
+from benchmarks.planner.simulator.run import simulate
+from benchmarks.planner.simulator.scheme import Cluster, Scheme, admission_of
+from benchmarks.planner.simulator.speeds import from_cost_model
 from benchmarks.planner.simulator.workload import Workload, replayed, single_responses
 from history.drafting.forward_cost import ForwardCostModel, Observation
 from history.store.traces import read_traces
@@ -50,10 +51,10 @@ PROMPT_TOKENS = 8
 MEAN_TOKENS, MAX_TOKENS, SIGMA = 120.0, 640, 0.9
 CORRELATION = 0.9
 TRAIN_SHARE = 0.5
-"""Of the time of saturated engines."""
+"""Training time over the time of saturated engines."""
 STEPS = {"recorded": 6, "drawn": 8}
 LONGEST_GAP_S = 0.1
-"""Between the starts of two forwards of an engine that has work."""
+"""Longest time between the starts of two forwards of a busy engine."""
 VOCABULARY, HIDDEN, LAYERS = 2048, 256, 6
 SCHEMES = {
     "static": Scheme(policy="static"),
@@ -65,52 +66,50 @@ SCHEMES = {
 
 @ray.remote(num_cpus=0)
 class Scorer:
-    """Finds everything equally good."""
+    """Scores every response with 0."""
 
     def score(self, group: PromptGroup, columns: object) -> tuple[Score, ...]:
-        """One reward for each response."""
+        """One score per response."""
         del columns
         return tuple(Score(reward=0.0, status=ScoreStatus.OK) for _ in group.seeds)
 
 
 @dataclass(slots=True, kw_only=True)
 class Versioned:
-    """An admission as a pool sees it: it knows which version is published. Satisfies
-    `rollout.pool.engine_pool.Batches`.
-    """
+    """An admission together with the published policy version; satisfies `rollout.pool.engine_pool.Batches`."""
 
     admission: FixedBatches | FlexibleBatches
     version: int = 0
 
     def started(self, group_id: GroupId) -> None:
-        """Under the version of now."""
+        """Record the start of a group at the current version."""
         self.admission.started(group_id, self.version)
 
     def completed(self, group_id: GroupId) -> None:
-        """As it is."""
+        """Passed on to the admission."""
         self.admission.completed(group_id)
 
     def batch(self, step: int) -> list[GroupId] | None:
-        """As it is."""
+        """Passed on to the admission."""
         return self.admission.batch(step)
 
     def progress(self, step: int) -> tuple[int, int]:
-        """As it is."""
+        """Passed on to the admission."""
         return self.admission.progress(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run of the engines took."""
+    """Time of a run on the real engines, and its forwards."""
 
     makespan_s: float
     idle: float
     forwards: tuple[Forwards, ...]
-    """By engine."""
+    """Forwards of each engine."""
 
 
 def write_model(directory: Path) -> None:
-    """A small model with random weights and without a token that ends a response."""
+    """Write a small model with random weights and without an end-of-sequence token."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -132,14 +131,14 @@ def write_model(directory: Path) -> None:
 
 
 def workload(seed: int, *, num_steps: int) -> Workload:
-    """Groups of one; forecasts are right to `CORRELATION`."""
+    """Groups of one response; forecasts have the correlation `CORRELATION`."""
     rng = np.random.default_rng(seed)
     per_step = NUM_ENGINES * NUM_SLOTS * WAVES
-    own, noise = rng.standard_normal((2, num_steps * per_step))
-    known = CORRELATION * own + np.sqrt(1 - CORRELATION**2) * noise
+    deviations, noise = rng.standard_normal((2, num_steps * per_step))
+    known = CORRELATION * deviations + np.sqrt(1 - CORRELATION**2) * noise
     median = MEAN_TOKENS / np.exp(SIGMA**2 / 2)
     return Workload(
-        lengths=np.clip(np.round(median * np.exp(SIGMA * own)), 2, MAX_TOKENS)[:, None],
+        lengths=np.clip(np.round(median * np.exp(SIGMA * deviations)), 2, MAX_TOKENS)[:, None],
         forecasts=median * np.exp(SIGMA * CORRELATION * known),
         groups_per_step=per_step,
     )
@@ -147,35 +146,37 @@ def workload(seed: int, *, num_steps: int) -> Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What engines and simulator are both given to do."""
+    """Work for both the engines and the simulator."""
 
     work: Workload
     train_s: tuple[float, ...]
-    """Of each step."""
+    """Training time of each step."""
 
 
 def drawn(seed: int, *, num_steps: int, speed: Speed | None = None) -> Task:
-    """Lengths of a seed; the trainer takes a share of the time of saturated engines of that speed, or none."""
+    """Work with drawn lengths. Training takes TRAIN_SHARE of the time of engines of that speed; 0 without a speed."""
     work = workload(seed, num_steps=num_steps)
     train_s = TRAIN_SHARE * _saturated_s(work, speed) / num_steps if speed else 0.0
     return Task(work=work, train_s=(train_s,) * num_steps)
 
 
 def recorded(run_dir: Path) -> Task:
-    """All steps of a run.
+    """Work of all steps of a recorded run.
 
     Raises:
         ValueError: a step has no traces, no time or another number of responses, or one is longer than `MAX_TOKENS`.
     """
-    # of repeated steps the last counts
+    # a step that was repeated counts once, with its last time
     train_s = {int(row["step"]): row["timing_s/train"] for row in read_metrics(run_dir)}
     paths = {step: run_dir / "traces" / f"step-{step}.jsonl" for step in sorted(train_s)}
     lacking = [step for step, path in paths.items() if not path.is_file()]
     if lacking:
-        raise ValueError(f"{run_dir}: no traces of steps {lacking}, of which there are metrics")
+        raise ValueError(f"{run_dir}: steps {lacking} have metrics but no traces; name a complete run")
     work = single_responses(replayed(trace for path in paths.values() for trace in read_traces(path)))
     if work.num_steps != len(train_s):
-        raise ValueError(f"{run_dir}: {work.num_steps} of {len(train_s)} steps have as many responses as the first")
+        raise ValueError(
+            f"{run_dir}: {work.num_steps} of {len(train_s)} steps have as many responses as the first; all must"
+        )
     longest = int(work.lengths.max())
     if longest > MAX_TOKENS:
         raise ValueError(f"{run_dir}: a response of {longest} tokens; engines are set up for {MAX_TOKENS}")
@@ -183,15 +184,15 @@ def recorded(run_dir: Path) -> Task:
 
 
 def window(task: Task, number: int, *, num_steps: int) -> Task:
-    """`num_steps` steps, after `number` times as many.
+    """Window `number` of a task, of `num_steps` steps.
 
     Raises:
-        ValueError: `task` is not that long.
+        ValueError: `task` has too few steps.
     """
     first, end = number * num_steps, (number + 1) * num_steps
     if end > task.work.num_steps:
         raise ValueError(
-            f"a run of {task.work.num_steps} steps; {end} are needed: pass a longer one, or fewer --repeats"
+            f"the run has {task.work.num_steps} steps; {end} are needed: pass a longer run or fewer --repeats"
         )
     groups = slice(first * task.work.groups_per_step, end * task.work.groups_per_step)
     work = replace(task.work, lengths=task.work.lengths[groups], forecasts=task.work.forecasts[groups])
@@ -200,7 +201,7 @@ def window(task: Task, number: int, *, num_steps: int) -> Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real:
-    """Engines with the pool that they keep, and what it asks for its batches."""
+    """Engines, their pool, and the admission that the pool uses."""
 
     engines: EngineGroup
     batches: Versioned
@@ -208,7 +209,7 @@ class Real:
 
     @classmethod
     def of(cls, engines: EngineGroup) -> "Real":
-        """Around engines that have sampled nothing."""
+        """A pool around engines that have not sampled yet."""
         scorer: ray.actor.ActorClass = Scorer
         batches = Versioned(admission=admission_of(workload(0, num_steps=1), SCHEMES["static"]))
         pool = EnginePool(engines, [scorer.remote()], seats_per_engine=NUM_SLOTS, batches=batches)
@@ -216,7 +217,7 @@ class Real:
 
 
 def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
-    """One run under a scheme."""
+    """Run a task on the engines under a scheme."""
     engines, batches, pool = real.engines, real.batches, real.pool
     work = task.work
     batches.admission = admission_of(work, scheme)
@@ -237,7 +238,7 @@ def on_engines(real: Real, task: Task, scheme: Scheme) -> Measured:
 
 
 def _durations(forwards: Forwards) -> np.ndarray:
-    """Seconds from the start of each forward to the next one's, [N]; its own where the engine had nothing to do."""
+    """[N] seconds from the start of each forward to the start of the next; its own duration before an idle time."""
     starts = forwards["started_at_s"]
     gaps = np.append(np.diff(starts), np.inf)
     return np.where(gaps < LONGEST_GAP_S, gaps, forwards["seconds"])
@@ -261,20 +262,20 @@ def _group(group_id: GroupId, num_tokens: int) -> PromptGroup:
 
 
 def fitted(measured: Measured) -> Speed:
-    """What a forward costs, from those of a run in which every request decoded.
+    """Speed of the engines, fitted to the forwards of a run.
 
-    The shape is fitted without regard to single slow forwards; then all of it is scaled to the time that they took
-    together, prompts included.
+    The cost model is fitted to forwards without prompts and is robust to single slow ones. It is then scaled so that
+    its total equals the total time of all forwards, prompts included.
     """
-    seen, running, context, seconds = [], list[int](), list[int](), list[float]()
+    observed, running, context, seconds = [], list[int](), list[int](), list[float]()
     for forwards in measured.forwards:
         for row, duration in zip(forwards, _durations(forwards).tolist(), strict=True):
             running.append(min(int(row["num_running"]), NUM_SLOTS))
             context.append(int(row["num_context_tokens"]))
             seconds.append(duration)
             if row["num_running"] == row["num_scheduled_tokens"]:
-                seen.append(Observation(running[-1], running[-1], context[-1], duration))
-    shape = of_surface(ForwardCostModel.fitted(seen), NUM_SLOTS, context_tokens=int(MEAN_TOKENS))
+                observed.append(Observation(running[-1], running[-1], context[-1], duration))
+    shape = from_cost_model(ForwardCostModel.fitted(observed), NUM_SLOTS, context_tokens=int(MEAN_TOKENS))
     expected = shape.fixed_s[np.array(running)] + shape.context_s * np.array(context)
     factor = sum(seconds) / float(expected.sum())
     return replace(shape, fixed_s=factor * shape.fixed_s, context_s=factor * shape.context_s)
@@ -287,7 +288,7 @@ def _saturated_s(work: Workload, speed: Speed) -> float:
 
 
 def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) -> Iterator[Row]:
-    """Every scheme on the engines and in simulation, on the same lengths."""
+    """One row per scheme: the same task on the engines and in simulation."""
     work = task.work
     cluster = Cluster(num_engines=NUM_ENGINES, num_slots=NUM_SLOTS, speed=speed, train_s=task.train_s, publish_s=0.0)
     for name, scheme in SCHEMES.items():
@@ -313,14 +314,14 @@ def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) 
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """Medians over schemes and repeats."""
+    """Goals for the gap between simulation and engines, medians over schemes and repeats."""
     for lengths in STEPS:
         of_these = [row for row in rows if row["lengths"] == lengths]
         gaps = [abs(float(row["simulated_over_real"]) - 1) for row in of_these]
         idle = [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in of_these]
-        for what, gap, bound in (("makespan", gaps, 0.15), ("idle share", idle, 0.05)):
+        for figure, gap, bound in (("makespan", gaps, 0.15), ("idle share", idle, 0.05)):
             yield Goal(
-                name=f"{what}, {lengths} lengths: simulated against real",
+                name=f"{figure}, {lengths} lengths: simulated against real",
                 value=statistics.median(gap),
                 bound=bound,
                 direction="at most",
@@ -329,9 +330,9 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def main() -> int:
-    """Start engines, fit, compare, record."""
+    """Start the engines, fit their speed, compare all schemes and write the record."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--run", type=Path, required=True, help="directory of a run that recorded its traces")
+    parser.add_argument("--run", type=Path, required=True, help="directory of a run with traces")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/bench/planner_engines"))
     options = parser.parse_args()
@@ -364,7 +365,7 @@ def main() -> int:
         for lengths in steps:
             is_recorded, num_steps = lengths == "recorded", steps[lengths]
             other = windows[0] if is_recorded else drawn(1000, num_steps=num_steps)
-            for _ in range(2):  # the first one warms up
+            for _ in range(2):  # the first run warms the engines up
                 measured = on_engines(real, replace(other, train_s=(0.0,) * num_steps), SCHEMES["adaptive, overlap 1"])
             speed = fitted(measured)
             for repeat in range(1, repeats + 1):

@@ -1,9 +1,9 @@
-"""Makes a run whose traces other benchmarks replay, and leaves in it the commands that make it again.
+"""Makes a run whose traces other benchmarks replay, and writes the commands that reproduce it into its directory.
 
 `python -m benchmarks.planner.recorded_run --warm WORK --out RUN [--prompts 256] [--steps 24] [--seed 23] [key=value
-..]`: the example's RL in BF16 on few prompts, so that they come back, from the warm start of the quickstart in WORK.
-RUN serves `benchmarks.planner.real_engines --run RUN` and `benchmarks.drafting --traces RUN/traces`; their records name
-this command.
+..]`: the example's RL in BF16, from the warm start of the quickstart in WORK. It has few prompts, so each prompt is
+visited several times. Use RUN with `benchmarks.planner.real_engines --run RUN` and `benchmarks.drafting --traces
+RUN/traces`; their records name this command.
 """
 
 import argparse
@@ -18,14 +18,16 @@ from examples.arithmetic.quickstart import HELD_OUT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; SystemExit with the end of its output if it fails."""
-    parser = argparse.ArgumentParser(description="A run of the example whose traces are kept.")
+    """Make the run. SystemExit with the end of its output if it fails."""
+    parser = argparse.ArgumentParser(description="Makes a run of the example whose traces other benchmarks replay.")
     parser.add_argument("--warm", type=Path, required=True, help="work directory of a quickstart")
-    parser.add_argument("--out", type=Path, required=True, help="run directory; what lies there is removed")
-    parser.add_argument("--prompts", type=int, default=256, help="the first ones of the training data")
+    parser.add_argument("--out", type=Path, required=True, help="run directory; existing files are removed")
+    parser.add_argument(
+        "--prompts", type=int, default=256, help="number of prompts, from the start of the training data"
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=23)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="handed to `megatron-rl run`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="passed to `megatron-rl run`")
     options = parser.parse_args(argv)
     prompts = few_prompts(options.warm, options.out.with_suffix(".prompts.jsonl"), options.prompts)
     run_example(options.warm, options.out, keys(options, prompts))
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keys(options: argparse.Namespace, prompts: Path) -> list[str]:
-    """What the run has of its own; overrides come last, so they win."""
+    """Configuration of the run as `key=value`; overrides come last and take precedence."""
     return [
         *("engine.format=bf16", "wandb.mode=disabled", f"num_steps={options.steps}", f"seed={options.seed}"),
         f"data.train.0.path={prompts}",
@@ -44,7 +46,7 @@ def keys(options: argparse.Namespace, prompts: Path) -> list[str]:
 
 
 def made(options: argparse.Namespace) -> Input:
-    """The run as the input of a benchmark."""
+    """The run as an input of another benchmark's record."""
     numbers = f"--prompts {options.prompts} --steps {options.steps} --seed {options.seed}"
     places = f"--warm {shown_path(options.warm)} --out {shown_path(options.out)}"
     command = " ".join([f"python -m benchmarks.planner.recorded_run {places} {numbers}", *options.overrides])

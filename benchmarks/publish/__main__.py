@@ -1,23 +1,24 @@
-"""A publish of half a billion parameters: bytes, seconds by stage and memory, against a plain copy and against BF16.
+"""A publish of half a billion parameters: bytes, time and memory, compared with a plain copy and with BF16.
 
 `python -m benchmarks.publish --json OUT --device cuda [--shapes 7B ..]`: `benchmarks.publish.on_device`.
 `python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--resume]
 [--quick]`: a model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096,
-vocabulary 32k), a trainer of two ranks (TP2, PP2), two engines of one rank or one of two, every format, shared memory
-and sockets. A case takes four to six minutes; `--resume` keeps those that OUT has.
+vocabulary 32k). The trainer has two ranks (TP2 or PP2); there are two engines of one rank or one engine of two. All
+formats are sent through shared memory and sockets. A case takes four to six minutes; `--resume` keeps the cases of OUT.
 
-Rows: `publish`, one per trainer, engines, format and transport, medians over publishes, with `transfer_s`, the same
-bytes through the same transport without quantising and loading, and `plain_s`, without checksums as well;
-`peak_extra_bytes` is what a process of a role has resident at most beyond what it began with, in processes that give
-back what they free (started again for that), `peak_bound_bytes` two buckets and the largest layer's shard, in shared
-memory also what is staged. `delta`, over sockets, of a trainer that is TP2: in every matrix every 20th weight has
-changed since the last publish (`benchmarks.publish.changing_weights`), and what has changed travels. `peer`: BF16 is
-gathered whole by one rank, sent whole to every engine and quantised there, which is how FlashRL and most others do it;
-its seconds are the sum of parts that are measured right after each of our publishes, whose processes are stopped
-meanwhile: gathering (`gather_s`), the transfer of all of BF16 to every engine rank (`send_s`), quantising by all engine
-ranks at once (`quantise_s`); and what an engine takes to load that format once it is there (`apply_s`, median of ours
-through shared memory). `ours_over_peer` is the median of the ratios. Both do everything twice, and the second time
-counts.
+Rows `publish`: one per trainer, engines, format and transport, medians over publishes. `transfer_s` is the time of the
+same bytes through the same transport without quantising and loading, `plain_s` the same without checksums.
+`peak_extra_bytes` is the largest growth of a process's resident memory, measured in processes that return freed memory
+at once. `peak_bound_bytes` is two buckets and the largest layer's shard; shared memory adds the staged bytes.
+
+Rows `delta`: over sockets, with the trainer TP2. Every 20th weight of every matrix has changed since the last publish
+(`benchmarks.publish.changing_weights`), and only changes are sent.
+
+Rows `peer`: one rank gathers all BF16 weights and sends them to every engine, which quantises them, as FlashRL and most
+others do. The time is the sum of parts, measured right after each publish of the product while its processes are
+stopped: gathering (`gather_s`), sending all BF16 weights to every engine rank (`send_s`), and quantising by all engine
+ranks at once (`quantise_s`). `apply_s` is an engine's time to load the format, the median of the product's through
+shared memory. `ours_over_peer` is the median of the ratios. Both sides do everything twice, and the second time counts.
 """
 
 import math
@@ -53,34 +54,34 @@ from rollout.weights.manifest import DTYPE_BYTES, Required
 RUN_ID = "benchmark"
 TIMEOUT_S = 600.0
 NUM_ROUNDS = 3
-"""Of two publishes each, the second of which counts (`publish_peer.Peer`)."""
+"""Rounds of two publishes; the second publish of each round counts, as in `benchmarks.publish.peer.Peer`."""
 NUM_TRANSFERS = 3
 """Measurements of each transfer."""
 
 TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
 DELTA_TRAINER = "TP2"
-"""Whose deltas are measured; everything is started anew for them, which takes over a minute."""
+"""The trainer whose deltas are measured; they need a new start of all processes, which takes over a minute."""
 CHANGING = "benchmarks.publish.changing_weights.clipped_surrogate"
-"""Only trainer ranks import it."""
+"""Loss whose module changes the weights; only trainer ranks import it."""
 PEAKS = tuple(f"peak_extra_bytes/{role}" for role in TITLES)
 NOT_MEASURED = ("any GPU: NCCL, CUDA IPC", "more than one node: sockets are of one machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every case, and the peer's way beside it."""
-    parser = arguments("What a publish costs.")
+    """Measure every case and its peer, and write the record."""
+    parser = arguments("Time, bytes and memory of a publish.")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/publish"))
     parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
     parser.add_argument("--trainers", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT already has")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that OUT has")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shapes", nargs="+", choices=list(on_device.SHAPES), default=["7B", "32B"])
     options = parser.parse_args(argv)
     if options.device == "cuda":
-        found = list(on_device.measure(options.shapes, options.formats, "cuda", options.work))
+        rows = list(on_device.measure(options.shapes, options.formats, "cuda", options.work))
         more = ["NCCL between devices", "more than one engine rank"]
-        write(options.json, rows=found, goals=on_device.goals(found), not_measured=more)
+        write(options.json, rows=rows, goals=on_device.goals(rows), not_measured=more)
         return 0
     cases = [
         Case(trainer=trainer, engines=engines, format=format)
@@ -92,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [Case(trainer="TP2", engines="1 x TP2", format="int8")]
     model = write_model(options.work / "model", quick=options.quick)
     rows = rows_before(options.json, resume=options.resume)
-    have = {row_key(row)[:3] for row in rows}
+    done = {row_key(row)[:3] for row in rows}
     for case in cases:
-        if case.key not in have:
+        if case.key not in done:
             rows += measure(case, model, options.work, quick=options.quick)
             write(options.json, rows=rows, not_measured=NOT_MEASURED)
     write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)
@@ -102,17 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row]:
-    """Rows of one trainer and its engines."""
+    """Rows of one case."""
     num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
     num_engines, num_ranks = ENGINES[case.engines]
     named = {"trainer": case.trainer, "engines": case.engines, "format": case.format}
     measured, plan, required = publishes(
         case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case)
     )
-    apply_s = statistics.median(one["timing_s/publish_apply"] for one in measured["shm"])
+    apply_s = statistics.median(publish["timing_s/publish_apply"] for publish in measured["shm"])
     with exact_memory():
         peaks, _, _ = publishes(case, model, work, rounds=1)
-    for transport, found in measured.items():
+    for transport, publishes_of in measured.items():
         times = {
             name: statistics.median(
                 transfer_s(plan, num_engines=num_engines, num_ranks=num_ranks, transport=transport, plain=plain)
@@ -125,22 +126,22 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
             **times,
             **_bytes(plan, required),
             **_peak_bounds(case, model, plan, required, transport),
-            **_medians(found),
-            **{name: max(one[name] for one in peaks[transport]) for name in PEAKS},
+            **_medians(publishes_of),
+            **{name: max(publish[name] for publish in peaks[transport]) for name in PEAKS},
         }
         yield row
-        yield peer_row(row, found, apply_s=apply_s)
+        yield peer_row(row, publishes_of, apply_s=apply_s)
     if case.trainer != DELTA_TRAINER:
         return
     changed, _, _ = publishes(case, model, work, rounds=num_rounds, delta=True)
     row = _medians(changed["gloo"])
-    whole = statistics.median(one["publish/wire_bytes"] for one in measured["gloo"])
+    whole = statistics.median(publish["publish/wire_bytes"] for publish in measured["gloo"])
     yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
 
 
-def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = found[0].keys() - {*PEAKS, *PARTS}
-    return {name: statistics.median(one[name] for one in found) for name in sorted(names)}
+def _medians(publishes: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = publishes[0].keys() - {*PEAKS, *PARTS}
+    return {name: statistics.median(publish[name] for publish in publishes) for name in sorted(names)}
 
 
 def publishes(
@@ -152,10 +153,10 @@ def publishes(
     delta: bool = False,
     beside: Callable[[str], dict[str, float]] = lambda _: {},
 ) -> tuple[dict[str, list[dict[str, float]]], ReshardPlan, list[Required]]:
-    """Metrics and peaks of the second publish of each round, by transport; their plan, and what the engines take.
+    """Metrics and memory peaks of the second publish of each round, by transport; the plan; the engines' requirements.
 
-    With `delta` weights change ahead of each, and what has changed travels, over sockets. What `beside` measures of a
-    transport ends a round and is among its metrics; nothing else runs then.
+    With `delta`, weights change before each publish, and changes are sent over sockets. `beside` is called at the end
+    of each round while nothing else runs; its figures are added to the metrics.
     """
     logs = (work / "logs").resolve()
     logs.mkdir(exist_ok=True)
@@ -168,15 +169,15 @@ def publishes(
         version = 0
         for transport in ("gloo",) if delta else TRANSPORTS:
             publisher = _publisher(trainer, engines, plan, model, transport)
-            found = []
+            counted = []
             for _ in range(rounds):
                 for _ in range(2):
                     with peak_extra(TITLES) as peaks:
                         report = publisher.publish(version)
                     version += 1
                 with asleep(TITLES):
-                    found.append(report.metrics() | peaks | beside(transport))
-            measured[transport] = found
+                    counted.append(report.metrics() | peaks | beside(transport))
+            measured[transport] = counted
     return measured, plan, required
 
 
@@ -249,14 +250,14 @@ def _publisher(
 
 
 def _bytes(plan: ReshardPlan, required: Sequence[Required]) -> dict[str, float]:
-    """What travels and what is needed, of the rank that is worst off; and 8 bits against 16 of what they replace."""
+    """Bytes sent and needed, for the rank with the largest ratio; and bytes of quantised tensors over those in BF16."""
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
     shares = []
     for rank, boxes in enumerate(required):
         sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.required_by(rank))
-        own = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
-        shares.append((sent / own, sent, own))
-    share, sent, own = max(shares)
+        needed = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
+        shares.append((sent / needed, sent, needed))
+    share, sent, needed = max(shares)
     layout = plan.format.layout
     codes = [tensor for tensor in plan.tensors if layout is not None and tensor.dtype == layout.dtype]
     names = {tensor.name for tensor in codes} | {tensor.name + layout.scale_suffix for tensor in codes if layout}
@@ -264,7 +265,7 @@ def _bytes(plan: ReshardPlan, required: Sequence[Required]) -> dict[str, float]:
     in_bf16 = sum(2 * tensor.num_bytes for tensor in codes)
     return {
         "rank_bytes": sent,
-        "own_shard_bytes": own,
+        "own_shard_bytes": needed,
         "rank_bytes_over_own_shard": share,
         "bytes_over_bf16": in_8_bits / in_bf16 if in_bf16 else 1.0,
     }
@@ -273,28 +274,30 @@ def _bytes(plan: ReshardPlan, required: Sequence[Required]) -> dict[str, float]:
 def _peak_bounds(
     case: Case, model: Path, plan: ReshardPlan, required: Sequence[Required], transport: str
 ) -> dict[str, float]:
-    """What the processes of each role may hold for a publish; a layer's shard is BF16 in a trainer."""
+    """Bound on the extra memory of a process during a publish, by role; a trainer's shard of a layer is BF16."""
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
-    on_engines = [[(name, box.size * width[name]) for name, parts in one.items() for box in parts] for one in required]
+    on_engines = [
+        [(name, box.size * width[name]) for name, parts in shard.items() for box in parts] for shard in required
+    ]
     parallel, spec = TRAINERS[case.trainer], read_model_spec(model)
     on_trainers = [
         [
-            (one.hf_name, 2 * math.prod(one.shape))
-            for one in rank_shards(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
+            (shard.hf_name, 2 * math.prod(shard.shape))
+            for shard in rank_shards(spec, parallel, tensor_rank=slot.tensor_rank, pipeline_rank=slot.pipeline_rank)
         ]
         for slot in trainer_ranks(parallel, cpu_threads=1)
     ]
     buckets = 2 * max(bucket.num_bytes for bucket in plan.buckets)
     staged = {"trainer": 0, "engine": 0}
     if transport == "shm":
-        own = [sum(b.num_bytes for b in plan.buckets if b.source_rank == rank) for rank in plan.source_ranks]
-        staged = {"trainer": max(own), "engine": sum(own)}
+        sent_bytes = [sum(b.num_bytes for b in plan.buckets if b.source_rank == rank) for rank in plan.source_ranks]
+        staged = {"trainer": max(sent_bytes), "engine": sum(sent_bytes)}
     layers = {"trainer": _largest_layer(on_trainers), "engine": _largest_layer(on_engines)}
     return {f"peak_bound_bytes/{role}": buckets + layers[role] + staged[role] for role in layers}
 
 
 def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
-    """Bytes of the largest layer on any rank, from names and bytes; embedding and output layer are layers, too."""
+    """Bytes of the largest layer on any rank, from names and bytes; embedding and output layer count as layers."""
     largest = 0
     for held in ranks:
         layers: dict[str, int] = {}
@@ -306,7 +309,7 @@ def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Those of every 8-bit row, by the row that is worst."""
+    """Goals over all 8-bit rows; the worst row counts."""
     ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
     deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
     if not ours:

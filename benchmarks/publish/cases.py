@@ -1,4 +1,4 @@
-"""What `benchmarks.publish` measures: trainers, engines, formats and transports, and how a row says which."""
+"""Cases of `benchmarks.publish`: trainers, engines, formats and transports, and the key of a row."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ BUCKET_BYTES = 16 << 20
 
 TRAINERS = {"TP2": ParallelConfig(tensor=2), "PP2": ParallelConfig(pipeline=2)}
 ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
-"""Number of engines, ranks of each."""
+"""(number of engines, ranks of each)."""
 TRANSPORTS = ("shm", "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One trainer and its engines."""
+    """One trainer, its engines and their format."""
 
     trainer: str
     engines: str
@@ -25,15 +25,15 @@ class Case:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a row of this case begins with."""
+        """The first part of the key of this case's rows."""
         return self.trainer, self.engines, self.format
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Without exceptions, which would only dilute what is measured."""
+        """The format for all layers; BF16 layers would only dilute the measurement."""
         return WeightFormat(name=self.format)
 
 
 def row_key(row: Row) -> tuple[str, ...]:
-    """Of which case and transport a row is."""
+    """Trainer, engines, format and transport of a row."""
     return tuple(str(row[name]) for name in ("trainer", "engines", "format", "transport"))

@@ -1,9 +1,8 @@
-"""Weights that change between publishes without an optimizer: in every matrix every 20th of them turns its sign.
+"""Changes weights between publishes without an optimizer: every 20th weight of every matrix changes its sign.
 
-For `benchmarks.publish`, whose model is too large to train here; chosen by
-`algorithm.loss=benchmarks.publish.changing_weights.clipped_surrogate`: the loss is the product's, and importing this
-module (only trainer ranks do, for that loss) has weights change ahead of each publish. Magnitudes stay, with them all
-scales.
+For `benchmarks.publish`, whose model is too large to train here. Selected by
+`algorithm.loss=benchmarks.publish.changing_weights.clipped_surrogate`. The loss is the product's. Importing this module
+makes weights change before each publish; only trainer ranks import it, for this loss. Magnitudes and scales stay equal.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""How much of a publish a small optimizer step changes, and what then travels.
+"""Share of the codes that a small optimizer step changes, and the bytes that a delta then sends.
 
 `python -m benchmarks.publish.delta --json OUT [--warm DIR] [--quick]`: 25 steps of the example's RL (Adam, 8 prompts)
-from a warm start at constant learning rates of 1e-6, 1e-5 and 1e-4, engines fed over sockets with `publish.delta`. DIR
-is a quickstart's work directory; without it a warm start is made first.
+from a warm start at constant learning rates of 1e-6, 1e-5 and 1e-4, with `publish.delta` over sockets. DIR is a
+quickstart's work directory; without it a warm start is made first.
 
-Rows: one per format and learning rate: of the steps from the 21st on, the median share of codes that changed, and of
-bytes that travelled over those of a whole publish. A run takes about two minutes.
+Rows: one per format and learning rate, medians over the steps from the 21st on: the share of codes that changed, and
+the bytes sent over those of a full publish. A run takes about two minutes.
 """
 
 import statistics
@@ -26,13 +26,13 @@ FORMATS: tuple[Format, ...] = ("int8", "fp8_block")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 NUM_STEPS, QUICK_STEPS = 25, 3
 SETTLED = 20
-"""Steps until Adam's moments mean something."""
+"""Steps until Adam's moments have settled."""
 NOT_MEASURED = ("any GPU", "a model of billions of parameters")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it; raises SystemExit if a command fails."""
-    parser = arguments("Codes that change from step to step, and bytes that travel.")
+    """Run all cases and write the record. SystemExit if a command fails."""
+    parser = arguments("Share of codes that change from step to step, and bytes sent.")
     parser.add_argument("--warm", type=Path, help="work directory of a quickstart to take data and warm start from")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/publish_delta"))
     options = parser.parse_args(argv)
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for learning_rate in LEARNING_RATES[:1] if options.quick else LEARNING_RATES:
             rows.append(run(warm, options.work, format, learning_rate, quick=options.quick))
             write(options.json, rows=rows, not_measured=NOT_MEASURED, inputs=inputs)
-    found = [] if options.quick else goals(rows)
-    write(options.json, rows=rows, goals=found, not_measured=NOT_MEASURED, inputs=inputs)
+    reached = [] if options.quick else goals(rows)
+    write(options.json, rows=rows, goals=reached, not_measured=NOT_MEASURED, inputs=inputs)
     return 0
 
 
@@ -76,7 +76,7 @@ def run(warm: Path, work: Path, format: Format, learning_rate: float, *, quick: 
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """A quarter of the bytes at the learning rate of large models."""
+    """Goal: at most a quarter of the bytes at the learning rate of large models."""
     return [
         Goal(
             name=f"{row['format']}, bytes of a delta at learning rate 1e-6",

@@ -1,8 +1,8 @@
-"""A publish on one device: weights that lie there in BF16 become an engine's, handed over where they are.
+"""A publish on one device: an engine loads BF16 weights of another process on the same device.
 
-The product's packer, hand-over and engine; in place of a trainer a process that holds random parameters and nothing
-else, so that a model of 32 billion fits beside its engine. `device` cpu goes the same way through shared memory, and
-shows the mechanics.
+Packer, colocated transport and engine are the product's. Instead of a trainer, a process holds random parameters only,
+so a model of 32 billion parameters fits beside its engine. With `device` cpu the same code uses shared memory; its
+figures only show that it works.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from rollout.weights.manifest import Required
 RUN_ID = "ondevice"
 BUCKET_BYTES = 256 << 20
 NUM_PUBLISHES = 6
-"""The first touches memory that nobody has touched and is left out."""
+"""Number of publishes; the first allocates memory and is not counted."""
 TIMEOUT_S = 600.0
 
 Device = Literal["cpu", "cuda"]
@@ -46,7 +46,7 @@ Device = Literal["cpu", "cuda"]
 
 SHAPES = {**CUDA_SHAPES, "tiny": TINY}
 GOALS_S = {"7B": 1.0, "32B": 5.0}
-"""Most seconds of a publish on an H200."""
+"""Largest allowed seconds of a publish on an H200."""
 
 
 def measure(names: Sequence[str], formats: Sequence[Format], device: Device, work: Path) -> Iterator[Row]:
@@ -56,25 +56,25 @@ def measure(names: Sequence[str], formats: Sequence[Format], device: Device, wor
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[name].config()), encoding="utf-8")
         for format in formats:
-            found = asyncio.run(_publishes(model, format, device))
+            publishes = asyncio.run(_publishes(model, format, device))
             yield {
                 "kind": "on one device",
                 "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
                 "model": name,
                 "format": format,
-                **{key: statistics.median(one[key] for one in found[1:]) for key in found[0]},
+                **{key: statistics.median(publish[key] for publish in publishes[1:]) for key in publishes[0]},
             }
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Seconds of the slowest 8-bit format, by shape."""
-    found = []
+    """Goals for the seconds of the slowest 8-bit format, by shape."""
+    reached = []
     for name, bound in GOALS_S.items():
         seconds = [float(row["total_s"]) for row in rows if row["model"] == name and row["format"] != "bf16"]
         if seconds:
             goal = f"colocated publish of the shape of {name}"
-            found.append(Goal(name=goal, value=max(seconds), bound=bound, direction="at most", unit="s"))
-    return found
+            reached.append(Goal(name=goal, value=max(seconds), bound=bound, direction="at most", unit="s"))
+    return reached
 
 
 async def _publishes(model: Path, format: Format, device: Device) -> list[dict[str, float]]:
@@ -116,10 +116,10 @@ async def _publish(engine: object, plan: ReshardPlan, pipe: Connection, version:
     staged = time.perf_counter()
     times = await engine.weights.update(plan.manifest(RUN_ID, version), {0: address})
     applied = time.perf_counter()
-    found = await engine.weights.loaded_fingerprint()
+    loaded = await engine.weights.loaded_fingerprint()
     pipe.send("sums")
     expected: Fingerprint = await asyncio.to_thread(pipe.recv)
-    gap, where = difference(found, expected)
+    gap, where = difference(loaded, expected)
     assert gap < 0.02, f"{where} differs by {gap}"
     proven = time.perf_counter()
     await engine.weights.resume()
@@ -209,5 +209,5 @@ def _reset_peak(device: Device) -> None:
 
 
 def _peak_extra(device: Device) -> int:
-    """Bytes of the device beyond what was there before the publish; 0 on a CPU."""
+    """Peak bytes on the device beyond those before the publish; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() - _before[0] if device == "cuda" else 0

@@ -1,4 +1,4 @@
-"""Parts of a publish measured by themselves: a model for it, peaks of memory, bytes over a transport, BF16's way."""
+"""Parts of a publish, measured one by one: memory peaks, bytes over a transport, gathering and quantising BF16."""
 
 import json
 import os
@@ -38,7 +38,7 @@ VERSION = WeightVersion(0)
 
 
 def write_model(directory: Path, *, quick: bool) -> Path:
-    """A Hugging Face directory of half a billion random BF16 weights."""
+    """Write a Hugging Face directory with half a billion random BF16 weights."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -69,24 +69,25 @@ def write_model(directory: Path, *, quick: bool) -> Path:
 
 @contextmanager
 def peak_extra(titles: Mapping[str, str]) -> Iterator[dict[str, float]]:
-    """Fills in, by role, the most bytes that one process of it had resident beyond what it began with.
+    """Measure, by role, the largest growth of a process's resident bytes while the context is open.
 
-    `titles` maps a role to how the titles of its processes begin. Shared memory counts where it is mapped.
+    `titles` maps a role to the prefix of its processes' titles. Shared memory counts in every process that maps it. The
+    yielded dict is filled on exit.
     """
     watched = [(role, process.pid, process.memory_info().rss) for role, process in _processes(titles)]
     for _, pid, _ in watched:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the kernel's mark of the peak begins anew
-    found: dict[str, float] = {}
-    yield found
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the kernel's record of the peak
+    peaks: dict[str, float] = {}
+    yield peaks
     for role, pid, before in watched:
         peak = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]
         key = f"peak_extra_bytes/{role}"
-        found[key] = max(found.get(key, 0.0), float(int(peak) * 1024 - before))
+        peaks[key] = max(peaks.get(key, 0.0), float(int(peak) * 1024 - before))
 
 
 @contextmanager
 def asleep(titles: Mapping[str, str]) -> Iterator[None]:
-    """While it is entered, processes of these titles (as for `peak_extra`) take no part of the machine's time."""
+    """Stop the processes with these titles (as for `peak_extra`) while the context is open."""
     stopped = [process for _, process in _processes(titles)]
     for process in stopped:
         process.suspend()
@@ -98,7 +99,7 @@ def asleep(titles: Mapping[str, str]) -> Iterator[None]:
 
 
 def _processes(titles: Mapping[str, str]) -> list[tuple[str, psutil.Process]]:
-    """Descendants of this process, and the role of each."""
+    """Descendants of this process with a role."""
     return [
         (role, process)
         for process in psutil.Process().children(recursive=True)
@@ -109,9 +110,9 @@ def _processes(titles: Mapping[str, str]) -> list[tuple[str, psutil.Process]]:
 
 @contextmanager
 def exact_memory() -> Iterator[None]:
-    """Processes that are started within give every larger block back to the system as soon as it is freed.
+    """Processes started in this context return every freed block above 1 MiB to the system at once.
 
-    Otherwise glibc keeps it, and what a process has resident says little about what it needs. It costs time.
+    Otherwise glibc keeps freed blocks, and resident memory says little about needed memory. It makes processes slower.
     """
     settings = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 20))
     os.environ |= settings
@@ -123,9 +124,9 @@ def exact_memory() -> Iterator[None]:
 
 
 def _ready_processes() -> ForkServerContext:
-    """Where processes are forked from one that has imported everything: importing takes longer than what is measured.
+    """A context whose processes are forked from a server that has imported all modules, since importing takes long.
 
-    Buffers are allocated in the forked ones, as in spawned ones.
+    Forked processes allocate their buffers themselves, as spawned ones do.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -137,29 +138,29 @@ def _ready_processes() -> ForkServerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Who sends a plan's buckets to whom, and how."""
+    """Senders, receivers and transport of a plan's buckets."""
 
     manifest: WeightManifest
     source_ranks: tuple[int, ...]
     num_engines: int
     num_ranks: int
-    """Of an engine."""
+    """Ranks per engine."""
     transport: str
     """`shm` or `gloo`."""
     plain: bool
-    """Without checksums."""
+    """Whether checksums are left out."""
     folder: str
-    """In shared memory: where senders leave the paths of their segments."""
+    """Folder in shared memory in which senders write the paths of their segments."""
     ports: tuple[int, ...]
-    """Of a store for each engine."""
+    """Port of each engine's store."""
 
     @property
     def world_size(self) -> int:
-        """Processes: senders, then engine ranks."""
+        """Number of processes: senders, then engine ranks."""
         return len(self.source_ranks) + self.num_engines * self.num_ranks
 
     def channel(self, engine: int) -> GroupChannel:
-        """Of one engine, in a chain of all."""
+        """Channel of one engine in the chain of all engines."""
         return chain(
             [("127.0.0.1", port) for port in self.ports],
             order=range(self.num_engines),
@@ -170,10 +171,10 @@ class Route:
 
 
 def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport: str, plain: bool) -> float:
-    """Seconds to bring all buckets of a plan from its source ranks to every engine rank that wants them.
+    """Seconds to send all buckets of a plan from its source ranks to every engine rank that requires them.
 
-    By the product's own transport, from the sender's memory to the last checksum (`plain`: without any, a copy of the
-    bytes), into memory that nobody has touched. Nothing is quantised and nothing loaded. Every rank is a process.
+    The product's transport sends from the sender's memory into newly allocated memory, until the last checksum is
+    verified; with `plain` there are no checksums. Nothing is quantised or loaded. Every rank is a process.
     """
     stores = [rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
     with TemporaryDirectory(dir=segments.SHM) as folder:
@@ -192,10 +193,10 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
         jobs = [context.Process(target=_rank, args=(route, rank, meet)) for rank in range(route.world_size)]
         for job in jobs:
             job.start()
-        meet.wait()  # all are there
+        meet.wait()  # all ranks have started
         began = time.perf_counter()
-        meet.wait()  # what is staged is laid down
-        meet.wait()  # all has arrived
+        meet.wait()  # shared memory: all buckets are staged
+        meet.wait()  # all buckets have arrived
         seconds = time.perf_counter() - began
         for job in jobs:
             job.join()
@@ -211,12 +212,12 @@ def _rank(route: Route, number: int, meet: Barrier) -> None:
     if number < len(route.source_ranks):
         _send(route, route.source_ranks[number], meet)
     else:
-        _take(route, *divmod(number - len(route.source_ranks), route.num_ranks), meet)
+        _receive(route, *divmod(number - len(route.source_ranks), route.num_ranks), meet)
 
 
 def _send(route: Route, rank: int, meet: Barrier) -> None:
-    own = [bucket for bucket in route.manifest.buckets if bucket.source_rank == rank]
-    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in own),), dtype=torch.uint8)
+    buckets = [bucket for bucket in route.manifest.buckets if bucket.source_rank == rank]
+    payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in buckets),), dtype=torch.uint8)
     sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
     if route.transport == "gloo":
         sender = streaming = process_group.GroupSender(rank=rank, timeout_s=TIMEOUT_S)
@@ -224,8 +225,8 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
     meet.wait()
     if route.transport == "gloo":
         meet.wait()
-    sender.open(VERSION, own)
-    for bucket in own:
+    sender.open(VERSION, buckets)
+    for bucket in buckets:
         sender.buffer(bucket.index).copy_(payload[: bucket.num_bytes])
         sender.commit(bucket.index)
     path = sender.finish()
@@ -236,8 +237,8 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
     sender.abandon()
 
 
-def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
-    own = [bucket for bucket in route.manifest.buckets if bucket.required_by(rank)]
+def _receive(route: Route, engine: int, rank: int, meet: Barrier) -> None:
+    buckets = [bucket for bucket in route.manifest.buckets if bucket.required_by(rank)]
     streaming = process_group.GroupInbox(route.channel(engine), engine_rank=rank) if route.transport == "gloo" else None
     meet.wait()
     meet.wait()
@@ -248,7 +249,7 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
         paths = {source: Path(route.folder, str(source)) for source in route.source_ranks}
         segments = {source: path.read_text(encoding="utf-8") for source, path in paths.items()}
         inbox = shm.ShmInbox(route.manifest, segments, engine_rank=rank)
-    for bucket in own:
+    for bucket in buckets:
         inbox.take(bucket).clone()  # a copy, as the loader makes one
     meet.wait()
 
@@ -257,34 +258,36 @@ def _take(route: Route, engine: int, rank: int, meet: Barrier) -> None:
 
 
 def gather_s(model: Path, *, by_stage: bool) -> float:
-    """Seconds in which the first of two ranks gets in BF16 what the other has, tensor after tensor.
+    """Seconds in which the first of two ranks receives the other rank's BF16 weights, tensor by tensor.
 
-    Half of every matrix, or `by_stage` the second half of all weights, which peers with pipeline stages also bring to
-    one place before they send (verl, `megatron_utils.broadcast_from_megatron_pp`: even to all stages).
+    The other rank has half of every matrix or, with `by_stage`, the second half of all weights. Peers with pipeline
+    stages gather them too before they send (verl, `megatron_utils.broadcast_from_megatron_pp`, even on all stages).
     """
     store = rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
     context = _ready_processes()
-    found = context.Queue()
-    jobs = [context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, found)) for rank in range(2)]
+    results = context.Queue()
+    jobs = [
+        context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, results)) for rank in range(2)
+    ]
     for job in jobs:
         job.start()
-    seconds = float(found.get(timeout=TIMEOUT_S))
+    seconds = float(results.get(timeout=TIMEOUT_S))
     for job in jobs:
         job.join()
     del store
     return seconds
 
 
-def _gather(model: str, port: int, rank: int, by_stage: bool, found: "multiprocessing.Queue[float]") -> None:
+def _gather(model: str, port: int, rank: int, by_stage: bool, results: "multiprocessing.Queue[float]") -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, None, is_master=False), rank=rank, world_size=2)
-    weights = [one for one in load_file(Path(model) / "model.safetensors").values() if one.dim() == 2]
-    # where every matrix is cut the other half is gathered of each, between stages half of the matrices
-    own = weights[len(weights) // 2 :] if by_stage else [one.chunk(2)[rank].contiguous() for one in weights]
+    weights = [weight for weight in load_file(Path(model) / "model.safetensors").values() if weight.dim() == 2]
+    # tensor parallel: half of every matrix is gathered; pipeline parallel: half of the matrices
+    parts = weights[len(weights) // 2 :] if by_stage else [weight.chunk(2)[rank].contiguous() for weight in weights]
     dist.barrier()
     began = time.perf_counter()
-    for part in own:
+    for part in parts:
         if by_stage and rank == 0:
             dist.recv(torch.empty_like(part), src=1)
         elif by_stage:
@@ -293,31 +296,31 @@ def _gather(model: str, port: int, rank: int, by_stage: bool, found: "multiproce
             dist.gather(part, [torch.empty_like(part) for _ in range(2)] if rank == 0 else None)
     dist.barrier()
     if rank == 0:
-        found.put(time.perf_counter() - began)
+        results.put(time.perf_counter() - began)
     dist.destroy_process_group()
 
 
 def quantise_s(model: Path, format: str, *, num_engines: int, num_ranks: int) -> float:
-    """Seconds in which all engine ranks of a peer, a process each, quantise their shards of the layers at once."""
+    """Seconds in which all engine ranks of a peer quantise their shards of the layers; each rank is a process."""
     if format not in CODE_FORMATS:
         return 0.0
     context = _ready_processes()
-    meet, found = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
+    meet, results = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
     jobs = [
-        context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, found))
+        context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, results))
         for _ in range(num_engines)
         for rank in range(num_ranks)
     ]
     for job in jobs:
         job.start()
-    seconds = max(float(found.get(timeout=TIMEOUT_S)) for _ in jobs)
+    seconds = max(float(results.get(timeout=TIMEOUT_S)) for _ in jobs)
     for job in jobs:
         job.join()
     return seconds
 
 
 def _quantise(
-    model: str, format: str, rank: int, num_ranks: int, meet: Barrier, found: "multiprocessing.Queue[float]"
+    model: str, format: str, rank: int, num_ranks: int, meet: Barrier, results: "multiprocessing.Queue[float]"
 ) -> None:
     torch.set_num_threads(1)
     code_format = CODE_FORMATS[format]
@@ -328,7 +331,7 @@ def _quantise(
         for name, weight in load_file(Path(model) / "model.safetensors").items()
         if ".layers." in name and weight.dim() == 2
     ]
-    some = shards[0][:FP8_BLOCK]  # what is compiled is loaded once
+    some = shards[0][:FP8_BLOCK]  # compiles the kernels before the clock starts
     rule.codes(some, rule.factors(rule.amax(some, (0, 0))), (0, 0))
     meet.wait()
     began = time.perf_counter()
@@ -339,4 +342,4 @@ def _quantise(
             factors = rule.factors(rule.amax(part, box.start))
             rule.scales(factors)
             rule.codes(part, factors, box.start)
-    found.put(time.perf_counter() - began)
+    results.put(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""The peer of `benchmarks.publish`: BF16 gathered by one rank, sent whole, quantised by every engine; parts, summed."""
+"""The peer of `benchmarks.publish`: one rank gathers and sends BF16, and every engine quantises; a sum of parts."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PARTS = ("gather_s", "send_s", "quantise_s")
 
 
 class Peer:
-    """What the same publishes take in BF16, gathered by one rank and quantised by every engine."""
+    """Measures the parts of a publish in which one rank gathers BF16 and every engine quantises it."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -30,10 +30,10 @@ class Peer:
         )
 
     def measure(self, case: Case, transport: str) -> dict[str, float]:
-        """`PARTS` of one publish, in seconds.
+        """Seconds of the `PARTS` of one publish.
 
-        Each is measured twice, and the second time counts: the host of a virtual machine takes back memory that has
-        been free for seconds, and whoever touches it first waits for it.
+        Each part is measured twice, and the second time counts. The host of a virtual machine takes back memory that
+        has been free for seconds, so the first access waits for the host.
         """
         engines = dict(zip(("num_engines", "num_ranks"), ENGINES[case.engines], strict=True))
         parts = (
@@ -44,20 +44,20 @@ class Peer:
         return {name: [measure() for _ in range(2)][-1] for name, measure in zip(PARTS, parts, strict=True)}
 
 
-def peer_row(row: Row, found: Sequence[Mapping[str, float]], *, apply_s: float) -> Row:
-    """The peer's row beside `row`, which is ours of the same case and transport.
+def peer_row(row: Row, publishes: Sequence[Mapping[str, float]], *, apply_s: float) -> Row:
+    """The peer's row for the case and transport of `row`.
 
     Args:
-        row: says which.
-        found: of each publish how long ours took, and `PARTS` measured right after it.
-        apply_s: what an engine takes to load the format once it is there.
+        row: the product's row.
+        publishes: metrics of each publish of the product, with the `PARTS` measured right after it.
+        apply_s: seconds in which an engine loads the received format.
     """
-    totals = [sum(one[part] for part in PARTS) + apply_s for one in found]
-    ratios = [one["timing_s/publish_deliver"] / total for one, total in zip(found, totals, strict=True)]
+    totals = [sum(publish[part] for part in PARTS) + apply_s for publish in publishes]
+    ratios = [publish["timing_s/publish_deliver"] / total for publish, total in zip(publishes, totals, strict=True)]
     return {
         "kind": "peer",
         **{name: row[name] for name in ("trainer", "engines", "format", "transport")},
-        **{part: statistics.median(one[part] for one in found) for part in PARTS},
+        **{part: statistics.median(publish[part] for publish in publishes) for part in PARTS},
         "apply_s": apply_s,
         "deliver_s": statistics.median(totals),
         "ours_over_peer": statistics.median(ratios),

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.record`: looks after the committed records."""
+"""`python -m benchmarks.record`: checks the committed records and generates their pages."""

@@ -1,17 +1,17 @@
 """Tokens per CPU second of real vLLM engines that decode the same recorded responses with different drafts.
 
-`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3] [--resume]`: one engine process per method, all with one
-thread and a model of 184 M random weights that emits generated traces (`benchmarks.rollout.forced_sampler`): forwards
-are real, texts and lengths are the same for all. In every round each batch gets fresh prompts with a history of one
-visit (small batches several times), and all methods decode them by turns, some tokens at a time, so that a busy machine
-spoils all sides alike. Every round starts its engines anew, so that what one process happens to do faster than another
-averages out, and warms them up by turns that count nowhere. A round takes most of an hour; OUT is written after every
-row, and `--resume` goes on. `--methods stock ours` and `--histories` choose what is measured of the rounds that OUT
-lacks. `--quick`: a small model, short responses, one round of three methods; it shows that everything runs. `--trained
-DIR`, the work directory of a quickstart: what each method does with a model that samples for itself
-(`benchmarks.rollout.trained`).
+`python -m benchmarks.rollout --json OUT [--quick] [--rounds 3] [--resume]`: one engine process per method, each with
+one thread and a model of 184 M random weights that is forced to emit generated traces
+(`benchmarks.rollout.forced_sampler`). So forwards are real, and all methods emit the same texts. In every round each
+batch size gets new prompts with a history of one visit, small batches several times. The methods alternate after some
+tokens, so a busy machine slows all of them alike. Every round starts new engines, which averages out differences
+between processes, and warms them up. A round takes most of an hour. OUT is written after every row, and `--resume`
+continues it. `--methods stock ours` and `--histories` select what is measured of the missing rounds. `--quick` uses a
+small model, short responses and one round of three methods. `--trained DIR`, with the work directory of a quickstart,
+measures models that sample their own responses (`benchmarks.rollout.trained`).
 """
 
+import argparse
 import shutil
 import statistics
 import sys
@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.drafting.baselines import arctic
 from benchmarks.drafting.traces import SIBLINGS, VOCABULARY, generate
-from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+from benchmarks.harness.record import Goal, Input, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import arctic_inputs, quickstart_inputs
 from benchmarks.rollout.client import EngineProcess, engines
 from benchmarks.rollout.server import METHODS
@@ -37,29 +37,29 @@ BATCHES = (1, 8, 32, 64)
 REUSE = {"87 % reuse": 0.87, "random history": 0.0}
 LOWEST_RATIO = 0.95
 QUICK_METHODS = ("ngram",)
-"""Starting an engine takes most of a minute's share."""
+"""Peers of a quick run; starting an engine takes a large part of its minute."""
 RESAMPLES = 2000
 REPEATS = {1: 5, 8: 4, 32: 2}
-"""Times that a batch is decoded in a round, with other prompts: a small one takes seconds."""
+"""Turns per round by batch size, each with other prompts; small batches take only seconds."""
 WARM_UP = 3
-"""Responses that warm engines up are so many times shorter."""
+"""Factor by which responses of warm-up turns are shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the benchmark is."""
+    """Model shape, response length and batch sizes."""
 
     hidden: int
     layers: int
     heads: int
     intermediate: int
     num_tokens: int
-    """Mean length of a response that counts."""
+    """Mean length of a measured response."""
     batches: Sequence[int] = BATCHES
 
     @property
     def max_model_len(self) -> int:
-        """Prompts are 64 tokens; lengths are lognormal, spread by a quarter over prompts and a tenth within a group."""
+        """Room for a prompt of 64 tokens and the longest response (sigma 0.25 over prompts, 0.1 in a group)."""
         return 64 + 3 * self.num_tokens
 
 
@@ -68,7 +68,7 @@ QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, bat
 
 
 def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: int) -> tuple[Path, Path]:
-    """Fresh prompts with a visit before: the files of that visit and of the `batch` responses to decode."""
+    """Generate new prompts; returns the files of their earlier visit and of the `batch` responses to decode."""
     prompts = -(-batch // SIBLINGS)
     generated = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=prompts, seed=seed)
     history, traces = work / f"{seed}-before.jsonl", work / f"{seed}.jsonl"
@@ -79,39 +79,39 @@ def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Some responses that all methods decode, one after the other."""
+    """A batch of responses that all methods decode."""
 
     round: int
     repeat: int
     history: str
     batch: int
     seed: int
-    """Of its prompts; no two turns have the same."""
+    """Seed of the prompts; different for every turn."""
 
     def methods(self, methods: Sequence[str]) -> list[str]:
-        """In the order of this turn. Without a useful history peers have nothing to show."""
+        """Methods in the order of this turn; peers are left out where the history is useless."""
         some = [name for name in methods if REUSE[self.history] or name in ("stock", "ours")]
         first = (self.round + self.repeat) % len(some)
         return some[first:] + some[:first]
 
     def has(self, row: Row) -> bool:
-        """Whether a row is one of this turn's."""
-        mine = {"round": self.round, "repeat": self.repeat, "history": self.history, "batch": self.batch}
-        return mine.items() <= row.items()
+        """Whether a row belongs to this turn."""
+        key = {"round": self.round, "repeat": self.repeat, "history": self.history, "batch": self.batch}
+        return key.items() <= row.items()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What engines decode between their start and their end."""
+    """The turns that one set of engines decodes."""
 
     number: int
     warm_ups: Sequence[Turn]
-    """The useless history first: those that count begin with engines that a history has been of use to."""
+    """Turns that are not measured; the useful history comes last, so the measured turns start after it."""
     turns: Sequence[Turn]
 
 
 def rounds(batches: Sequence[int], num_rounds: int) -> Iterator[Round]:
-    """All of them."""
+    """All rounds."""
     seeds = count(1)
     for number in range(1, num_rounds + 1):
 
@@ -131,38 +131,38 @@ def rounds(batches: Sequence[int], num_rounds: int) -> Iterator[Round]:
 
 
 def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
-    """The turn's rows, if every method has decoded it: otherwise none, and it is decoded again by all."""
-    found = [row for row in rows if turn.has(row)]
-    return found if {row["method"] for row in found} >= set(turn.methods(methods)) else []
+    """The turn's rows if every method has decoded it; else none, and all methods decode it again."""
+    of_turn = [row for row in rows if turn.has(row)]
+    return of_turn if {row["method"] for row in of_turn} >= set(turn.methods(methods)) else []
 
 
 def split(all_rounds: Iterable[Round], before: Sequence[Row], methods: Sequence[str]) -> tuple[list[Row], list[Round]]:
-    """What was measured before of these rounds, and the rounds with the turns that were not."""
-    kept: list[Row] = []
-    wanted = []
-    for one in all_rounds:
+    """Rows of the complete turns, and the rounds with their missing turns."""
+    complete: list[Row] = []
+    incomplete = []
+    for part in all_rounds:
         missing = []
-        for turn in one.turns:
-            found = whole_turn(turn, before, methods)
-            kept += found
-            missing += [turn] if not found else []
-        wanted.append(replace(one, turns=missing))
-    return kept, wanted
+        for turn in part.turns:
+            rows = whole_turn(turn, before, methods)
+            complete += rows
+            missing += [turn] if not rows else []
+        incomplete.append(replace(part, turns=missing))
+    return complete, incomplete
 
 
 def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_tokens: int) -> Iterator[Row]:
-    """A turn's rows: all methods decode it, in slices."""
+    """Rows of a turn; the methods alternate after each slice."""
     history, traces = write_cell(
         work, reuse=REUSE[turn.history], batch=turn.batch, num_tokens=num_tokens, seed=turn.seed
     )
     methods = turn.methods(list(running))
     for method in methods:
         running[method].begin(history, traces)
-    found: dict[str, dict[str, float]] = {}
-    while len(found) < len(methods):
-        for method in [method for method in methods if method not in found]:
-            if (took := running[method].go_on()) is not None:
-                found[method] = took
+    finished: dict[str, dict[str, float]] = {}
+    while len(finished) < len(methods):
+        for method in [method for method in methods if method not in finished]:
+            if (figures := running[method].decode_slice()) is not None:
+                finished[method] = figures
     for method in methods:
         yield {
             "round": turn.round,
@@ -170,12 +170,12 @@ def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_to
             "history": turn.history,
             "batch": turn.batch,
             "method": method,
-            **found[method],
+            **finished[method],
         }
 
 
 def ratios(rows: Sequence[Row], kind: str, batch: int, method: str, other: str) -> list[float]:
-    """Tokens per CPU second of `method` over `other`'s, of each turn of a round."""
+    """Tokens per CPU second of `method` over those of `other`, for each turn."""
     cell = {
         (row["round"], row.get("repeat", 0), row["method"]): float(row["tokens_per_cpu_s"])
         for row in rows
@@ -194,9 +194,9 @@ def lower_bound(values: Sequence[float]) -> float:
 
 
 def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -> list[Goal]:
-    """The bounds of the engine; medians of ratios within rounds."""
+    """Goals for the product over each method; medians of the ratios of the turns."""
     kind, random = REUSE
-    found = [
+    over_methods = [
         Goal(
             name=f"ours over {other}, batch {batch}, {kind}",
             value=statistics.median(ratios(rows, kind, batch, "ours", other)),
@@ -208,7 +208,7 @@ def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -
         for other in methods
         if other != "ours"
     ]
-    return found + [
+    return over_methods + [
         Goal(
             name=f"ours over stock, batch {batch}, {history}, lower 95 % bound",
             value=lower_bound(ratios(rows, history, batch, "ours", "stock")),
@@ -221,80 +221,134 @@ def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The record of a command while it grows, and the setting in which its rows are measured."""
+
+    path: Path
+    size: Size
+    methods: Sequence[str]
+    work: Path
+    inputs: Sequence[Input]
+    not_measured: Sequence[str]
+    rows: list[Row]
+
+    def add(self, row: Row) -> None:
+        """Append a row, print it and write the record."""
+        self.rows.append({**row, "load_average": psutil.getloadavg()[0]})
+        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
+        self.write()
+
+    def write(self, goals: Sequence[Goal] = ()) -> None:
+        """Write the record as it is now."""
+        write(self.path, rows=self.rows, goals=goals, not_measured=self.not_measured, inputs=self.inputs)
+
+    def write_model(self) -> None:
+        """Write the model with random weights that all engines load."""
+        write_model(
+            self.work / "model",
+            vocabulary=VOCABULARY,
+            hidden=self.size.hidden,
+            layers=self.size.layers,
+            intermediate=self.size.intermediate,
+            heads=self.size.heads,
+        )
+
+    def decode(self, missing: Round) -> None:
+        """Start an engine for each method, warm the engines up and decode the turns of a round."""
+        max_model_len, max_num_seqs = self.size.max_model_len, max(self.size.batches)
+        with engines(
+            self.methods, self.work / "model", self.work, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        ) as running:
+            for turn in missing.warm_ups:
+                for _ in measure(running, self.work, turn, self.size.num_tokens // WARM_UP):
+                    pass
+            for turn in missing.turns:
+                for row in measure(running, self.work, turn, self.size.num_tokens):
+                    self.add(row)
+
+    def round_goals(self) -> list[Goal]:
+        """Goals of the decoded rounds, for the methods that the rows name."""
+        decoded = {row["method"] for row in self.rows if not is_sampled(row)}
+        return goals(self.rows, [name for name in METHODS if name in decoded], self.size.batches)
+
+
+def is_sampled(row: Row) -> bool:
+    """Whether a row is one of `--trained`, in which the model samples its own responses."""
+    return "temperature" in row
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = arguments("Decoding speed of real engines with drafts of several methods.")
-    parser.add_argument("--rounds", type=int, default=3, help="0: only what --trained asks for")
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the rows of --trained")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="stock and ours always run")
     parser.add_argument(
-        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="of which turns are decoded"
+        "--histories", nargs="+", choices=list(REUSE), default=list(REUSE), help="histories whose turns are decoded"
     )
     parser.add_argument("--work", type=Path, default=Path("runs/bench/rollout"))
-    parser.add_argument("--resume", action="store_true", help="keep the turns that OUT already has")
-    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, for its model's own samples")
-    options = parser.parse_args(argv)
+    parser.add_argument("--resume", action="store_true", help="keep the complete turns of OUT")
+    parser.add_argument("--trained", type=Path, help="work directory of a quickstart, whose models sample themselves")
+    return parser
+
+
+def chosen_methods(named: Sequence[str] | None, *, quick: bool) -> list[str]:
+    """Methods to run, in the order of METHODS; stock and ours always run."""
+    chosen = {"stock", "ours", *(named or (QUICK_METHODS if quick else METHODS))}
+    return [name for name in METHODS if name in chosen]
+
+
+def missing_rounds(options: argparse.Namespace, before: Sequence[Row], measurement: Measurement) -> list[Round]:
+    """Rounds with the turns that have to be decoded; rows of complete turns are added to the measurement."""
+    num_rounds = 1 if options.quick else options.rounds
+    # a record with more rounds than the command names keeps the rows of all its rounds
+    all_rounds = rounds(measurement.size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
+    complete, incomplete = split(all_rounds, before, measurement.methods)
+    measurement.rows.extend(complete)
+    missing = [
+        replace(part, turns=[turn for turn in part.turns if turn.history in options.histories])
+        for part in incomplete
+        if part.number <= num_rounds
+    ]
+    return [part for part in missing if part.turns]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Decode the missing turns, sample from trained models if asked to, and write the goals."""
+    options = _parser().parse_args(argv)
     if options.trained is not None:
         checkpoints(options.trained)
-    size, num_rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     before = rows_before(options.json, resume=options.resume)
-    own = [row for row in before if "temperature" in row and options.trained is None]
-    missing = ["any GPU"]
-    if options.trained is None and not own:
-        missing.append("acceptance and losslessness on a trained model: none was given with --trained")
-    methods = [
-        name
-        for name in METHODS
-        if name in {"stock", "ours", *(options.methods or (QUICK_METHODS if options.quick else METHODS))}
-    ]
+    sampled = [row for row in before if is_sampled(row) and options.trained is None]
+    methods, not_measured = chosen_methods(options.methods, quick=options.quick), ["any GPU"]
+    if options.trained is None and not sampled:
+        not_measured.append("acceptance and losslessness on a trained model: none was given with --trained")
     if "suffix" in methods and arctic.load(arctic.DIRECTORY) is None:
         methods.remove("suffix")
-        missing.append(f"suffix: {arctic.DIRECTORY} is not built; run `python -m benchmarks.drafting.baselines.arctic`")
+        build = "python -m benchmarks.drafting.baselines.arctic"
+        not_measured.append(f"suffix: {arctic.DIRECTORY} is not built; run `{build}`")
     inputs = [*quickstart_inputs(options.trained), *(arctic_inputs(arctic.DIRECTORY) if "suffix" in methods else ())]
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
-    write_model(
-        options.work / "model",
-        vocabulary=VOCABULARY,
-        hidden=size.hidden,
-        layers=size.layers,
-        intermediate=size.intermediate,
-        heads=size.heads,
+    measurement = Measurement(
+        path=options.json,
+        size=QUICK if options.quick else FULL,
+        methods=methods,
+        work=options.work,
+        inputs=inputs,
+        not_measured=not_measured,
+        rows=[],
     )
-    all_rounds = rounds(size.batches, max([num_rounds, *(int(row.get("round", 0)) for row in before)]))
-    rows, wanted = split(all_rounds, before, methods)
-    wanted = [
-        replace(one, turns=[turn for turn in one.turns if turn.history in options.histories])
-        for one in wanted
-        if one.number <= num_rounds
-    ]
-    rows += own
-
-    def keep(row: Row) -> None:
-        rows.append({**row, "load_average": psutil.getloadavg()[0]})
-        print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), flush=True)
-        write(options.json, rows=rows, not_measured=missing, inputs=inputs)
-
-    longest, most = size.max_model_len, max(size.batches)
-    for one in (one for one in wanted if one.turns):
-        with engines(
-            methods, options.work / "model", options.work, max_model_len=longest, max_num_seqs=most
-        ) as running:
-            for turn in one.warm_ups:
-                for _ in measure(running, options.work, turn, size.num_tokens // WARM_UP):
-                    pass
-            for turn in one.turns:
-                for row in measure(running, options.work, turn, size.num_tokens):
-                    keep(row)
+    measurement.write_model()
+    missing = missing_rounds(options, before, measurement)
+    measurement.rows.extend(sampled)
+    for part in missing:
+        measurement.decode(part)
     if options.trained is not None:
         for row in trained_rows(options.trained, methods, options.work, quick=options.quick):
-            keep(row)
-            own.append(row)
-    reached: list[Goal] = []
-    if num_rounds and not options.quick:
-        decoded = {row["method"] for row in rows if "temperature" not in row}
-        reached = goals(rows, [name for name in METHODS if name in decoded], size.batches)
-    reached += trained_goals(own)
-    write(options.json, rows=rows, goals=reached, not_measured=missing, inputs=inputs)
+            measurement.add(row)
+            sampled.append(row)
+    has_goals = bool(options.rounds) and not options.quick
+    measurement.write([*(measurement.round_goals() if has_goals else ()), *trained_goals(sampled)])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Processes of engines that benchmarks talk to: one per method, jobs and answers as JSON lines."""
+"""Engine processes of the benchmark, one per method; jobs and answers are JSON lines."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from rollout.processes import ProcessEnv
 
 
 class EngineProcess:
-    """One method's engine (`benchmarks.rollout.server`), with one thread; `decode` and `sample` wait for its answer."""
+    """The engine process of one method (`benchmarks.rollout.server`), with one thread; calls wait for its answer."""
 
     def __init__(
         self, method: str, model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
     ) -> None:
-        """`model` has made-up weights unless it is `trained`; `work` is for its log and the history's segments."""
+        """`model` has random weights unless it is `trained`; `work` gets the log and the history's segments."""
         self.method = method
         self._work = work
         self._log = work / f"{method}.log"
@@ -39,31 +39,29 @@ class EngineProcess:
         self._answer()
 
     def decode(self, history: Path, traces: Path) -> dict[str, float]:
-        """What the engine measured while it emitted these responses."""
+        """Decode these responses; returns the engine's figures."""
         return _with_rates(self._ask({"history": str(history), "traces": str(traces)}))
 
     def begin(self, history: Path, traces: Path) -> None:
-        """Get ready to `go_on` with these responses: history and prompts are there."""
+        """Load the history and compute the prompts of these responses, for `decode_slice`."""
         self._ask({"history": str(history), "traces": str(traces), "pauses": True})
 
-    def go_on(self) -> dict[str, float] | None:
-        """Decode a slice (`benchmarks.rollout.traced_engine.SLICE`) of what was begun; what was measured, once it
-        ends.
-        """
-        took = self._ask({})
-        return None if "paused" in took else _with_rates(took)
+    def decode_slice(self) -> dict[str, float] | None:
+        """Decode the next slice (`benchmarks.rollout.traced_engine.SLICE`); returns the figures after the last one."""
+        figures = self._ask({})
+        return None if "paused" in figures else _with_rates(figures)
 
     def sample(
         self, history: Path, prompts: Path, *, temperature: float, seed: int, max_tokens: int
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """What it measured while the model answered these prompts itself, and the response ids."""
+        """Let the model sample responses to these prompts; returns the engine's figures and the response ids."""
         responses = self._work / f"{self.method}-responses.json"
         job = {"history": str(history), "traces": str(prompts), "responses": str(responses)}
-        took = _with_rates(self._ask({**job, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}))
-        return took, json.loads(responses.read_text(encoding="utf-8"))
+        figures = _with_rates(self._ask({**job, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}))
+        return figures, json.loads(responses.read_text(encoding="utf-8"))
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         _open(self._process.stdin).close()
         self._process.wait()
 
@@ -75,17 +73,17 @@ class EngineProcess:
         line = _open(self._process.stdout).readline()
         if not line:
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise SystemExit(f"the engine of {self.method!r} ended; the end of {self._log}:\n{tail}")
+            raise SystemExit(f"the engine of {self.method!r} ended before it answered; the end of {self._log}:\n{tail}")
         answer: dict[str, float] = json.loads(line)
         return answer
 
 
-def _with_rates(took: dict[str, float]) -> dict[str, float]:
-    num_tokens, num_drafted = took["num_tokens"], took["num_drafted"]
-    return took | {
-        "accepted_share": (num_tokens - took["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
-        "tokens_per_cpu_s": num_tokens / took["cpu_s"],
-        "tokens_per_row_forward": num_tokens / took["num_row_forwards"],
+def _with_rates(figures: dict[str, float]) -> dict[str, float]:
+    num_tokens, num_drafted = figures["num_tokens"], figures["num_drafted"]
+    return figures | {
+        "accepted_share": (num_tokens - figures["num_row_forwards"]) / num_drafted if num_drafted else 0.0,
+        "tokens_per_cpu_s": num_tokens / figures["cpu_s"],
+        "tokens_per_row_forward": num_tokens / figures["num_row_forwards"],
     }
 
 
@@ -98,7 +96,7 @@ def _open(stream: IO[str] | None) -> IO[str]:
 def engines(
     methods: Sequence[str], model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
 ) -> Iterator[Mapping[str, EngineProcess]]:
-    """All engines, one after the other started, ended together."""
+    """Start an engine process for each method, one after the other; all end with the context."""
     with ExitStack() as stack:
         running = {}
         for method in methods:

@@ -1,9 +1,8 @@
-"""Makes an engine emit recorded responses, whatever its model thinks: real forwards, known texts.
+"""Forces an engine to emit recorded responses with real forwards.
 
-Before an engine samples or verifies drafts, the logit of the recorded token is raised above all others in every row,
-those of draft positions included. So at any temperature the recording is emitted, and a draft is accepted as far as it
-agrees with it, by the engine's own sampler. A model of random weights then decodes like a trained one, with every
-method alike.
+Before the engine samples or verifies drafts, the logit of the recorded token is raised above all others in every row,
+draft positions included. So the engine's own sampler emits the recording at any temperature and accepts a draft as far
+as it agrees with the recording. A model of random weights then decodes like a trained one, with every method.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from history.types import TokenIds
 
 RESPONSE = "response"
-"""Where `SamplingParams.extra_args` carries the number of the response that a request is to emit."""
+"""Key in `SamplingParams.extra_args` for the number of the response that a request must emit."""
 _CERTAIN = 1e4
 
 
 class Runner(Protocol):
-    """What is used of vLLM's model runner (V1)."""
+    """The used part of vLLM's model runner (V1)."""
 
     input_batch: InputBatch
     requests: dict[str, CachedRequestState]
@@ -32,15 +31,15 @@ class Runner(Protocol):
 
 
 class ForcedSampler:
-    """Stands before a runner's sampler."""
+    """Replaces a runner's sampling method and calls it with changed logits."""
 
     def __init__(self, runner: Runner) -> None:
         self.responses: Sequence[TokenIds] | None = ()
-        """By number; None: the engine samples for itself, and rows are only counted."""
+        """Recorded responses by number; None: the model samples, and rows are only counted."""
         self.num_row_forwards = 0
-        """Rows that emitted, over all forwards."""
+        """Number of rows that emitted tokens, over all forwards."""
         self.num_drafted = 0
-        """Draft tokens that were verified, over all forwards."""
+        """Number of verified draft tokens, over all forwards."""
         self._runner = runner
         self._sample = runner._sample
         runner._sample = self.sample  # type: ignore[method-assign]
@@ -53,24 +52,24 @@ class ForcedSampler:
         if self.responses is None:
             return self._sample(logits, metadata)
         drafts = [0] * len(batch.req_ids) if metadata is None else metadata.num_draft_tokens
-        wanted = [
+        recorded = [
             self._tokens(
                 self.responses, request_id, int(batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row]), 1 + num
             )
             for row, (request_id, num) in enumerate(zip(batch.req_ids, drafts, strict=True))
         ]
-        tokens = torch.from_numpy(np.concatenate(wanted)).to(device=logits.device, dtype=torch.int64)
+        tokens = torch.from_numpy(np.concatenate(recorded)).to(device=logits.device, dtype=torch.int64)
         logits[torch.arange(len(tokens), device=logits.device), tokens] = _CERTAIN
         return self._sample(logits, metadata)
 
     def num_emitted(self) -> int:
-        """Tokens that the running requests have emitted."""
+        """Number of tokens that the running requests have emitted."""
         batch = self._runner.input_batch
         rows = len(batch.req_ids)
         return int((batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]).sum())
 
     def _tokens(self, responses: Sequence[TokenIds], request_id: str, position: int, num: int) -> TokenIds:
-        """What comes at `position`; after the end, anything."""
+        """`num` recorded tokens from `position` on; zeros after the end."""
         arguments = self._runner.requests[request_id].sampling_params.extra_args
-        found = responses[arguments[RESPONSE]][position : position + num]
-        return np.pad(found, (0, num - len(found)))
+        tokens = responses[arguments[RESPONSE]][position : position + num]
+        return np.pad(tokens, (0, num - len(tokens)))

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process whose batch, context and draft lengths are set by hand."""
+"""One vLLM engine in this process, with a given batch, context and draft lengths."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from rollout.worker.proposer import PROMPT_KEY
 
 
 class MeasuredEngine:
-    """An engine that is filled with alike requests, and steps with drafts of given lengths."""
+    """An engine that runs equal requests and verifies drafts of given lengths."""
 
     def __init__(self, spec: EngineSpec, *, vocabulary: int) -> None:
         speculation: Speculation | None = None
@@ -34,7 +34,7 @@ class MeasuredEngine:
         self._num_requests = 0
 
     def fill(self, batch: int, context: int, *, max_tokens: int) -> None:
-        """Begin `batch` requests with prompts of `context` random tokens and compute these."""
+        """Start `batch` requests with prompts of `context` random tokens and compute the prompts."""
         parameters = SamplingParams(
             temperature=1.0,
             max_tokens=max_tokens,
@@ -61,7 +61,7 @@ class MeasuredEngine:
         self._engine.step()
 
     def forwards(self, lengths: Sequence[int], num: int, num_settling: int) -> dict[str, int | float]:
-        """Step `num` times with drafts of these lengths (rows take them in turn): the median forward."""
+        """Run `num` forwards with drafts of these lengths, repeated over the rows; returns the median forward."""
         self._set_lengths(lengths)
         for _ in range(num_settling):
             self._engine.step()

@@ -1,4 +1,4 @@
-"""A peer's way to draft (`benchmarks.drafting.baselines`), put where our own drafter sits inside vLLM."""
+"""A peer's drafting method (`benchmarks.drafting.baselines`) inside vLLM, in place of the product's drafter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -11,40 +11,40 @@ from rollout.worker.proposer import HistoryProposer
 
 
 class Peer(Protocol):
-    """What is used of a `benchmarks.drafting.baselines.replay.Method`."""
+    """The used part of `benchmarks.drafting.baselines.replay.Method`."""
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
-        """All responses of a prompt's last visit."""
+        """Add all responses of a prompt's last visit to the history."""
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """A request begins: its slot."""
+        """Begin a request and return its slot."""
 
     def close(self, slot: int) -> None:
-        """A request has ended."""
+        """End a request."""
 
     def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> Drafts:
         """One draft per row."""
 
 
 class PeerDrafter:
-    """A peer behind the interface of `history.drafting.drafter.Drafter`; drafts nothing until it has one."""
+    """A peer with the interface of `history.drafting.drafter.Drafter`; without a peer it drafts nothing."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
         self.traces: Mapping[int, Trace] = {}
-        """Any trace of a prompt, by the prompt's key."""
+        """One trace of each prompt, by the prompt's key."""
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
-        """A request appeared: the peer's number for it."""
+        """Begin a request and return the peer's slot for it."""
         return 0 if self.peer is None else self.peer.open(self.traces[prompt_key], max_length)
 
     def close(self, slot: int) -> None:
-        """The request is gone."""
+        """End a request."""
         if self.peer is not None:
             self.peer.close(slot)
 
     def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
-        """Ask for the rows that have a slot; the others draft nothing."""
+        """Drafts for the rows that have a slot; other rows get no draft."""
         drafts: list[list[int]] = [[] for _ in slots]
         rows = (slots >= 0).nonzero()[0]
         if self.peer is None or len(rows) == 0:
@@ -55,14 +55,14 @@ class PeerDrafter:
         return drafts
 
     def drain(self) -> DraftStats:
-        """Peers report nothing."""
+        """Empty statistics, since peers have none."""
         return DraftStats()
 
 
 class PeerProposer(HistoryProposer):
-    """vLLM's `custom_class` proposer around a peer."""
+    """The `custom_class` proposer of vLLM around a peer."""
 
     def make_drafter(self, cost_model: object) -> PeerDrafter:
-        """A drafter whose peer comes later."""
+        """A drafter without a peer; `benchmarks.rollout.server` sets the peer after the start."""
         self.drafter = PeerDrafter()
         return self.drafter

@@ -1,9 +1,9 @@
-"""What it takes to turn a forward's logits into tokens and log-probabilities: our sampler, and vLLM's.
+"""Time from a forward's logits to tokens and log-probabilities, with the product's sampler and with vLLM's.
 
-`python -m benchmarks.rollout.sampling --json OUT [--device cuda]`: seeded requests at temperature 1 that want the
-log-probability of each token, as a rollout does, with drafts of some lengths and without. Seconds are medians, of CPU
-time with one thread or of a CUDA device; peak bytes, on CUDA, are what is allocated beside the logits. `vllm stock` is
-the sampler of an engine without speculation, which has the same to do where nothing is drafted.
+`python -m benchmarks.rollout.sampling --json OUT [--device cuda]`: requests with seeds at temperature 1 and
+log-probabilities of each token, as in a rollout, with and without drafts. Seconds are medians, of CPU time with one
+thread or of a CUDA device. On CUDA, peak bytes are those allocated beside the logits. `vllm stock` is the sampler of an
+engine without speculation; without drafts it has the same task.
 """
 
 import statistics
@@ -37,13 +37,13 @@ SHAPES: Mapping[str, Callable[[int], list[int]]] = {
     "one each, one of 16": lambda num: [LONGEST] + [1] * (num - 1),
     "four each": lambda num: [4] * num,
 }
-"""Lengths of the drafts of so many requests."""
+"""Draft lengths as a function of the number of requests."""
 MOST_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 REPEATS = 7
 
 
 def sampling_metadata(num_requests: int, device: str) -> SamplingMetadata:
-    """Of a rollout: temperature 1, a seed each, the log-probability of every token."""
+    """Metadata of a rollout: temperature 1, one seed per request, log-probabilities of every token."""
     nothing = torch.zeros(num_requests, device=device)
     return SamplingMetadata(
         temperature=torch.ones(num_requests, device=device),
@@ -66,7 +66,7 @@ def sampling_metadata(num_requests: int, device: str) -> SamplingMetadata:
 
 
 def draft_metadata(drafts: Sequence[Sequence[int]], device: str = "cpu") -> SpecDecodeMetadata:
-    """Of these drafts, as vLLM's model runner describes them."""
+    """Metadata of these drafts, as in vLLM's model runner."""
     lengths = torch.tensor([len(draft) for draft in drafts])
     ends = (lengths + 1).cumsum(0)
     is_draft = torch.ones(int(ends[-1]), dtype=torch.bool)
@@ -84,9 +84,9 @@ def draft_metadata(drafts: Sequence[Sequence[int]], device: str = "cpu") -> Spec
 
 
 def _measure(run: Callable[[], SamplerOutput], device: str) -> tuple[float, int]:
-    """Seconds, and bytes at the most."""
+    """Median seconds, and peak bytes on CUDA."""
     run()
-    clock, took = time.perf_counter if device == "cuda" else time.process_time, []
+    clock, seconds = time.perf_counter if device == "cuda" else time.process_time, []
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -96,12 +96,12 @@ def _measure(run: Callable[[], SamplerOutput], device: str) -> tuple[float, int]
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        took.append(clock() - began)
-    return statistics.median(took), torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+        seconds.append(clock() - began)
+    return statistics.median(seconds), torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
 
 
 def rows_of(shape: str, num_requests: int, vocabulary: int, device: str) -> list[Row]:
-    """Each sampler on the same logits."""
+    """Rows of each sampler on the same logits."""
     lengths = SHAPES[shape](num_requests)
     torch.manual_seed(0)
     drafts = draft_metadata([torch.randint(vocabulary, (length,)).tolist() for length in lengths], device)
@@ -118,20 +118,20 @@ def rows_of(shape: str, num_requests: int, vocabulary: int, device: str) -> list
     }
     if not any(lengths):
         methods["vllm stock"] = lambda: sampler(logits, sampling)
-    found: list[Row] = []
+    rows: list[Row] = []
     for method, run in methods.items():
         seconds, peak = _measure(run, device)
         known: Row = {"device": device, "vocabulary": vocabulary, "requests": num_requests, "drafts": shape}
-        found.append({**known, "method": method, "seconds": seconds} | ({"peak_bytes": peak} if peak else {}))
-    return found
+        rows.append({**known, "method": method, "seconds": seconds} | ({"peak_bytes": peak} if peak else {}))
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of it."""
+    """Measure all shapes and write the record."""
     parser = arguments("Seconds from logits to tokens and log-probabilities.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(argv)
-    if options.device == "cpu":  # as in the process of an engine
+    if options.device == "cpu":  # as in an engine process
         torch.set_num_threads(1)
         current_platform.import_kernels()
         type(current_platform).register_triton_kernel_overrides()
@@ -144,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for shape in SHAPES:
                 if (sum(SHAPES[shape](num_requests)) + num_requests) * vocabulary > MOST_LOGITS[device]:
                     continue
-                found = rows_of(shape, num_requests, vocabulary, device)
-                print(vocabulary, num_requests, shape, *(f"{row['method']} {row['seconds']:.2g} s" for row in found))
-                rows += found
+                measured = rows_of(shape, num_requests, vocabulary, device)
+                print(vocabulary, num_requests, shape, *(f"{row['method']} {row['seconds']:.2g} s" for row in measured))
+                rows += measured
     write(options.json, rows=rows, not_measured=[] if device == "cuda" else ["any GPU"])
     return 0
 

@@ -1,4 +1,4 @@
-"""Drafts of given lengths and no sense, inside vLLM: what verifying costs, whatever is accepted."""
+"""Random drafts of given lengths inside vLLM, to measure the time of verification."""
 
 from collections.abc import Sequence
 
@@ -11,22 +11,22 @@ from rollout.worker.proposer import HistoryProposer
 
 
 class ScriptedDrafter:
-    """Behind the interface of `history.drafting.drafter.Drafter`."""
+    """A drafter of random tokens with the interface of `history.drafting.drafter.Drafter`."""
 
     def __init__(self) -> None:
         self.lengths: Sequence[int] = (0,)
-        """Of the rows' next drafts, repeated as often as there are rows."""
+        """Lengths of the next drafts, repeated over the rows."""
         self._random = np.random.default_rng(0)
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
-        """Every request is alike."""
+        """Begin a request; all requests get slot 0."""
         return 0
 
     def close(self, slot: int) -> None:
-        """Nothing is kept."""
+        """End a request; nothing is stored."""
 
     def propose(self, slots: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
-        """Draft random ids, which no model emits next but by chance; all models have that many."""
+        """Draft random ids below 2^14, which are in all vocabularies and are correct only by chance."""
         return [
             self._random.integers(1, 1 << 14, min(self.lengths[row % len(self.lengths)], room)).tolist()
             if slot >= 0
@@ -35,14 +35,14 @@ class ScriptedDrafter:
         ]
 
     def drain(self) -> DraftStats:
-        """Nothing is reported."""
+        """Empty statistics."""
         return DraftStats()
 
 
 class ScriptedProposer(HistoryProposer):
-    """vLLM's `custom_class` proposer of `benchmarks.rollout.step_time`."""
+    """The `custom_class` proposer of `benchmarks.rollout.step_time`."""
 
     def make_drafter(self, cost_model: object) -> ScriptedDrafter:
-        """A drafter that drafts nothing until it is told to."""
+        """A drafter that drafts nothing until its lengths are set."""
         self.script = ScriptedDrafter()
         return self.script

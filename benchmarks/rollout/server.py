@@ -1,9 +1,9 @@
-"""The process of one engine in `benchmarks.rollout`: reads jobs from stdin, one JSON line each, answers on stdout.
+"""The engine process of `benchmarks.rollout`: reads jobs from stdin, one JSON line each, and answers on stdout.
 
-A job names a file of recorded responses to decode in one batch and a file of what their prompts produced
-before. The history is handed to the method before the clock starts, the way the method wants it. A job that pauses
-says so before it decodes and after every slice, and goes on with the next line. A job with a seed is sampled by the
-model itself; only the prompts of its traces are used, and the responses are written to a file.
+A job names a file of recorded responses to decode in one batch, and a file with the history of their prompts. The
+method gets the history in its own form before the clock starts. A job with pauses reports before it decodes and after
+every slice, and continues when it reads the next line. In a job with a seed the model samples its own responses: only
+the prompts of the traces are used, and the responses are written to a file.
 """
 
 import argparse
@@ -32,10 +32,10 @@ PEERS = {"histospec_paper": "HistoSpecPaper", "histospec_released": "HistoSpecRe
 """Classes of `benchmarks.drafting.baselines.histospec`."""
 _PEER = {"method": "custom_class", "model": f"{PeerProposer.__module__}.{PeerProposer.__name__}"}
 SPECULATIONS: dict[str, Speculation] = {
-    # of vLLM's documentation: five tokens after a match of two to four
+    # settings of vLLM's documentation: five tokens after a match of two to four
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": MAX_DRAFT_TOKENS},
-    # their windows end at 32 and 16
+    # their largest windows
     "histospec_paper": {**_PEER, "num_speculative_tokens": 32},
     "histospec_released": {**_PEER, "num_speculative_tokens": 16},
 }
@@ -44,17 +44,17 @@ SPECULATIONS: dict[str, Speculation] = {
 def serve(method: str, spec: EngineSpec) -> None:
     """Start the engine and answer jobs until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     engine = TracedEngine(spec, SPECULATIONS.get(method))
     if method in PEERS:
-        # not before the engine has started: it imports numba
+        # imported after the engine has started, because it imports numba
         _drafter(engine).peer = getattr(
             importlib.import_module("benchmarks.drafting.baselines.histospec"), PEERS[method]
         )()
-    _say(answers, {"ready": method})
+    _answer(answers, {"ready": method})
 
     def pause() -> None:
-        _say(answers, {"paused": method})
+        _answer(answers, {"paused": method})
         sys.stdin.readline()
 
     for line in sys.stdin:
@@ -62,21 +62,21 @@ def serve(method: str, spec: EngineSpec) -> None:
         remember(method, engine, list(read_traces(Path(job["history"]))), spec)
         traces = list(read_traces(Path(job["traces"])))
         if "seed" not in job:
-            _say(answers, asdict(engine.decode(traces, pause if job.get("pauses") else None)))
+            _answer(answers, asdict(engine.decode(traces, pause if job.get("pauses") else None)))
             continue
         sampling = SamplingSpec(temperature=job["temperature"], max_response_tokens=job["max_tokens"])
-        took, responses = engine.sample(traces, sampling, job["seed"])
+        figures, responses = engine.sample(traces, sampling, job["seed"])
         Path(job["responses"]).write_text(json.dumps(responses), encoding="utf-8")
-        _say(answers, asdict(took))
+        _answer(answers, asdict(figures))
 
 
-def _say(answers: TextIO, answer: Mapping[str, object]) -> None:
+def _answer(answers: TextIO, answer: Mapping[str, object]) -> None:
     print(json.dumps(answer), file=answers)
 
 
 def remember(method: str, engine: TracedEngine, history: Sequence[Trace], spec: EngineSpec) -> None:
-    """Hand a method what prompts produced before: traces of one visit, ordered by prompt."""
-    visits = {key: list(found) for key, found in groupby(history, key=lambda trace: trace.prompt_id)}
+    """Give a method its history: traces of one visit, ordered by prompt."""
+    visits = {key: list(visit_traces) for key, visit_traces in groupby(history, key=lambda trace: trace.prompt_id)}
     if method == "ours" and spec.drafts is not None:
         publish_segments(visits, Path(spec.drafts.segments_dir))
     elif method == "suffix":
@@ -95,7 +95,7 @@ def remember(method: str, engine: TracedEngine, history: Sequence[Trace], spec: 
 
 
 def publish_segments(visits: dict[str, list[Trace]], directory: Path) -> None:
-    """What a node's reader does."""
+    """Build and write the segments, as a node's reader does."""
     from history.index.segment import build_segment, write_segment
 
     for prompt_id, visit in visits.items():
@@ -136,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--segments", type=Path, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
-    parser.add_argument("--trained", action="store_true", help="the model has weights")
+    parser.add_argument("--trained", action="store_true", help="load the weights in the model's directory")
     options = parser.parse_args(argv)
     if options.method == "suffix" and arctic.load(arctic.DIRECTORY) is None:
-        raise SystemExit("not built: python -m benchmarks.drafting.baselines.arctic")
+        raise SystemExit("suffix is not built; run `python -m benchmarks.drafting.baselines.arctic`")
     spec = engine_spec(
         options.method,
         model=options.model,

@@ -1,11 +1,11 @@
-"""What a forward costs: seconds by rows, verified tokens and context, of engines with made-up weights.
+"""Time of a forward by rows, verified tokens and context, for engines with random weights.
 
 `python -m benchmarks.rollout.step_time --json OUT [--device cuda] [--models 7B 14B] [--quick]`: for every model and
-format one stock engine and one that verifies drafts of given lengths, uniform over the rows or ragged. Durations
-are those of the product's own trace of forwards (`rollout.tracing.forwards`), medians over some forwards in which every
-row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memory of an 80 GB device, and
-the tokens per second of a device filled with requests are measured too. On CPU one small model
-shows the mechanics; its figures say nothing about a GPU.
+format, one engine without drafts and one that verifies drafts of given lengths, uniform over the rows or ragged. Times
+come from the product's trace of forwards (`rollout.tracing.forwards`); they are medians over forwards in which every
+row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memory of an 80 GB device. There, the tokens
+per second of a full device are measured too. On a CPU one small model shows that the benchmark works; its figures say
+nothing about a GPU.
 
 A row is one point of the cost model: `history.drafting.forward_cost.ForwardCostModel.load` fits a prior to the rows
 of one model and format.
@@ -29,19 +29,19 @@ from rollout.processes import ProcessEnv
 MAX_DRAFT_TOKENS = 16
 UNIFORM = (0, 1, 2, 4, 8, 16)
 RAGGED = ((0, 0, 0, 4), (0, 1, 2, 5), (0, 2, 6, 16))
-"""Lengths that rows take in turn."""
+"""Draft lengths, repeated over the rows."""
 NUM_FORWARDS = 12
 NUM_SETTLING = 2
-"""Forwards after a change of lengths that are not looked at."""
+"""Forwards after a change of lengths that are not measured."""
 DEVICE_BYTES = 80e9
 USABLE = 0.88
-"""Share of a device's memory for weights and keys and values; the rest is activations and CUDA graphs."""
+"""Share of a device's memory for weights, keys and values; activations and CUDA graphs need the rest."""
 SATURATED_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model of Qwen2.5's architecture."""
+    """Shape of a model with Qwen2.5's architecture."""
 
     hidden: int
     layers: int
@@ -53,11 +53,11 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in bfloat16."""
+        """Bytes of the keys and values of one token in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * (self.hidden // self.heads)
 
     def weight_bytes(self, format: Format) -> int:
-        """Layers in `format`, embeddings in bfloat16."""
+        """Bytes of the weights: layers in `format`, embeddings in bfloat16."""
         head = self.hidden // self.heads
         attention = self.hidden * head * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
@@ -65,7 +65,7 @@ class Shape:
         return self.layers * layer * (2 if format == "bf16" else 1) + 2 * embeddings
 
     def config(self) -> dict[str, object]:
-        """What `config.json` says."""
+        """Content of `config.json`."""
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -94,14 +94,14 @@ TINY = Shape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=256, vocabu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Which points are measured."""
+    """The measured batch sizes and contexts."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
     """Prompt tokens of each row."""
 
     def cells(self, max_kv_tokens: int) -> list[tuple[int, int]]:
-        """(rows, context) of all batches that fit."""
+        """(rows, context) of all batches that fit into the key-value memory."""
         pairs = [(batch, context) for context in self.contexts for batch in self.batches]
         return [(b, c) for b, c in pairs if b * (c + _response_tokens()) <= max_kv_tokens]
 
@@ -113,19 +113,19 @@ CPU_KV_TOKENS = 16_384
 
 
 def patterns(batch: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and lengths of the drafts that are verified; few rows cannot be ragged."""
+    """Names and lengths of the verified drafts; ragged ones need enough rows."""
     found: list[tuple[str, tuple[int, ...]]] = [("uniform", (length,)) for length in UNIFORM]
     return found + [("ragged", lengths) for lengths in RAGGED if len(lengths) <= batch]
 
 
 def _response_tokens() -> int:
-    """Room for what a row may emit while it is measured: nearly every draft is refused."""
+    """Most tokens that a row emits while it is measured; nearly every draft is rejected."""
     return 2 * (len(UNIFORM) + len(RAGGED)) * (NUM_FORWARDS + NUM_SETTLING) + MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One engine."""
+    """One measured engine."""
 
     model: str
     format: Format
@@ -135,26 +135,26 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        """The model's."""
+        """Shape of the model."""
         return CUDA_SHAPES[self.model] if self.device == "cuda" else TINY if self.quick else SMALL
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit."""
+        """Number of tokens whose keys and values fit."""
         if self.device != "cuda":
             return CPU_KV_TOKENS
         return int((USABLE * DEVICE_BYTES - self.shape.weight_bytes(self.format)) / self.shape.kv_bytes_per_token)
 
     @property
     def grid(self) -> Grid:
-        """The points."""
+        """Batch sizes and contexts of this engine."""
         if self.quick:
             return QUICK_GRID
         return CUDA_GRID if self.device == "cuda" else CPU_GRID
 
     @property
     def saturated_rows(self) -> int:
-        """Requests of `SATURATED_CONTEXT` that fill the device; 0 on CPU."""
+        """Number of requests of `SATURATED_CONTEXT` tokens that fill the device; 0 on a CPU."""
         fits = self.kv_tokens // (SATURATED_CONTEXT + _response_tokens())
         return min(fits, 512) if self.device == "cuda" and not self.drafts else 0
 
@@ -202,7 +202,7 @@ def measure(case: Case, directory: Path) -> Iterator[Row]:
 
 
 def _run_case(case: Case, work: Path) -> list[Row]:
-    """The rows of one engine, from a process of its own."""
+    """The rows of one engine, measured in a new process."""
     directory = work / f"{case.model}-{case.format}-{'drafts' if case.drafts else 'stock'}"
     directory.mkdir(parents=True, exist_ok=True)
     flags = ["--drafts"] * case.drafts + ["--quick"] * case.quick
@@ -234,7 +234,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all engines, one after the other."""
+    """Measure all engines, one after the other, and write the record."""
     parser = arguments("Duration of forwards by rows, verified tokens and context.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", nargs="+", choices=list(CUDA_SHAPES), help="on CUDA; all of them by default")

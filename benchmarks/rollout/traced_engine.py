@@ -1,8 +1,8 @@
 """One vLLM engine in this process that decodes recorded responses, with the worker and arguments of the product.
 
-Responses are sampled as a rollout's are: at temperature 1, seeded, with their log-probabilities. Only an engine that
-drafts as the product does samples as it does; all others, stock ones included, sample as vLLM does. Time is CPU time of
-the whole process while it decodes; prompts are computed before the clock starts.
+Responses are sampled as in a rollout: at temperature 1, with seeds and log-probabilities. Only an engine with the
+product's drafter uses the product's sampler; all others use vLLM's. Time is the CPU time of the whole process while it
+decodes; prompts are computed before the clock starts.
 """
 
 import json
@@ -27,8 +27,8 @@ from rollout.worker.proposer import PROMPT_KEY
 from rollout.worker.worker import Worker
 
 SLICE = 8
-"""Tokens that a request alone emits before its engine lets others go on, and so many times the root of their number
-that several do: fractions of a second, and what slows a machine down lasts longer."""
+"""Tokens of a slice with one request; with n requests, SLICE times the square root of n. A slice takes a fraction of a
+second, less than most disturbances of a machine."""
 
 Speculation = Mapping[str, object]
 """vLLM's `speculative_config`."""
@@ -36,19 +36,19 @@ Speculation = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What it took to decode some responses."""
+    """Counts and time of decoding some responses."""
 
     num_tokens: int
     num_forwards: int
     num_row_forwards: int
-    """Rows of all forwards: what the tokens would have taken without drafts."""
+    """Sum of the rows of all forwards; without drafts, the number of tokens."""
     num_drafted: int
-    """Draft tokens that were verified."""
+    """Number of verified draft tokens."""
     cpu_s: float
 
 
 def write_model(directory: Path, *, vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int) -> None:
-    """Write the `config.json` of a Qwen3 model whose weights are made up when it is loaded."""
+    """Write the `config.json` of a Qwen3 model that is loaded with random weights."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -73,8 +73,8 @@ def start_engine(spec: EngineSpec, speculation: Speculation | None = None) -> tu
     """A running engine and its worker; `VLLM_ENABLE_V1_MULTIPROCESSING` must be 0.
 
     Args:
-        spec: as in the product.
-        speculation: instead of the product's own.
+        spec: the specification as in the product.
+        speculation: replaces the product's speculation.
     """
     arguments = engine_arguments(spec)
     if speculation is not None:
@@ -84,12 +84,12 @@ def start_engine(spec: EngineSpec, speculation: Speculation | None = None) -> tu
 
 
 class TracedEngine:
-    """An engine that emits what it is told to, or samples for itself."""
+    """An engine that emits recorded responses, or samples its own."""
 
     def __init__(self, spec: EngineSpec, speculation: Speculation | None = None) -> None:
         self.engine, self.worker = start_engine(spec, speculation)
         if speculation is not None or spec.drafts is None:
-            del self.worker.model_runner._sample  # ours, in the place of the class's
+            del self.worker.model_runner._sample  # removes the product's sampler, so that vLLM's is used
         self._sampler = ForcedSampler(self.worker.model_runner)
         self._directory = spec.directory
         self._num_requests = 0
@@ -98,11 +98,11 @@ class TracedEngine:
         """Decode these responses in one batch, each up to its last token.
 
         Args:
-            traces: their prompts and responses.
-            pause: returns when it is this engine's turn; called before the clock starts and after every `SLICE`.
+            traces: prompts and responses.
+            pause: waits for this engine's turn; called before the clock starts and after every slice.
 
         Raises:
-            RuntimeError: the engine emitted something else.
+            RuntimeError: the engine emitted other tokens.
         """
         self._sampler.responses = [trace.response_ids for trace in traces]
         names = [self._add(number, trace) for number, trace in enumerate(traces)]
@@ -110,15 +110,15 @@ class TracedEngine:
             self.engine.step()
         if pause is not None:
             pause()
-        took, emitted = self._finish(pause, every=round(SLICE * len(traces) ** 0.5))
+        figures, emitted = self._finish(pause, every=round(SLICE * len(traces) ** 0.5))
         if emitted != {name: trace.response_ids.tolist() for name, trace in zip(names, traces, strict=True)}:
             raise RuntimeError("the engine did not emit the recorded responses")
-        return took
+        return figures
 
     def sample(self, prompts: Sequence[Trace], sampling: SamplingSpec, seed: int) -> tuple[Decoding, list[list[int]]]:
-        """Have the model answer these prompts itself (their responses are not looked at), prompts included in the time.
+        """Let the model sample responses to these prompts; the time includes computing the prompts.
 
-        Returns what it took and the response ids, in the order of the prompts.
+        Returns the figures and the response ids, in the order of the prompts.
         """
         self._sampler.responses = None
         stop_ids = end_of_sequence_ids(self._directory)
@@ -126,15 +126,15 @@ class TracedEngine:
         for number, trace in enumerate(prompts):
             parameters = sampling_params(sampling, seed + number, stop_ids, PromptId(trace.prompt_id), trace.step)
             names.append(self._submit(trace, parameters))
-        took, emitted = self._finish()
-        return took, [emitted[name] for name in names]
+        figures, emitted = self._finish()
+        return figures, [emitted[name] for name in names]
 
     def _finish(
         self, pause: Callable[[], None] | None = None, *, every: int = 0
     ) -> tuple[Decoding, dict[str, list[int]]]:
-        """Run until every request has ended, with a pause after `every` so many tokens.
+        """Run until every request has ended, with a pause after every `every` tokens.
 
-        Returns what that took, and the response ids of each by its name.
+        Returns the figures, and the response ids by request name.
         """
         already, rows_before = self._sampler.num_emitted(), self._sampler.num_row_forwards
         drafted_before = self._sampler.num_drafted
@@ -149,16 +149,16 @@ class TracedEngine:
                 pause()
                 goal += every
         cpu_s = time.process_time() - began
-        self.engine.step()  # a runner keeps finished rows until it is told
+        self.engine.step()  # the runner removes finished rows in the next step
         emitted = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-        took = Decoding(
+        figures = Decoding(
             cpu_s=cpu_s,
             num_tokens=sum(len(ids) for ids in emitted.values()) - already,
             num_forwards=num_forwards,
             num_row_forwards=self._sampler.num_row_forwards - rows_before,
             num_drafted=self._sampler.num_drafted - drafted_before,
         )
-        return took, emitted
+        return figures, emitted
 
     def _add(self, number: int, trace: Trace) -> str:
         parameters = SamplingParams(

@@ -1,10 +1,10 @@
-"""Acceptance and losslessness of every method on a trained model that samples for itself; for `benchmarks.rollout`.
+"""Acceptance and losslessness of every method on a trained model that samples its own responses.
 
-For each of two checkpoints of one run, its warm start and its final policy, several times with other prompts: the stock
-engine samples a visit, which is the history; then every method samples the next visit with other seeds, and greedily.
-Before, all engines sample prompts of their own: what a forward costs is learned from those. Greedy responses are
-compared with the stock engine's: in BF16 a batch of another shape rounds differently, and so may draw level at a
-near-tie, in at most one prompt of a hundred.
+Part of `benchmarks.rollout`. It uses two checkpoints of one run, the warm start and the final policy. For several sets
+of prompts, the stock engine samples a visit, which becomes the history. Then every method samples the next visit, once
+with other seeds and once greedily. Before that, all engines sample warm-up prompts, from which the cost model learns.
+Greedy responses are compared with those of the stock engine. In BF16 another batch shape rounds differently and may
+decide a near-tie differently, in at most one prompt of a hundred.
 """
 
 import statistics
@@ -21,23 +21,23 @@ from history.store.traces import Trace, read_traces, write_traces
 
 NUM_GROUPS, GROUP_SIZE = 32, 8
 NUM_SAMPLES = 5
-"""One takes a second or two of CPU time, and says little alone."""
+"""Samples per checkpoint; a single one takes a second or two of CPU time and is noisy."""
 BATCH = 64
 MAX_RESPONSE_TOKENS = 192
 WARM_UPS = 10
-"""Of some hundred forwards each, few of them without a prompt: a run has as many in two or three steps."""
+"""Warm-up samples of some hundred forwards each, as many as a run has in two or three steps."""
 _VISIT = 1000
-"""Seeds of a visit: one for each response."""
+"""Distance between the seeds of two visits; each response has a seed."""
 MOST_DIFFERING = 0.01
 
 
 def checkpoints(work: Path) -> dict[str, Path]:
     """The two models in the work directory of a quickstart. ValueError if there is none."""
-    found = {"warm start": work / "warm", "final policy": work / "run" / "policy"}
-    for directory in (*found.values(), work / "run" / "traces"):
+    models = {"warm start": work / "warm", "final policy": work / "run" / "policy"}
+    for directory in (*models.values(), work / "run" / "traces"):
         if not directory.exists():
             raise ValueError(f"--trained {work}: no {directory}; name the work directory of a quickstart")
-    return found
+    return models
 
 
 def trained_rows(run: Path, methods: Sequence[str], work: Path, *, quick: bool = False) -> Iterator[Row]:
@@ -77,7 +77,7 @@ def _prompts(directory: Path, number: int) -> list[Trace]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Visit:
-    """Prompts, and files of them, of each once and of what they produced before."""
+    """Files of the prompts, of each prompt once, and of the responses of the visit before."""
 
     asked: Path
     once: Path
@@ -85,67 +85,67 @@ class _Visit:
 
     @classmethod
     def of(cls, name: str, asked: Sequence[Trace], stock: EngineProcess, work: Path, *, seed: int) -> Self:
-        """The stock engine samples the visit before."""
-        found = cls(**{part: work / f"trained-{name}-{part}.jsonl" for part in ("asked", "once", "before")})
-        for path in (found.asked, found.once, found.before):
+        """Write the files; the stock engine samples the visit before."""
+        visit = cls(**{part: work / f"trained-{name}-{part}.jsonl" for part in ("asked", "once", "before")})
+        for path in (visit.asked, visit.once, visit.before):
             path.unlink(missing_ok=True)
-        write_traces(found.asked, asked)
-        write_traces(found.once, [trace for trace in asked if trace.sample == 0])
-        write_traces(found.before, [])
-        _, responses = found.sample(stock, temperature=1.0, seed=seed)
+        write_traces(visit.asked, asked)
+        write_traces(visit.once, [trace for trace in asked if trace.sample == 0])
+        write_traces(visit.before, [])
+        _, responses = visit.sample(stock, temperature=1.0, seed=seed)
         answered = zip(asked, responses, strict=True)
         past = [replace(trace, step=0, response_ids=np.array(ids, dtype=np.int32)) for trace, ids in answered]
-        write_traces(found.before, past)
-        return found
+        write_traces(visit.before, past)
+        return visit
 
     def sample(
         self, engine: EngineProcess, *, temperature: float, seed: int
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """What the engine measured, and its responses; greedily it is asked once for each prompt."""
+        """The engine's figures and its responses; at temperature 0, one response per prompt."""
         prompts = self.asked if temperature else self.once
         return engine.sample(self.before, prompts, temperature=temperature, seed=seed, max_tokens=MAX_RESPONSE_TOKENS)
 
 
 def _sample_rows(visit: _Visit, running: Mapping[str, EngineProcess], number: int, *, seed: int) -> Iterator[Row]:
-    """All methods, in the order of this sample; greedily the stock engine is first, against which they are held."""
+    """Rows of all methods; at temperature 0 the stock engine comes first, and the others are compared with it."""
     methods = list(running)
     first = number % len(methods)
     for method in methods[first:] + methods[:first]:
-        took, _ = visit.sample(running[method], temperature=1.0, seed=seed)
-        yield {"temperature": 1.0, "batch": BATCH, "method": method, **took}
+        figures, _ = visit.sample(running[method], temperature=1.0, seed=seed)
+        yield {"temperature": 1.0, "batch": BATCH, "method": method, **figures}
     stock: list[list[int]] = []
     for method in sorted(methods, key=lambda name: name != "stock"):
-        took, responses = visit.sample(running[method], temperature=0.0, seed=seed)
+        figures, responses = visit.sample(running[method], temperature=0.0, seed=seed)
         stock = stock or responses
         yield {
             "temperature": 0.0,
             "batch": BATCH,
             "method": method,
-            **took,
+            **figures,
             "num_responses": len(responses),
             "num_differing": sum(a != b for a, b in zip(stock, responses, strict=True)),
         }
 
 
 def trained_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Drafts of ours make sampling faster than others do, and change no greedy response but at near-ties."""
-    found = []
+    """Goals: the product samples faster than the other methods, and changes greedy responses only at near-ties."""
+    goals = []
     for checkpoint in dict.fromkeys(str(row["history"]) for row in rows if "temperature" in row):
-        mine = [row for row in rows if row["history"] == checkpoint and "temperature" in row]
-        over = statistics.median(_over_the_best(mine))
+        of_checkpoint = [row for row in rows if row["history"] == checkpoint and "temperature" in row]
+        over = statistics.median(_over_the_best(of_checkpoint))
         name = f"{checkpoint}: tokens per CPU second over the best other's, stock included, temperature 1"
-        found.append(Goal(name=name, value=over, bound=1.0, direction="at least", unit="x"))
-        greedy = [row for row in mine if row["method"] == "ours" and "num_differing" in row]
+        goals.append(Goal(name=name, value=over, bound=1.0, direction="at least", unit="x"))
+        greedy = [row for row in of_checkpoint if row["method"] == "ours" and "num_differing" in row]
         differing, responses = (sum(int(row[name]) for row in greedy) for name in ("num_differing", "num_responses"))
         name = f"{checkpoint}: greedy responses that drafts changed"
-        found.append(
+        goals.append(
             Goal(name=name, value=differing / responses, bound=MOST_DIFFERING, direction="at most", unit="share")
         )
-    return found
+    return goals
 
 
 def _over_the_best(rows: Sequence[Row]) -> list[float]:
-    """Of each sample at temperature 1."""
+    """Ratio to the fastest other method, for each sample at temperature 1."""
     samples: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["temperature"] == 1.0:

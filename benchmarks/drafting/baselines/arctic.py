@@ -1,8 +1,8 @@
-"""Suffix decoding of Arctic Inference 0.3.0, driven as vLLM's method `suffix` drives it.
+"""Suffix decoding of Arctic Inference 0.3.0, called as vLLM's method `suffix` calls it.
 
-`python -m benchmarks.drafting.baselines.arctic --build build/arctic` downloads the source distribution, compiles its
-suffix trees alone (cmake, a C++20 compiler, half a minute) and puts them there; nothing is installed.
-The whole package would patch vLLM. Needs the network, or a pip configuration that replaces it.
+`python -m benchmarks.drafting.baselines.arctic --build build/arctic` downloads the source distribution and compiles
+only its suffix trees into that directory (needs cmake and a C++20 compiler, takes half a minute). Nothing is installed,
+because the whole package would patch vLLM. Needs the network, or a pip configuration that replaces it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from history.types import TokenIds
 class _Draft(Protocol):
     token_ids: list[int]
     probs: list[float]
-    """Of each token and all before it."""
+    """Probability that each token and all before it are right."""
 
 
 class _Tree(Protocol):
@@ -47,10 +47,10 @@ class _Cache(Protocol):
 
 
 class Suffixes(Protocol):
-    """What is used of `arctic_inference.suffix_decoding`."""
+    """The used part of `arctic_inference.suffix_decoding`."""
 
     def SuffixDecodingCache(self, max_tree_depth: int, max_cached_requests: int) -> _Cache:  # noqa: N802
-        """Trees of that depth; -1: as many requests as there are."""
+        """A cache of trees with that depth; -1 requests: no limit."""
 
 
 VERSION = "0.3.0"
@@ -61,7 +61,7 @@ _FOLDER = Path(_PACKAGE) / "suffix_decoding"
 
 
 def build(directory: Path) -> None:
-    """Download, compile, and leave an importable package in `directory`."""
+    """Download and compile an importable package into `directory`."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -98,7 +98,7 @@ def load(directory: Path) -> Suffixes | None:
 
 
 class Arctic:
-    """A `SuffixDecodingCache`; with `per_prompt`, one for each prompt."""
+    """A `SuffixDecodingCache`; with `per_prompt`, one per prompt."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Arctic:
         self.survivals: Sequence[Sequence[float]] = ()
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
-        """Each response as a request that was decoded before; those that were decoded here are known already."""
+        """Add each response as a finished request, unless it was decoded here and is in the cache already."""
         cache = self._cache(prompt_id)
         for trace in visit:
             if _name(trace) in self._decoded:
@@ -133,7 +133,7 @@ class Arctic:
             self.close(draft_row)
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """A request with its own tree."""
+        """Begin a request with a tree of its own."""
         draft_row = self._num_requests
         self._num_requests += 1
         cache = self._cache(trace.prompt_id)
@@ -143,11 +143,11 @@ class Arctic:
         return draft_row
 
     def close(self, draft_row: int) -> None:
-        """Its own tree goes, its response stays."""
+        """End a request: its tree is deleted, its response stays in the cache."""
         self._open.pop(draft_row)[0].stop_request(draft_row)
 
     def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
-        """Append what is new, then speculate, row by row."""
+        """Append the new tokens and speculate, row by row."""
         drafts: list[list[int]] = []
         survivals: list[list[float]] = []
         for row, (draft_row, end, room) in enumerate(
@@ -170,7 +170,7 @@ class Arctic:
         return drafts
 
     def num_bytes(self) -> int:
-        """By the trees' own estimate."""
+        """Bytes by the trees' own estimate."""
         return sum(cache._global_tree.estimate_memory() for cache in self._caches.values())
 
     def _cache(self, prompt_id: str) -> _Cache:
@@ -185,7 +185,7 @@ def _name(trace: Trace) -> tuple[str, int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build it."""
+    """Build the suffix trees."""
     parser = argparse.ArgumentParser(description=f"Build the suffix trees of Arctic Inference {VERSION}.")
     parser.add_argument("--build", type=Path, default=DIRECTORY)
     options = parser.parse_args(argv)

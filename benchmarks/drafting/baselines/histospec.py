@@ -1,16 +1,16 @@
-"""HistoSpec (RhymeRL, arXiv 2508.18588), as the paper describes it and as it was released.
+"""HistoSpec (RhymeRL, arXiv 2508.18588), as its paper describes it and as its code was released.
 
-Both match the last 7 tokens, backing off to 3, in the last visit's responses of the same prompt only, and follow
-what came next there; where continuations differ, one is chosen and the others are given up.
+Both match the last 7 tokens, backing off to 3, in the responses of the prompt's last visit, and draft the tokens that
+follow there. Where continuations differ, one is chosen and the others are dropped.
 
-* paper: the continuation with the higher sum of rewards; the draft window starts at 2, grows by 2 after a draft that
-  was accepted whole, is 2 again after any rejection, at most 32.
-* released: the more frequent continuation, until the product of its shares falls below 0.1; the window doubles
-  and halves within 2..16.
+* paper: the continuation with the higher sum of rewards. The draft window starts at 2, grows by 2 up to 32 after a
+  fully accepted draft, and is 2 again after any rejection.
+* released: the more frequent continuation, until the product of its shares falls below 0.1. The window doubles and
+  halves within 2..16.
 
-Neither says whether the prompt's end counts as context of a response's beginning; here it does, which
-can only help them. Ties of reward go to the more frequent continuation. What a suffix tree finds is found in a sorted
-list of positions: the same drafts; the paper gives no times to compare with.
+Neither states whether the end of the prompt is context for the start of a response. Here it is, which can only help
+them. Ties of reward go to the more frequent continuation. A sorted list of positions replaces the suffix tree; the
+drafts are the same. The paper gives no times to compare with.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ LONGEST, SHORTEST = 7, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One prompt's last responses: each behind the prompt's last tokens and a -1, in one array."""
+    """Responses of a prompt's last visit in one array; a -1 and the prompt's last tokens precede each."""
 
     tokens: TokenIds
     """[n]"""
     order: npt.NDArray[np.int32]
-    """[n]: positions, sorted by the LONGEST tokens before them, nearest first."""
+    """[n] positions, sorted by the LONGEST tokens before them, nearest token first."""
     rewards: npt.NDArray[np.float64]
-    """[n]: of the response that a position belongs to."""
+    """[n] reward of the response that contains a position."""
 
 
 def index(visit: Sequence[Trace]) -> Visit:
@@ -55,7 +55,7 @@ def index(visit: Sequence[Trace]) -> Visit:
 
 
 class HistoSpec:
-    """The window and the choice at forks are a subclass's; so is when a draft ends."""
+    """Base of both variants; subclasses set the window, the choice of a continuation and the end of a draft."""
 
     first_window = 2
     by_reward = True
@@ -68,15 +68,15 @@ class HistoSpec:
         self.survivals: Sequence[Sequence[float]] = ()
 
     def next_window(self, window: int, *, accepted: bool) -> int:
-        """The window after a draft that was accepted whole, or not."""
+        """The window after a draft; `accepted` if all its tokens were."""
         raise NotImplementedError
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
-        """Replace what was remembered of the prompt."""
+        """Replace the prompt's history."""
         self._visits[prompt_id] = index(visit)
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """A request with the first window."""
+        """Begin a request with the first window."""
         self._num_requests += 1
         self._open[self._num_requests] = self._visits.get(trace.prompt_id), self.first_window, [], 0
         return self._num_requests
@@ -86,7 +86,7 @@ class HistoSpec:
         del self._open[draft_row]
 
     def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
-        """Look at what became of the last draft, then match and follow, row by row."""
+        """Adapt the window to the last draft, then match and draft, row by row."""
         drafts: list[list[int]] = []
         survivals: list[list[float]] = []
         for row, (draft_row, end, room) in enumerate(
@@ -113,7 +113,7 @@ class HistoSpec:
         return drafts
 
     def num_bytes(self) -> int:
-        """Of this implementation: tokens, order and rewards."""
+        """Bytes of this implementation: tokens, order and rewards."""
         return sum(visit.tokens.nbytes + visit.order.nbytes + visit.rewards.nbytes for visit in self._visits.values())
 
 
@@ -140,16 +140,16 @@ class HistoSpecReleased(HistoSpec):
 def _compare(tokens: TokenIds, position: int, text: TokenIds, size: int) -> int:
     """Sign of the order of the `size` tokens before `position` and at the end of `text`, nearest first."""
     for distance in range(1, size + 1):
-        mine = tokens[position - distance] if position >= distance else -1
+        token = tokens[position - distance] if position >= distance else -1
         other = text[len(text) - distance]
-        if mine != other:
-            return -1 if mine < other else 1
+        if token != other:
+            return -1 if token < other else 1
     return 0
 
 
 @compiled
 def _first(tokens: TokenIds, order: npt.NDArray[np.int32], text: TokenIds, size: int, least: int) -> int:
-    """First place in `order` that does not compare below `least`."""
+    """First index of `order` whose comparison is at least `least`."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high) // 2
@@ -171,7 +171,7 @@ def _follow(
     chain: TokenIds,
     shares: npt.NDArray[np.float64],
 ) -> int:
-    """Fill `chain` and the product of its shares; how many tokens there are."""
+    """Fill `chain` and `shares`, the product of its shares; returns the number of tokens."""
     places = order[:0].copy()
     for size in range(min(LONGEST, len(text)), SHORTEST - 1, -1):
         begin, end = _first(tokens, order, text, size, 0), _first(tokens, order, text, size, 1)
@@ -200,10 +200,10 @@ def _follow(
             return k
         chain[k] = best
         shares[k] = share
-        kept = 0
+        remaining = 0
         for i in range(count):
             if tokens[places[i]] == best:
-                places[kept] = places[i] + 1
-                kept += 1
-        count = kept
+                places[remaining] = places[i] + 1
+                remaining += 1
+        count = remaining
     return len(chain)

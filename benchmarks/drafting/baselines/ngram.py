@@ -1,6 +1,6 @@
-"""vLLM's `ngram`: what followed when the last tokens stood before in a request's own text (Saxena's prompt lookup).
+"""vLLM's method `ngram` (Saxena's prompt lookup): drafts the tokens after an earlier occurrence of the last tokens.
 
-The search is vLLM's own function; its defaults look for the last 5 tokens exactly.
+The search is vLLM's function on the request's own text. Its defaults match exactly the last 5 tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from history.types import TokenIds
 
 
 def vllm_search() -> Callable[..., TokenIds]:
-    """The search of vLLM, whose keyword arguments are those of `Ngram.propose`'s call."""
+    """The search function of vLLM, with the keyword arguments that `Ngram.propose` passes."""
     # imported late: it brings torch and the whole of vLLM
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
@@ -20,7 +20,7 @@ def vllm_search() -> Callable[..., TokenIds]:
 
 
 class Ngram:
-    """Looks for between `shortest` and `longest` last tokens in the prompt and the output."""
+    """Searches prompt and output for the last `shortest` to `longest` tokens."""
 
     def __init__(
         self, search: Callable[..., TokenIds], *, max_draft_tokens: int, shortest: int = 5, longest: int = 5
@@ -33,15 +33,15 @@ class Ngram:
         self.survivals: Sequence[Sequence[float]] = ()
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
-        """Remembers nothing."""
+        """Do nothing: the method has no history."""
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """Nothing to prepare."""
+        """Begin a request; nothing is prepared."""
         self._num_requests += 1
         return self._num_requests
 
     def close(self, draft_row: int) -> None:
-        """Nothing to forget."""
+        """End a request; nothing is stored."""
 
     def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
         """Search in each row."""
@@ -57,5 +57,5 @@ class Ngram:
         ]
 
     def num_bytes(self) -> int:
-        """Nothing but the text that the engine has anyway."""
+        """0: the method uses only the engine's text."""
         return 0

@@ -14,7 +14,7 @@ from history.types import PastResponse, TokenIds, prompt_key
 
 
 class Product:
-    """A `Drafter`, and the reader's part: building and writing segments."""
+    """A `Drafter`, together with the building and writing of segments that a node's reader does."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Product:
         self._num_versions = 0
         self.num_tokens_built = 0
         self.build_s = 0.0
-        """Time of this thread building segments."""
+        """CPU time of this thread for building segments."""
         self.write_s = 0.0
-        """Time of this thread writing them."""
+        """CPU time of this thread for writing segments."""
         self.survivals: Sequence[Sequence[float]] = ()
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
@@ -57,13 +57,13 @@ class Product:
         self.num_tokens_built += sum(len(trace.response_ids) for trace in visit)
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """As vLLM's proposer does."""
+        """As in vLLM's proposer."""
         key = prompt_key(trace.prompt_id)
         length = len(trace.prompt_ids)
         return self._drafter.open(prompt_key=key, prompt_length=length, max_length=max_length, step=trace.step)
 
     def close(self, draft_row: int) -> None:
-        """As vLLM's proposer does."""
+        """As in vLLM's proposer."""
         self._drafter.close(draft_row)
 
     def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> list[list[int]]:
@@ -71,9 +71,9 @@ class Product:
         return self._drafter.propose(draft_rows, token_ids, num_tokens, rooms)
 
     def drain(self) -> DraftStats:
-        """What the drafter did since the last call."""
+        """Statistics of the drafter since the last call."""
         return self._drafter.drain()
 
     def num_bytes(self) -> int:
-        """Size of the segments' files."""
+        """Size of the segment files."""
         return sum(path.stat().st_size for path in self._segments_dir.glob("*.segment"))

@@ -1,10 +1,10 @@
 """Decodes recorded responses again, forward by forward, with the drafts of a method.
 
-A forward verifies each row's draft and emits the tokens of it that the recorded response has too, and
-one more. So a method without drafts emits one token per row and forward. As in an engine the prompt's
-forward emits the first token, which counts nowhere, and a finished row is taken by the next request.
+A forward verifies each row's draft. It emits the leading draft tokens that agree with the recorded response, and one
+more token. So a method without drafts emits one token per row and forward. As in an engine, the prompt's forward emits
+the first token, which is not counted, and the next request gets the row of a finished one.
 
-Invariants: a method sees a response's tokens only once they are emitted; what it drafted never changes them.
+Invariants: a method sees a response's tokens only after they are emitted; its drafts never change the tokens.
 """
 
 import time
@@ -24,30 +24,30 @@ Drafts = Sequence[Sequence[int]]
 
 
 class Method(Protocol):
-    """A way to draft. Slots are its own numbers for running requests."""
+    """A drafting method. It numbers the running requests by draft rows."""
 
     survivals: Sequence[Sequence[float]]
     """Predicted probability that each token of the latest drafts survives; empty if the method predicts none."""
 
     def remember(self, prompt_id: str, visit: Sequence[Trace]) -> None:
-        """All responses of a prompt's finished visit."""
+        """Add all responses of a prompt's finished visit to the history."""
 
     def open(self, trace: Trace, max_length: int) -> int:
-        """A request begins (its response is not to be looked at): its draft row. `max_length` with the prompt."""
+        """Begin a request and return its draft row; the response must not be read. `max_length` includes the prompt."""
 
     def close(self, draft_row: int) -> None:
-        """A request has finished."""
+        """End a request."""
 
     def propose(self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> Drafts:
         """Drafts of a batch, arguments as of `history.drafting.drafter.Drafter.propose`."""
 
     def num_bytes(self) -> int:
-        """Bytes of what is remembered of finished visits."""
+        """Bytes of the history of finished visits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """What one forward did."""
+    """Counts and times of one forward."""
 
     num_rows: int
     num_drafted: int
@@ -55,7 +55,7 @@ class Forward:
     num_emitted: int
     num_context_tokens: int
     propose_s: float
-    """Time of this thread inside the method."""
+    """CPU time of this thread inside the method."""
     wall_s: float
     """Time until the method returned."""
 
@@ -73,7 +73,7 @@ class Replay:
         max_response_tokens: int,
         begin_at: float = 0.0,
     ) -> None:
-        """Rows start with the share `begin_at` of their response already emitted (time is measured there)."""
+        """Rows start with a share `begin_at` of their response already emitted."""
         self._method = method
         self._waiting = [trace for trace in reversed(traces) if len(trace.response_ids) > 1]
         self._max_draft_tokens = max_draft_tokens
@@ -88,7 +88,7 @@ class Replay:
         self._rows: list[Trace | None] = [None] * batch
         self._answers: list[list[int]] = [[]] * batch
         self.calibration = np.zeros((CALIBRATION_BINS, 3))
-        """By predicted survival: drafted tokens, sum of the predictions, how many survived."""
+        """[bins, 3] by predicted survival: drafted tokens, sum of the predictions, surviving tokens."""
         for row in range(batch):
             self._take_next(row)
 
@@ -120,7 +120,7 @@ class Replay:
         )
 
     def close(self) -> None:
-        """Give up what is still running."""
+        """End all running and waiting requests."""
         self._waiting.clear()
         for row in np.flatnonzero(self._draft_rows >= 0).tolist():
             self._method.close(int(self._draft_rows[row]))
@@ -176,16 +176,16 @@ class Outcome:
     num_accepted: int
     num_emitted: int
     calibration_error: float | None
-    """None for a method that predicts nothing."""
+    """None for a method without predictions."""
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens that a row emits in a forward, 1 without drafts."""
+        """Tokens that a row emits per forward; 1 without drafts."""
         return self.num_emitted / max(self.num_row_forwards, 1)
 
 
 def decode(replay: Replay) -> Outcome:
-    """Run to the end."""
+    """Run a replay to its end."""
     forwards: list[Forward] = []
     while not replay.finished:
         forwards.append(replay.forward())

@@ -1,4 +1,4 @@
-"""What the page of each record says it measured, and its tables: one entry for each committed record."""
+"""Question, answer, notes and tables of each record's page: one entry for each committed record."""
 
 from collections.abc import Mapping
 

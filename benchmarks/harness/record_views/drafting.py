@@ -1,20 +1,44 @@
-"""Views of what drafts: methods, trees, the history over epochs and inserts."""
+"""Views of drafting: methods, trees of drafts, the history over epochs and under many inserts."""
 
+from benchmarks.harness.record_answers import Answer, goal, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, TOKENS, UNRECORDED_WARM, View, percent, spread
 
 DRAFT_TREES = View(
     question="How many tokens would the engine emit per forward if it verified trees of drafts instead of chains?",
+    answer=Answer(
+        text=(
+            "At 87 % reuse, trees reach {tree} tokens per forward, chains of at most 16 tokens {chain}, and chains of "
+            "at most 32 tokens {long_chain}."
+        ),
+        figures={
+            "tree": median("tokens_per_forward", {"reuse": (0.87,), "shape": ("tree",)}),
+            "chain": median(
+                "tokens_per_forward",
+                {"reuse": (0.87,), "shape": ("chain",), "max_draft_tokens": (16,), "threshold": (0.1,)},
+            ),
+            "long_chain": median(
+                "tokens_per_forward",
+                {"reuse": (0.87,), "shape": ("chain",), "max_draft_tokens": (32,), "threshold": (0.03,)},
+            ),
+        },
+    ),
+    notes=(
+        "A chain is one draft per request, as vLLM verifies it. A tree holds all drafts that the drafter considers; "
+        "the engine would keep the longest correct one.",
+        "`reuse` is the share of a response's tokens that is copied from the history. `threshold` is the estimated "
+        "survival below which a chain ends.",
+    ),
     tables=(
         Table(
-            title="Generated traces",
+            title="Second epoch of generated responses",
             lines={
                 "reuse": "reuse",
                 "shape": "shape",
-                "max_draft_tokens": "most draft tokens",
+                "max_draft_tokens": "largest draft, tokens",
                 "threshold": "threshold",
             },
-            columns=(TOKENS, Column(field="verified_per_row", title="tokens verified beside each row's own")),
+            columns=(TOKENS, Column(field="verified_per_row", title="draft tokens verified per request and forward")),
         ),
     ),
 )
@@ -22,17 +46,28 @@ DRAFT_TREES = View(
 _GENERATED = {"case": ("recorded",)}
 
 DRAFTING = View(
-    question="How many tokens do drafts of each method bring per forward, and what do the drafts cost?",
+    question="How many tokens per forward does each drafting method reach, and how much time does drafting take?",
+    answer=Answer(
+        text=(
+            "At 87 % reuse, the product reaches {tokens} tokens per forward, {over} times Arctic's default; drafting "
+            "for 256 requests takes {ms} ms."
+        ),
+        figures={
+            "tokens": goal("2k, reuse 87 %: tokens per forward"),
+            "over": goal("2k, reuse 87 %: over Arctic's default"),
+            "ms": goal("256 requests at 16k: propose"),
+        },
+    ),
     tables=(
         Table(
-            title="Tokens per forward on responses of a run, by visit",
+            title="Tokens per forward on the responses of a recorded run, by visit of the prompt",
             lines={"method": "method"},
             where={"what": ("tokens",), "case": ("recorded",)},
             across="visit",
             columns=(TOKENS,),
         ),
         Table(
-            title="Tokens per forward on generated traces, second epoch",
+            title="Tokens per forward on generated responses, second epoch",
             lines={"case": "case"},
             where={"what": ("tokens",), "visit": (1,)},
             without=_GENERATED,
@@ -40,7 +75,7 @@ DRAFTING = View(
             columns=(TOKENS,),
         ),
         Table(
-            title="Tokens per forward on generated traces, first epoch",
+            title="Tokens per forward on generated responses, first epoch",
             lines={"case": "case"},
             where={"what": ("tokens",), "visit": (0,)},
             without=_GENERATED,
@@ -48,92 +83,121 @@ DRAFTING = View(
             columns=(TOKENS,),
         ),
         Table(
-            title="Calibration error of the product's survival estimates",
+            title="Calibration error of the product's survival estimates, by visit",
             lines={"case": "case"},
             where={"what": ("tokens",), "method": ("ours",)},
             across="visit",
             columns=(Column(field="calibration_error", title="calibration error"),),
         ),
         Table(
-            title="Oracles that always copy the right span",
-            lines={"case": "case", "visit": "visit", "context": "equal tokens needed before the span"},
+            title="Upper bound: tokens per forward of an oracle that always copies the right span",
+            lines={"case": "case", "visit": "visit", "context": "tokens that must match before the span"},
             where={"what": ("bound",)},
-            columns=(TOKENS, Column(field="without_chance", title="without spans that are right by chance")),
+            columns=(TOKENS, Column(field="without_chance", title="without spans of one or two tokens")),
         ),
         Table(
-            title="Drafting, microseconds a request; methods take turns, so caches are cold",
+            title="Drafting time in microseconds per request, by batch; methods alternate, so caches are cold",
             lines={"case": "case", "method": "method"},
             where={"what": ("propose",)},
             across="batch",
-            columns=(Column(field="us_per_request", title="us"),),
+            columns=(Column(field="us_per_request", title="microseconds"),),
         ),
         Table(
-            title="Drafting of the product alone",
+            title="Drafting time of the product alone in ms per batch, by threads",
             lines={"case": "case", "batch": "batch"},
             where={"what": ("alone",)},
             across="threads",
-            columns=(Column(field="ms_per_batch", title="ms a batch, threads"),),
+            columns=(Column(field="ms_per_batch", title="ms per batch"),),
         ),
         Table(
-            title="Remembering a visit",
+            title="Adding a visit to the history",
             lines={"case": "case", "method": "method"},
             where={"what": ("insert",)},
             columns=(
-                Column(field="ns_per_token", title="ns a token"),
-                Column(field="bytes_per_token", title="bytes a token"),
+                Column(field="ns_per_token", title="ns per token"),
+                Column(field="bytes_per_token", title="bytes per token"),
             ),
         ),
         Table(
-            title="Attaching a segment",
+            title="Attaching one large segment",
             lines={},
             where={"what": ("attach",)},
             columns=(Column(field="bytes", title="MiB", scale=MIB), Column(field="ms", title="ms")),
         ),
         Table(
-            title="Modelled speed over no drafts",
+            title="Modelled speed over an engine without drafts, by batch",
             lines={"case": "case", "method": "method"},
             where={"what": ("modelled",)},
             across="batch",
-            columns=(Column(field="over_no_drafts", title="x, batch"),),
+            columns=(Column(field="over_no_drafts", title="speed"),),
         ),
     ),
     notes=(
-        "The run whose responses are replayed was made before `benchmarks.recorded_run` was committed; the command "
-        "repeats its settings.",
+        "`ours` is the product's drafter. A case names the length of its responses, 2k or 16k tokens, and their "
+        "reuse: the share of tokens that is copied from the history.",
+        "Modelled speed is not measured: a formula gives the time of a forward, see the list above.",
+        "An oracle's span of one or two tokens may be right by chance; the second column leaves such spans out.",
+        "The replayed run is older than the command that makes such a run; the command repeats the run's settings.",
     ),
 )
 
 HISTORY_EXAMPLE = View(
-    question="Does the example learn the same with drafts from history, and how many tokens do they bring per forward?",
+    question="Does the example learn the same with drafts from history, and how many tokens per forward do they bring?",
+    answer=Answer(
+        text=(
+            "Yes: rewards with and without drafts differ by {reward} standard errors, and later epochs reach at least "
+            "{tokens} tokens per forward."
+        ),
+        figures={
+            "reward": goal("reward, mean difference in standard errors"),
+            "tokens": goal("tokens per forward after epoch 0"),
+        },
+    ),
     tables=(
         Table(
-            title="Epochs, medians over the seeds",
+            title="By epoch, medians over the seeds",
             lines={"drafts": "drafts", "epoch": "epoch"},
             columns=(
                 Column(field="reward", title="reward"),
                 Column(field="k3", title="k3"),
                 *spread("tokens_per_forward", "tokens per forward"),
-                percent("acceptance_rate", "accepted"),
+                percent("acceptance_rate", "accepted draft tokens"),
                 Column(field="calibration_error", title="calibration error"),
-                percent("held_out_after", "held-out after the run"),
+                percent("held_out_after", "held-out accuracy after the run"),
                 Column(field="rollout_s", title="rollout, s"),
             ),
         ),
     ),
-    notes=(UNRECORDED_WARM,),
+    notes=("Without drafts an engine emits one token per forward.", UNRECORDED_WARM),
 )
 
 HISTORY_SOAK = View(
     question="Does the history's memory stay flat, and are its tokens right, over very many inserts?",
+    answer=Answer(
+        text=(
+            "Yes: {inserts} inserted responses left {wrong} wrong tokens, and memory grew by {growth} % of the "
+            "inserted bytes."
+        ),
+        figures={
+            "inserts": goal("inserts"),
+            "wrong": goal("wrong tokens"),
+            "growth": goal("growth after a third", scale=100.0),
+        },
+    ),
+    notes=(
+        "Writer threads insert responses, reader threads fetch them and compare every token; the byte budget forces "
+        "evictions all the time.",
+        "Growth is the change of resident memory after the first third of the inserts, over the bytes inserted since.",
+    ),
     tables=(
         Table(
-            title="The soak",
+            title="Counts of the run",
             lines={},
             columns=(
-                Column(field="num_inserts", title="inserts"),
-                Column(field="num_reads", title="reads"),
-                Column(field="num_segments", title="segments"),
-                Column(field="num_evictions", title="evictions"),
+                Column(field="num_inserts", title="inserted responses"),
+                Column(field="num_reads", title="responses read"),
+                Column(field="num_segments", title="segments published and read"),
+                Column(field="num_evictions", title="evicted prompts"),
                 Column(field="num_wrong_tokens", title="wrong tokens"),
                 Column(field="growth", title="growth"),
                 Column(field="seconds", title="seconds"),

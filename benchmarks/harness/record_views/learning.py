@@ -1,26 +1,41 @@
-"""Views of runs of the example: what is learned, with what switched on."""
+"""Views of runs of the example: learning with and without quantisation, drafts, the planner and corrections."""
 
+from benchmarks.harness.record_answers import Answer, goal, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
 
+_ALL = {"what": ("difference",), "arm": ("all",)}
+
 ABLATION = View(
     question="Does the example learn as well with INT8 weights, drafts and the planner, and how fast are its steps?",
+    answer=Answer(
+        text=(
+            "Yes, within the spread of the seeds: all three together change held-out accuracy by {points} points "
+            "({low} to {high}) and speed by {speed} times."
+        ),
+        figures={
+            "points": median("held_out_points", _ALL),
+            "low": median("held_out_points_low", _ALL),
+            "high": median("held_out_points_high", _ALL),
+            "speed": median("speed", _ALL),
+        },
+    ),
     tables=(
         Table(
-            title="Differences from BF16, synchronous, colocated; 95 % intervals over the seeds",
+            title="Differences from the arm `bf16, synchronous`; means and 95 % intervals over the seeds",
             lines={"arm": "arm"},
             where={"what": ("difference",)},
             columns=(
                 Column(field="speed", title="speed, x"),
-                Column(field="speed_low", title="low"),
-                Column(field="speed_high", title="high"),
-                Column(field="held_out_points", title="held-out, points"),
-                Column(field="held_out_points_low", title="low"),
-                Column(field="held_out_points_high", title="high"),
+                Column(field="speed_low", title="speed, lower end"),
+                Column(field="speed_high", title="speed, upper end"),
+                Column(field="held_out_points", title="held-out accuracy, points"),
+                Column(field="held_out_points_low", title="accuracy, lower end"),
+                Column(field="held_out_points_high", title="accuracy, upper end"),
             ),
         ),
         Table(
-            title="Runs, medians over the seeds",
+            title="Runs by arm, medians over the seeds",
             lines={"arm": "arm"},
             where={"what": ("run",)},
             columns=(
@@ -29,54 +44,80 @@ ABLATION = View(
                 Column(field="bubble", title="bubble"),
                 Column(field="mean_staleness", title="mean staleness"),
                 Column(field="k3_median", title="k3"),
-                percent("held_out_before", "held-out before"),
-                percent("held_out_after", "held-out after"),
+                percent("held_out_before", "held-out accuracy before"),
+                percent("held_out_after", "held-out accuracy after"),
             ),
         ),
     ),
     notes=(
-        "Two engines and a trainer share two cores and rollouts are a small part of a step, so speed shows that "
-        "nothing breaks, not what is gained.",
+        "An arm is a run with some features switched on. `all` has INT8 weights, drafts and the planner. Arms are "
+        "colocated unless they are called disaggregated.",
+        "Two engines and a trainer share two cores, and rollout is a small part of a step. So the speed shows that the "
+        "features work together; it does not show their gain.",
         UNRECORDED_WARM,
     ),
 )
 
 MISMATCH = View(
-    question="What does each weight format cost in learning, with truncated importance sampling (TIS) and without?",
+    question="How much held-out accuracy does each weight format lose, with and without truncated importance sampling?",
+    answer=Answer(
+        text=(
+            "With TIS, accuracy ends below BF16's by {int8} points in INT8, {fp8_channel} in FP8 per channel and "
+            "{fp8_block} in FP8 per block; negative values are gains."
+        ),
+        figures={name: goal(f"{name} with TIS below bf16, held-out") for name in ("int8", "fp8_channel", "fp8_block")},
+    ),
     tables=(
         Table(
-            title="Runs, over the seeds",
+            title="Runs by format and correction, over the seeds",
             lines={"format": "format", "correction": "correction"},
             columns=(
                 Column(field="k3_median", title="k3, median"),
                 Column(field="ess_min", title="effective sample size, least", reduce="least"),
                 Column(field="sqnr_db_min", title="worst-layer SQNR, dB", reduce="least"),
-                percent("held_out_before", "held-out before"),
-                *spread("held_out_after", "held-out after, %", scale=100.0),
+                percent("held_out_before", "held-out accuracy before"),
+                *spread("held_out_after", "held-out accuracy after, %", scale=100.0),
             ),
         ),
     ),
     notes=(
-        "`3 bits` is the positive control: INT8 codes of 3 bits must be seen to hurt without correction.",
-        "An SQNR of 300 dB means lossless.",
+        "The correction is truncated importance sampling (TIS): `tis_token` applies it per token, `none` does not.",
+        "`3 bits` is a positive control: INT8 codes rounded to 3 bits must hurt learning without correction.",
+        "SQNR is the ratio of signal to quantisation noise; 300 dB means lossless.",
         UNRECORDED_WARM,
     ),
 )
 
 QUICKSTART = View(
-    question="How much does the example learn over seeds, and do two controls gain nothing?",
+    question="How much does the example learn over several seeds, and do two controls gain nothing?",
+    answer=Answer(
+        text=(
+            "Held-out accuracy rises by {median} points in the median seed and {worst} in the worst; the controls "
+            "change it by {zero} and {shuffled} points."
+        ),
+        figures={
+            "median": goal("gain, median"),
+            "worst": goal("gain, worst"),
+            "zero": goal("gain with learning rate 0"),
+            "shuffled": goal("gain with shuffled rewards"),
+        },
+    ),
+    notes=(
+        "The controls are a run with learning rate 0 and a run whose rewards are shuffled within each group.",
+        "The column `total` covers all phases but not the installation of packages.",
+    ),
     tables=(
         Table(
-            title="Cases",
+            title="Seeds and controls",
             lines={"case": "case"},
             columns=(
-                percent("held_out_before", "held-out before"),
-                percent("held_out_after", "held-out after"),
+                percent("held_out_before", "held-out accuracy before"),
+                percent("held_out_after", "held-out accuracy after"),
                 Column(field="points", title="gain, points"),
                 Column(field="k3_median", title="k3, median"),
                 Column(field="ess_min", title="effective sample size, least"),
                 Column(field="step_s_median", title="step, s"),
-                Column(field="seconds_all", title="all, s"),
+                Column(field="seconds_all", title="total, s"),
                 Column(field="peak_memory_bytes", title="peak memory, GiB", scale=1 / (1 << 30)),
             ),
         ),
@@ -96,13 +137,29 @@ QUICKSTART = View(
 
 SOAK = View(
     question="Do memory, file descriptors and shared memory stay flat over many steps?",
+    answer=Answer(
+        text=(
+            "Yes: over {steps} steps, memory grows by {memory} %, file descriptors by {descriptors} % and shared "
+            "memory by {shared} %."
+        ),
+        figures={
+            "steps": goal("steps"),
+            "memory": goal("memory, growth", scale=100.0),
+            "descriptors": goal("descriptors, growth", scale=100.0),
+            "shared": goal("shared memory, growth", scale=100.0),
+        },
+    ),
+    notes=(
+        "Growth compares the median of the last quarter of the run with that of the second quarter.",
+        "All processes of the run are counted together, every two seconds.",
+    ),
     tables=(
         Table(
-            title="While stepping",
+            title="Between the first and the last step",
             lines={},
             columns=(
                 *spread("memory_bytes", "memory, MiB", scale=MIB),
-                *spread("num_fds", "descriptors"),
+                *spread("num_fds", "file descriptors"),
                 Column(field="shm_bytes", title="shared memory, MiB", scale=MIB, reduce="most"),
                 Column(field="num_processes", title="processes"),
             ),

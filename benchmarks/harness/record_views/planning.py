@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.harness.record_answers import Answer, goal
 from benchmarks.harness.record_tables import Column, Table, Value
 from benchmarks.harness.record_views.view import View, milliseconds, spread
 
@@ -14,34 +15,47 @@ _SCHEDULE_COLUMNS = (
     Column(field="bubble", title="bubble"),
     Column(field="idle", title="idle"),
     Column(field="mean_staleness", title="mean staleness"),
-    Column(field="max_staleness", title="most", reduce="most"),
+    Column(field="max_staleness", title="largest staleness", reduce="most"),
     Column(field="moved_groups", title="moved groups"),
 )
 
 PLANNER = View(
-    question="How long is a step under each planner policy, how stale are its samples, how long does planning take?",
+    question=(
+        "How long is a step under each planner policy, how stale are its samples, and how long does planning take?"
+    ),
+    answer=Answer(
+        text=(
+            "In simulation, `adaptive, overlap 1` is {overlap} times as fast as `static` and `flexible` {flexible} "
+            "times; planning 65,536 responses takes at most {ms} ms."
+        ),
+        figures={
+            "overlap": goal("adaptive, overlap 1, groups at 0.71"),
+            "flexible": goal("flexible, groups at 0.71"),
+            "ms": goal("planning 65,536 responses, slowest policy"),
+        },
+    ),
     tables=(
         Table(
-            title="64 engines, forecasts by prompt (rank correlation 0.71)",
+            title="64 engines, forecasts per prompt (rank correlation with the lengths 0.71)",
             lines={"scheme": "scheme"},
             where={**_SCHEDULE, "engines": (64,), "forecasts": ("groups",), "correlation": (0.6,)},
             columns=_SCHEDULE_COLUMNS,
         ),
         Table(
-            title="64 engines, forecasts by response (correlation 0.9)",
+            title="64 engines, forecasts per response (rank correlation 0.9)",
             lines={"scheme": "scheme"},
             where={**_SCHEDULE, "engines": (64,), "forecasts": ("responses",), "correlation": (0.9,)},
             columns=_SCHEDULE_COLUMNS,
         ),
         Table(
-            title="64 engines: seconds of a step by correlation of forecasts",
+            title="64 engines: seconds per step, by the correlation of the forecasts",
             lines={"scheme": "scheme", "forecasts": "forecasts"},
             where={**_SCHEDULE, "engines": (64,)},
             across="correlation",
             columns=(_STEP,),
         ),
         Table(
-            title="64 engines: seconds of a step by drafts",
+            title="64 engines: seconds per step, by drafting method",
             lines={"scheme": "scheme", "forecasts": "forecasts"},
             where={"what": ("schedule",), "engines": (64,), "correlation": (0.6, 0.9), "trainer_gpus": (0,)},
             without={"forecasts": ("exact",)},
@@ -49,14 +63,14 @@ PLANNER = View(
             columns=(_STEP,),
         ),
         Table(
-            title="Seconds of a step by number of engines, forecasts by prompt",
+            title="Seconds per step by number of engines, forecasts per prompt",
             lines={"scheme": "scheme"},
             where={**_SCHEDULE, "forecasts": ("groups",), "correlation": (0.6,)},
             across="engines",
             columns=(_STEP,),
         ),
         Table(
-            title="96 GPUs divided between engines and trainer",
+            title="96 GPUs, shared or divided between engines and trainer",
             lines={
                 "engines": "engines",
                 "trainer_gpus": "GPUs of the trainer",
@@ -72,7 +86,7 @@ PLANNER = View(
             ),
         ),
         Table(
-            title="Planning a step, ms",
+            title="Milliseconds to plan a step, by number of responses",
             lines={"scheme": "scheme"},
             where={"what": ("planning",)},
             across="responses",
@@ -80,44 +94,77 @@ PLANNER = View(
         ),
     ),
     notes=(
-        "Engines are simulated with long-tailed lengths and 128 requests each. Speed in the goals is over `static`, "
-        "synchronous.",
-        "The commit of this record is in no published history, so nothing can be said about changes since.",
+        "Engines and trainer are simulated; policies, admission and dispatcher are the product's. Response lengths are "
+        "lognormal, with 128 requests per engine and step.",
+        "`static` is the baseline: every step waits for its own responses, and nothing overlaps. Speeds in the goals "
+        "are relative to it.",
+        "`groups` are forecasts per prompt, `responses` forecasts per response, and `exact` the true mean of each "
+        "group. For `groups` and `exact`, the correlation column is the prompts' share of the variance of log-lengths.",
+        "With `drafts`, tokens per forward come from the [drafting record](drafting.md).",
     ),
 )
 
 
 def _makespans(lengths: str) -> Table:
     return Table(
-        title=f"Lengths that are {lengths}, medians over the repeats",
+        title=f"Response lengths that are {lengths}, over the repeats",
         lines={"scheme": "scheme"},
         where={"lengths": (lengths,)},
         columns=(
             *spread("makespan_s", "real makespan, s"),
-            Column(field="simulated_s", title="simulated, s"),
-            *spread("simulated_over_real", "simulated over real"),
-            Column(field="idle", title="idle, real"),
-            Column(field="simulated_idle", title="simulated"),
+            Column(field="simulated_s", title="simulated makespan, s"),
+            *spread("simulated_over_real", "simulated over real makespan"),
+            Column(field="idle", title="real idle share"),
+            Column(field="simulated_idle", title="simulated idle share"),
         ),
     )
 
 
 PLANNER_ENGINES = View(
     question="Does the simulator of the planner's benchmark agree with two real engines under the same schedules?",
+    answer=Answer(
+        text=(
+            "Within its bounds: the simulated makespan is off by {recorded} % on recorded lengths and {drawn} % on "
+            "drawn lengths, in the median."
+        ),
+        figures={
+            lengths: goal(f"makespan, {lengths} lengths: simulated against real", scale=100.0)
+            for lengths in ("recorded", "drawn")
+        },
+    ),
     tables=(_makespans("recorded"), _makespans("drawn")),
     notes=(
-        "Prompts and seed of the run whose lengths are replayed were not recorded; the command makes such a run.",
-        "The simulator is too slow where responses are longer than those its speeds were fitted to.",
+        "Makespan is the time from the first admission to the end of the last training step.",
+        "`recorded` lengths come from a run; `drawn` lengths are lognormal.",
+        "Prompts and seed of the run were not recorded; the input's command makes such a run.",
+        "The simulator overestimates time where responses are longer than those that its speeds were fitted to.",
     ),
 )
 
+_LARGE = "65,536 samples on 512 ranks, at most 33,792 tokens a micro batch"
 _SHAPE = {"samples": "samples", "ranks": "ranks"}
 
 PACKING = View(
-    question="How evenly are samples dealt to ranks and packed into micro batches, and how long does packing take?",
+    question="How evenly are samples assigned to ranks and packed into micro batches, and how long does packing take?",
+    answer=Answer(
+        text=(
+            "65,536 samples on 512 ranks are packed in {ms} ms; micro batches are {fill} % full, and the slowest rank "
+            "exceeds the mean by {imbalance} %."
+        ),
+        figures={
+            "ms": goal(f"{_LARGE}: median duration"),
+            "fill": goal(f"{_LARGE}: fill", scale=100.0),
+            "imbalance": goal(f"{_LARGE}: dearest rank over the mean, minus 1", scale=100.0),
+        },
+    ),
+    notes=(
+        "`ours` is the product. `verl` is verl's own balancing; both are compared by verl's cost model.",
+        "Fill is the share of the token bound that micro batches use.",
+        "No assignment can fall below the lower bound. 1F1B is the schedule one forward, one backward.",
+    ),
     tables=(
         Table(
-            title="Dealing samples to ranks",
+            title="Assignment of samples to ranks, one micro batch per rank",
             lines={**_SHAPE, "method": "method"},
             where={"kind": ("ranks",)},
             columns=(
@@ -127,20 +174,20 @@ PACKING = View(
             ),
         ),
         Table(
-            title="Micro batches under a bound of tokens",
+            title="Micro batches with a bound on their tokens",
             lines={**_SHAPE, "stages": "pipeline stages", "method": "method"},
             where={"kind": ("micro_batches", "pipeline")},
             columns=(
                 milliseconds("seconds", "time"),
-                Column(field="micro_batches", title="micro batches a rank"),
-                Column(field="bound_micro_batches", title="lower bound"),
+                Column(field="micro_batches", title="micro batches per rank"),
+                Column(field="bound_micro_batches", title="lower bound of micro batches"),
                 Column(field="fill", title="fill"),
                 Column(field="imbalance", title="slowest rank over the mean, minus 1"),
                 Column(field="duration_tokens", title="simulated 1F1B duration, tokens"),
             ),
         ),
         Table(
-            title="First call of a process",
+            title="First call in a process",
             lines={"method": "kernels"},
             where={"kind": ("first_call",)},
             columns=(Column(field="cpu_seconds", title="CPU seconds"),),

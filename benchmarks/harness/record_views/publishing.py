@@ -1,5 +1,6 @@
-"""Views of publishes and of what changes from one to the next."""
+"""Views of publishes: their time, bytes and memory, and the codes that change between two publishes."""
 
+from benchmarks.harness.record_answers import Answer, goal, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
 
@@ -8,14 +9,14 @@ _CASE = {"trainer": "trainer", "engines": "engines", "transport": "transport"}
 
 _TABLES = (
     Table(
-        title="Seconds from the first scale to the last weight",
+        title="Seconds of a publish, from the first scale to the last loaded weight",
         lines=_CASE,
         where={"kind": ("publish",)},
         across="format",
         columns=(Column(field="timing_s/publish_deliver", title="s"),),
     ),
     Table(
-        title="Seconds over those of the peer",
+        title="Seconds of a publish over the seconds of the peer",
         lines=_CASE,
         where={"kind": ("peer",)},
         across="format",
@@ -29,7 +30,7 @@ _TABLES = (
         columns=(Column(field="deliver_s", title="s"),),
     ),
     Table(
-        title="Parts of the peer's seconds",
+        title="Parts of the peer's seconds, medians over the formats",
         lines=_CASE,
         where={"kind": ("peer",)},
         columns=(
@@ -40,72 +41,101 @@ _TABLES = (
         ),
     ),
     Table(
-        title="By format, over all cases",
+        title="By format, over all trainers, engines and transports",
         lines={"format": "format"},
         where={"kind": ("publish",)},
         columns=(
-            *spread("timing_s/publish_probe", "proof, s"),
-            Column(field="bytes_over_bf16", title="bytes over BF16"),
+            *spread("timing_s/publish_probe", "probe, s"),
+            Column(field="bytes_over_bf16", title="bytes over those in BF16"),
             Column(field="publish/sqnr_db_min", title="worst-layer SQNR, dB", reduce="least"),
-            Column(field="publish/probe_gap_max", title="probe gap, nats", reduce="most"),
+            Column(field="publish/probe_gap_max", title="largest probe gap, nats", reduce="most"),
         ),
     ),
     Table(
-        title="Bytes and memory of a rank",
+        title="Bytes and memory per rank",
         lines=_CASE,
         where={"kind": ("publish",)},
         columns=(
-            Column(field="rank_bytes_over_own_shard", title="bytes over the own shard", reduce="most"),
-            Column(field="peak_extra_bytes/trainer", title="trainer, most extra MiB", scale=MIB, reduce="most"),
-            Column(field="peak_bound_bytes/trainer", title="bound", scale=MIB, reduce="most"),
-            Column(field="peak_extra_bytes/engine", title="engine, most extra MiB", scale=MIB, reduce="most"),
-            Column(field="peak_bound_bytes/engine", title="bound", scale=MIB, reduce="most"),
+            Column(field="rank_bytes_over_own_shard", title="bytes received over the rank's shard", reduce="most"),
+            Column(field="peak_extra_bytes/trainer", title="trainer, peak extra MiB", scale=MIB, reduce="most"),
+            Column(field="peak_bound_bytes/trainer", title="its bound, MiB", scale=MIB, reduce="most"),
+            Column(field="peak_extra_bytes/engine", title="engine, peak extra MiB", scale=MIB, reduce="most"),
+            Column(field="peak_bound_bytes/engine", title="its bound, MiB", scale=MIB, reduce="most"),
         ),
     ),
     Table(
-        title="Deltas, where every 20th weight has changed",
+        title="Deltas: publishes after every 20th weight has changed",
         lines={**_CASE, "format": "format"},
         where={"kind": ("delta",)},
         columns=(
-            percent("bytes_over_whole", "bytes of a whole publish"),
+            percent("bytes_over_whole", "bytes, share of a full publish"),
             Column(field="timing_s/publish_deliver", title="s"),
         ),
     ),
 )
 
 _PEER = (
-    "Peer: BF16 weights gathered whole, sent whole to every engine rank, quantised there and loaded. Each part is "
-    "measured by itself right after the product's publish."
+    "The peer gathers the BF16 weights on one rank, sends all of them to every engine rank, quantises there and loads. "
+    "Its parts are measured one by one, right after the product's publish."
 )
 
 _OLDER = (
-    "Measured before three CPU-only optimisations were removed: another choice of INT8 kernel than vLLM's, an executor "
-    "whose waiting ranks sleep, and an integer search for the largest magnitudes. "
-    "CPU figures may be worse without them."
+    "Measured before three CPU-only optimisations were removed: an INT8 kernel other than vLLM's choice, an executor "
+    "whose waiting ranks sleep, and an integer search for the largest magnitudes. CPU figures may be worse without "
+    "them."
+)
+
+_CASES = (
+    "`2 x TP1` is two engines of one rank; `1 x TP2` is one engine of two ranks. The bound on memory is two buckets, "
+    "the largest layer and, in shared memory, the staged bytes."
 )
 
 PUBLISH = View(
-    question="How long does a publish take, against gathering, sending and quantising BF16 weights?",
+    question="How long does a publish take, compared with sending BF16 weights and quantising them in the engines?",
+    answer=Answer(
+        text=(
+            "8-bit publishes take at most {seconds} of the peer's time, and 8-bit tensors with scales at most {bytes} "
+            "of their bytes in BF16."
+        ),
+        figures={
+            "seconds": goal("seconds over the peer's"),
+            "bytes": goal("wire bytes over BF16 of what is quantised"),
+        },
+    ),
     tables=_TABLES,
-    notes=(_PEER, _OLDER),
+    notes=(_PEER, _CASES, _OLDER),
 )
 
 PUBLISH_DELTA = View(
-    question="Which share of the codes does an optimizer step change, and which share of a whole publish then travels?",
+    question=(
+        "Which share of the codes does an optimizer step change, and which share of a full publish does a delta send?"
+    ),
+    answer=Answer(
+        text=(
+            "At learning rate 1e-6, a step changes {codes} % of INT8 codes and a delta sends {bytes} % of a full "
+            "publish; FP8 per block: {block_codes} % and {block_bytes} %."
+        ),
+        figures={
+            "codes": median("changed_share", {"format": ("int8",), "learning_rate": (1e-6,)}, scale=100.0),
+            "bytes": median("bytes_share", {"format": ("int8",), "learning_rate": (1e-6,)}, scale=100.0),
+            "block_codes": median("changed_share", {"format": ("fp8_block",), "learning_rate": (1e-6,)}, scale=100.0),
+            "block_bytes": median("bytes_share", {"format": ("fp8_block",), "learning_rate": (1e-6,)}, scale=100.0),
+        },
+    ),
     tables=(
         Table(
-            title="Medians of the steps after Adam has settled",
+            title="Medians over the steps from the 21st on, when Adam's moments have settled",
             lines={"format": "format", "learning_rate": "learning rate"},
             columns=(
                 percent("changed_share", "codes that change"),
-                percent("bytes_share", "bytes of a whole publish"),
-                Column(field="whole_bytes", title="a whole publish, MiB", scale=MIB),
+                percent("bytes_share", "bytes, share of a full publish"),
+                Column(field="whole_bytes", title="full publish, MiB", scale=MIB),
             ),
         ),
     ),
     notes=(
-        "In a small INT8 model scales are a visible part of the bytes; they are float32 and move with the largest "
-        "weight of their row. Scales of FP8 blocks are powers of two.",
+        "In a small INT8 model, scales are a large part of the bytes. They are float32 and change with the largest "
+        "weight of their row; scales of FP8 blocks are powers of two and change rarely.",
         UNRECORDED_WARM,
     ),
 )

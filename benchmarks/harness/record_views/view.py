@@ -1,8 +1,9 @@
-"""What the page of a record shows, and columns that several pages have."""
+"""Contents of a record's page, and columns that several pages share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.record_answers import Answer
 from benchmarks.harness.record_tables import Column, Table
 
 
@@ -11,29 +12,30 @@ class View:
     """The page of one record."""
 
     question: str
-    """What was measured, in a sentence."""
+    answer: Answer
+    """One sentence that answers the question."""
     tables: Sequence[Table]
     notes: Sequence[str] = ()
-    """What a reader must know to read the figures."""
+    """Facts that a reader needs to understand the figures, a sentence or two each."""
 
 
 MIB = 1 / (1 << 20)
 TOKENS = Column(field="tokens_per_forward", title="tokens per forward")
-UNRECORDED_WARM = "The seed of the quickstart that gave the warm start was not recorded."
+UNRECORDED_WARM = "The seed of the quickstart that made the input was not recorded."
 
 
 def percent(field: str, title: str) -> Column:
-    """A share, in percent."""
+    """Column of a share, shown in percent."""
     return Column(field=field, title=f"{title}, %", scale=100.0)
 
 
 def milliseconds(field: str, title: str) -> Column:
-    """Seconds, in milliseconds."""
+    """Column of seconds, shown in milliseconds."""
     return Column(field=field, title=f"{title}, ms", scale=1e3)
 
 
 def spread(field: str, title: str, *, scale: float = 1.0) -> tuple[Column, Column, Column]:
-    """Least, median and most over the rows of a line."""
+    """Columns of the least, median and largest value over the rows of a line."""
     return (
         Column(field=field, title=f"{title}, least", scale=scale, reduce="least"),
         Column(field=field, title=f"{title}, median", scale=scale),

@@ -1,9 +1,8 @@
-"""What no schedule can beat: computed from lengths and speeds alone, by none of the simulator's code.
+"""Lower bounds on the time of any schedule, from lengths and speeds alone and without the simulator's code.
 
-The context of a response costs seconds for every forward wherever it runs, half its length on average: that part is
-the same under every schedule. The rest of a forward is shared by those that run in it, so it is cheapest per token at
-the number of responses for which that is least. A step also takes at least as long as its longest response does
-alone, divided by the steps over which it may stretch.
+The context of a response adds the same seconds under every schedule; on average it is half the response's length. The
+responses of a forward share the rest of its time, so the bound uses the number of responses with the least time per
+token. A step also takes at least the time of its longest response alone, divided by the steps it may span.
 """
 
 import numpy as np
@@ -24,9 +23,7 @@ def saturated_s(lengths: _Floats, *, fixed_s: _Floats, context_s: float, gains: 
 
 
 def longest_s(lengths: _Floats, *, fixed_s: _Floats, context_s: float, gains: _Floats, max_staleness: int) -> float:
-    """Seconds of a step which the longest response of a step forces, if it may stretch over 1 + `max_staleness`
-    steps.
-    """
+    """Least seconds per step because of the longest response, which may span 1 + `max_staleness` steps."""
     longest = float(lengths.max())
     alone = np.min(fixed_s[1:] / gains[1:]) * longest + context_s * longest * (longest - 1) / 2 / np.max(gains[1:])
     return float(alone / (1 + max_staleness))

@@ -1,18 +1,18 @@
-"""Engines with continuous batching: when does each response end?
+"""Simulated engines with continuous batching: computes when each response ends.
 
-A forward of an engine in which b responses run, each verifying d drafts, and c tokens stand before them takes
+A forward with b running responses, d draft tokens for each of them and c tokens of context takes
 
     base + row * b * (1 + d) + context * c
 
-seconds, and every response gains g tokens of it (d and g depend on b; 0 and 1 without drafts). Between two ends
-nothing changes but the context, which grows by the same amount with every forward, so that the time of n forwards
-is a sum in closed form: engines are simulated from end to end, not from forward to forward.
+seconds, and each response gains g tokens (d and g depend on b; they are 0 and 1 without drafts). Between the ends of
+two responses only the context changes, by the same amount in every forward. So the time of n forwards has a closed
+form, and the simulation steps from one end to the next instead of from forward to forward.
 
-What responses gain is kept as one counter of the engine: who begins at counter k with T tokens to come ends with the
-forward in which the counter reaches k + T.
+Each engine counts the tokens gained per response. A response that starts at count k with T tokens to emit ends in the
+forward in which the count reaches k + T.
 
-Invariants: an engine's clock never falls; at most `num_slots` responses run, and none waits while a slot is free;
-ends of all engines are met in the order of time.
+Invariants: an engine's clock never falls; at most `num_slots` responses run, and no response waits while a slot is
+free; the ends on all engines are processed in the order of time.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from benchmarks.harness.compiled import compiled
 
 REACHED, GROUP_ENDED, SLOTS_FREE = 0, 1, 2
-"""Why `run` returned: the time has come; a group has ended; an engine that was asked to say so has free slots."""
+"""Why `run` returned: the time limit, the end of a group, or enough free slots on an engine (`Engines.asked`)."""
 
 _CLOCK, _COUNTER, _CONTEXT, _RUNNING, _HEAD, _TAIL, _BUSY, _FULL = range(8)
 _NUM_STATE = 8
@@ -34,14 +34,14 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a forward costs and yields, [S + 1] by the number of responses that run."""
+    """Time and tokens of a forward; arrays are [S + 1], by the number of running responses."""
 
     fixed_s: _Floats
     """Seconds without context: base + row * b * (1 + d)."""
     context_s: float
     """Seconds for each token of context."""
     gains: _Floats
-    """Tokens that a response gains."""
+    """Tokens that each response gains."""
 
 
 class Engines:
@@ -56,30 +56,30 @@ class Engines:
         self._lengths, self._groups = lengths, groups
         self._missing = np.bincount(groups).astype(np.int64)
         self.started_s: _Floats = np.full(len(lengths), np.nan)
-        """[R], when it got a slot."""
+        """[R] seconds at which each response got a slot; NaN before."""
         self.ended_s: _Floats = np.full(len(lengths), np.nan)
-        """[R]"""
+        """[R] seconds at which each response ended; NaN before."""
         self._had: _Floats = np.zeros(len(lengths))
-        """[R], tokens that it had when it came to its engine."""
+        """[R] tokens that each response had when it was given to its engine."""
         self._state = np.zeros((num_engines, _NUM_STATE))
         self._ends = np.zeros((num_engines, num_slots))
         self._ids = np.zeros((num_engines, num_slots), dtype=np.int64)
         self._waiting = np.zeros((num_engines, waiting_capacity), dtype=np.int64)
         self._next_s = np.full(num_engines, np.inf)
         self.asked = np.zeros(num_engines, dtype=np.int64)
-        """[E]: an engine with at least so many free slots and nothing waiting is reported; 0: it is not."""
+        """[E] number of free slots at which `run` reports an engine with nothing waiting; 0: never."""
 
     def free_slots(self, engine: int) -> int:
-        """Slots that neither run nor are spoken for."""
+        """Slots without a running or waiting response."""
         state = self._state[engine]
         return int(self.num_slots - state[_RUNNING] - (state[_TAIL] - state[_HEAD]))
 
     def busy_s(self) -> _Floats:
-        """[E], seconds in which an engine ran anything, up to its last end or gift."""
+        """[E] seconds in which each engine ran a response, up to its last event."""
         return self._state[:, _BUSY].copy()
 
     def run(self, until_s: float) -> tuple[int, int, int, float]:
-        """Meet ends until somebody has to decide: `(why, engine, group or -1, when)`."""
+        """Process ends until the caller must decide: `(why, engine, group or -1, seconds)`."""
         why, engine, group, at_s = _run(
             until_s, self._speed.fixed_s, self._speed.context_s, self._speed.gains, self._state, self._ends, self._ids,
             self._waiting, self._next_s, self._lengths, self._had, self._groups, self._missing, self.started_s,
@@ -88,7 +88,7 @@ class Engines:
         return int(why), int(engine), int(group), float(at_s)
 
     def give(self, engine: int, responses: _Ints, *, at_s: float) -> None:
-        """Queue responses on an engine; what finds a slot begins at once."""
+        """Queue responses on an engine; they start at once while slots are free."""
         if self._state[engine, _TAIL] - self._state[engine, _HEAD] + len(responses) > self._waiting.shape[1]:
             raise ValueError(f"engine {engine}: more than {self._waiting.shape[1]} responses would wait")
         _give(
@@ -97,26 +97,29 @@ class Engines:
         )  # fmt: skip
 
     def running(self, engine: int, *, at_s: float) -> tuple[_Ints, _Floats]:
-        """Responses that run at `at_s`, or at the end of the forward that runs then, and the tokens that each has."""
+        """Running responses and the tokens of each, at the end of the forward that runs at `at_s`."""
         self.pause(engine, at_s, 0.0)
         number = int(self._state[engine, _RUNNING])
         ids = self._ids[engine, :number]
         return ids.copy(), self._lengths[ids] - self._ends[engine, :number] + self._state[engine, _COUNTER]
 
     def take_away(self, engine: int, responses: _Ints, *, at_s: float) -> None:
-        """Running responses leave their engine; given to another they go on with what they have."""
+        """Remove running responses from their engine; another engine resumes them with their tokens."""
         ids, had = self.running(engine, at_s=at_s)
         leaving = np.isin(ids, responses)
         self._had[ids[leaving]] = had[leaving]
-        kept = np.flatnonzero(~leaving)
+        staying = np.flatnonzero(~leaving)
         state = self._state[engine]
-        self._ends[engine, : len(kept)], self._ids[engine, : len(kept)] = self._ends[engine, kept], ids[kept]
-        state[_RUNNING] = len(kept)
+        self._ends[engine, : len(staying)], self._ids[engine, : len(staying)] = (
+            self._ends[engine, staying],
+            ids[staying],
+        )
+        state[_RUNNING] = len(staying)
         state[_CONTEXT] -= had[leaving].sum()
-        self.give(engine, np.zeros(0, dtype=np.int64), at_s=at_s)  # whoever waits takes the free slots
+        self.give(engine, np.zeros(0, dtype=np.int64), at_s=at_s)  # starts waiting responses
 
     def pause(self, engine: int, from_s: float, until_s: float) -> None:
-        """Nothing runs on the engine from the end of the forward at `from_s` to `until_s`."""
+        """Pause an engine from the end of the forward that runs at `from_s` until `until_s`."""
         _pause(
             engine, from_s, until_s, self._speed.fixed_s, self._speed.context_s, self._speed.gains, self._state,
             self._ends, self._next_s,
@@ -130,7 +133,7 @@ def _seconds(num_forwards: float, fixed: float, per_token: float, context: float
 
 @compiled
 def _gain(state: _Floats, num_forwards: float, fixed: _Floats, per_token: float, gains: _Floats) -> None:
-    """So many forwards happen on one engine."""
+    """Run `num_forwards` forwards on one engine."""
     running = int(state[_RUNNING])
     growth = running * gains[running]
     seconds = _seconds(num_forwards, fixed[running], per_token, state[_CONTEXT], growth)
@@ -141,8 +144,8 @@ def _gain(state: _Floats, num_forwards: float, fixed: _Floats, per_token: float,
 
 
 @compiled
-def _settle(state: _Floats, at_s: float, fixed: _Floats, per_token: float, gains: _Floats) -> None:
-    """Bring one engine to `at_s`, or to the end of the forward which runs then."""
+def _advance(state: _Floats, at_s: float, fixed: _Floats, per_token: float, gains: _Floats) -> None:
+    """Advance one engine to the end of the forward that runs at `at_s`."""
     running = int(state[_RUNNING])
     left = at_s - state[_CLOCK]
     if left <= 0:
@@ -161,7 +164,7 @@ def _settle(state: _Floats, at_s: float, fixed: _Floats, per_token: float, gains
 def _look_ahead(
     engine: int, state: _Floats, ends: _Floats, fixed: _Floats, per_token: float, gains: _Floats, next_s: _Floats
 ) -> None:
-    """Note when the engine's next response ends."""
+    """Compute when the engine's next response ends."""
     running = int(state[_RUNNING])
     if running == 0:
         next_s[engine] = np.inf
@@ -175,7 +178,7 @@ def _look_ahead(
 def _fill(
     state: _Floats, ends: _Floats, ids: _Ints, waiting: _Ints, lengths: _Floats, had: _Floats, started_s: _Floats
 ) -> None:
-    """Waiting responses take the free slots."""
+    """Start waiting responses in the free slots."""
     while state[_HEAD] < state[_TAIL] and state[_RUNNING] < len(ends):
         response = waiting[int(state[_HEAD]) % len(waiting)]
         state[_HEAD] += 1
@@ -193,8 +196,8 @@ def _give(
     ends: _Floats, ids: _Ints, waiting: _Ints, next_s: _Floats, lengths: _Floats, had: _Floats, started_s: _Floats,
 ) -> None:  # fmt: skip
     state = states[engine]
-    # what would end in the forward that runs at `at_s` ends in `_run`, which looks at the counter
-    _settle(state, at_s, fixed, per_token, gains)
+    # responses that reach their end in this forward are ended by `_run`
+    _advance(state, at_s, fixed, per_token, gains)
     for response in responses:
         waiting[engine, int(state[_TAIL]) % waiting.shape[1]] = response
         state[_TAIL] += 1
@@ -208,7 +211,7 @@ def _pause(
     ends: _Floats, next_s: _Floats,
 ) -> None:  # fmt: skip
     state = states[engine]
-    _settle(state, from_s, fixed, per_token, gains)
+    _advance(state, from_s, fixed, per_token, gains)
     state[_CLOCK] = max(state[_CLOCK], until_s)
     _look_ahead(engine, state, ends[engine], fixed, per_token, gains, next_s)
 

@@ -1,4 +1,4 @@
-"""Responses with long-tailed lengths, and forecasts of them that are as good as one says."""
+"""Responses with long-tailed lengths, and forecasts with a chosen correlation with them."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,24 +12,24 @@ from history.store.traces import Trace
 from history.types import prompt_key
 
 SIGMA, MEAN_TOKENS, MAX_TOKENS = 0.9, 6000.0, 32768.0
-"""Of the lognormal that lengths come from; longer ones are cut."""
+"""Parameters of the lognormal distribution of lengths; lengths above MAX_TOKENS are cut."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Groups of several steps; group p is of step p // groups_per_step."""
+    """Groups of several steps; group p belongs to step p // groups_per_step."""
 
     lengths: _Floats
     """[P, G] tokens."""
     forecasts: _Floats
-    """[P], expected tokens of a response."""
+    """[P] expected tokens of each response of a group."""
     groups_per_step: int
 
     @property
     def num_steps(self) -> int:
-        """Steps for which there are groups."""
+        """Number of steps."""
         return len(self.lengths) // self.groups_per_step
 
 
@@ -41,31 +41,31 @@ def draw(
     group_size: int,
     prompt_share: float,
     prompt_correlation: float,
-    sigma: float = SIGMA,
 ) -> Workload:
-    """Log-lengths with variance sigma^2, of which `prompt_share` is the prompt's own; the forecast knows the prompt's
-    part with that correlation.
+    """Lognormal lengths with variance SIGMA^2 of their logarithms, and forecasts of them.
 
-    With groups of one and a share of 1 the correlation is that of each request.
+    A share `prompt_share` of that variance is common to the responses of a prompt. The forecast knows this common part
+    with correlation `prompt_correlation`. With groups of one and a share of 1, that is the correlation for each
+    response.
     """
     rng = np.random.default_rng(seed)
     num_groups = num_steps * groups_per_step
     of_prompt = rng.standard_normal(num_groups)
-    own = rng.standard_normal((num_groups, group_size))
+    of_response = rng.standard_normal((num_groups, group_size))
     noise = rng.standard_normal(num_groups)
     known = prompt_correlation * of_prompt + np.sqrt(1 - prompt_correlation**2) * noise
-    deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * own
-    median = MEAN_TOKENS / np.exp(sigma**2 / 2)
+    deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * of_response
+    median = MEAN_TOKENS / np.exp(SIGMA**2 / 2)
     return Workload(
-        lengths=np.clip(np.round(median * np.exp(sigma * deviations)), 1.0, MAX_TOKENS),
-        # the best guess: what of the prompt's part is not known is as uncertain as what is each response's own
-        forecasts=np.minimum(median * np.exp(sigma * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
+        lengths=np.clip(np.round(median * np.exp(SIGMA * deviations)), 1.0, MAX_TOKENS),
+        # the forecast is the median of what is known: the unknown part of the prompt counts as noise of the response
+        forecasts=np.minimum(median * np.exp(SIGMA * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
         groups_per_step=groups_per_step,
     )
 
 
 def single_responses(workload: Workload) -> Workload:
-    """The same responses, each a group of its own."""
+    """The same responses as groups of one."""
     group_size = workload.lengths.shape[1]
     return Workload(
         lengths=workload.lengths.reshape(-1, 1),
@@ -75,9 +75,9 @@ def single_responses(workload: Workload) -> Workload:
 
 
 def replayed(traces: Iterable[Trace]) -> Workload:
-    """Recorded responses by the steps that they were sampled for, with the forecasts that a run would have made.
+    """Recorded responses by step, with the forecasts that a run would have made.
 
-    Steps that have other numbers of groups, or groups of another size, than the first are left out.
+    Steps whose number of groups or group size differs from the first step's are left out.
 
     Raises:
         ValueError: there are no traces.

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.drafting.__main__ import QUICK, generated, goals, modelled, recorded
 from benchmarks.drafting.baselines.histospec import HistoSpecPaper
-from benchmarks.drafting.costs import attach_row, forward_s, load, modelled_row, propose_rows
+from benchmarks.drafting.costs import ModelledEngine, attach_row, forward_s, load, propose_rows
 from benchmarks.drafting.quality import ARCTIC, OURS, PAPER, Contestant, decode_visits, ours, visits
 from benchmarks.drafting.traces import generate
 from benchmarks.harness.record import Row
@@ -76,7 +76,8 @@ def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
 
 def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:
     # of 8 tokens the prompt's forward emits one, two forwards three each; the last drafts two for the one left
-    row = modelled_row("case", "counting", Counting(2), [trace(range(1, 9))] * 2, 2, max_draft_tokens=4)
+    engine = ModelledEngine(case="case", method_name="counting", method=Counting(2), max_draft_tokens=4)
+    row = engine.decode([trace(range(1, 9))] * 2, 2)
     seconds = 3 * forward_s(2, 6)
     assert row["forwards"] == 3
     assert row["tokens_per_s"] == pytest.approx(14 / seconds, rel=1e-3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import record, record_file
-from benchmarks.harness.record import _without_place, rows_before, write
+from benchmarks.harness.record import _without_machine_path, rows_before, write
 from benchmarks.harness.record_file import Goal, Input, Provenance, Record, read, read_all, text
 from benchmarks.harness.record_inputs import quickstart_inputs, run_inputs, write_inputs
 from benchmarks.planner.recorded_run import keys, made
@@ -27,7 +27,7 @@ from benchmarks.planner.recorded_run import keys, made
 )
 def test_paths_are_recorded_from_here_on_and_others_by_name(argument, recorded, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _without_place(argument.replace("HERE", str(tmp_path))) == recorded
+    assert _without_machine_path(argument.replace("HERE", str(tmp_path))) == recorded
 
 
 @pytest.fixture

@@ -93,5 +93,5 @@ def test_a_changed_statement_names_its_module_and_a_lacking_commit_is_said(check
     root, commit = checkout
     _tree(root, {"history/jit.py": "SIZE = 2\n", "rollout/speed.py": "def half(x):\n    return x * 0.5\n"})
     assert _changed(root, commit) == (["history/jit.py (SIZE)", "rollout/speed.py (half)"], 4, "")
-    assert _changed(root, "c" * 40) == ([], 0, "commit unknown")
-    assert _changed(root, "") == ([], 0, "commit unknown")
+    assert _changed(root, "c" * 40) == ([], 0, "commit not in this clone's history")
+    assert _changed(root, "") == ([], 0, "commit not in this clone's history")

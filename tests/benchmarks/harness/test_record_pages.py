@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.harness import record_pages
 from benchmarks.harness.record import main
-from benchmarks.harness.record_file import Record, read_all
+from benchmarks.harness.record_answers import Answer, goal, median
+from benchmarks.harness.record_commands import of_today
+from benchmarks.harness.record_file import ROOT, Record, read_all
 from benchmarks.harness.record_pages import PAGES, pages
 from benchmarks.harness.record_tables import Column, Table, number, shown
 from benchmarks.harness.record_views import VIEWS
@@ -14,7 +16,7 @@ from benchmarks.harness.record_views import VIEWS
 
 def test_committed_pages_are_what_the_records_give() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
-    wanted = pages(read_all())
+    wanted = record_pages.generated()
     old = sorted(name for name in committed.keys() | wanted.keys() if committed.get(name) != wanted.get(name))
     assert old == [], "run `python -m benchmarks.record --docs`"
 
@@ -24,6 +26,37 @@ def test_every_row_is_in_a_table_and_every_table_has_rows(record: Record) -> Non
     tables = VIEWS[record.name].tables
     assert [row for row in record.rows if not any(table.selects(row) for table in tables)] == []
     assert [table.title for table in tables if not any(table.selects(row) for row in record.rows)] == []
+
+
+@pytest.mark.parametrize("record", read_all(), ids=lambda record: record.name)
+def test_a_page_begins_with_its_question_and_an_answer_in_one_short_sentence(record: Record) -> None:
+    view = VIEWS[record.name]
+    page = pages([record], {record.name: view})[f"{record.name}.md"]
+    answer = view.answer.of(record)
+    assert view.question.endswith("?") and answer.endswith(".")
+    assert len(answer.split()) <= 30
+    assert page.index(view.question) < page.index(answer) < page.index("**Command:**") < page.index("**Not measured:**")
+
+
+def test_commands_of_pages_name_modules_of_today() -> None:
+    commands = [record.command for record in read_all()]
+    commands += [given.command for record in read_all() for given in record.inputs]
+    modules = {of_today(command).partition(" -m ")[2].partition(" ")[0] for command in commands}
+    paths = {module: ROOT.joinpath(*module.split(".")) for module in modules}
+    known = {
+        name for name, path in paths.items() if path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+    }
+    assert modules - known == set(), "add the new name to benchmarks.harness.record_commands.MOVED"
+
+
+def test_an_answer_needs_the_goals_and_rows_that_it_names() -> None:
+    (record,) = [record for record in read_all() if record.name == "soak"]
+    assert Answer(text="{n} steps.", figures={"n": goal("steps")}).of(record) == "200 steps."
+    assert median("num_processes", {})(record) == 22
+    with pytest.raises(ValueError, match="has 0 goals 'speed'"):
+        goal("speed")(record)
+    with pytest.raises(ValueError, match="no row with 'num_fds'"):
+        median("num_fds", {"format": ("int8",)})(record)
 
 
 def test_links_of_pages_lead_to_files() -> None:

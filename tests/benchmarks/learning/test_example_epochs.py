@@ -51,4 +51,4 @@ def test_a_forward_that_yields_one_token_saves_none() -> None:
 def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--json", "unused", "--seeds", "1"])
-    assert "--seeds 1: a difference needs from 2 to 10" in capsys.readouterr().err
+    assert "--seeds 1: differences need 2 to 10" in capsys.readouterr().err

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.planner.__main__ import SCHEMES, Case, replays, run, workload_of
+from benchmarks.planner.schedules import SCHEMES, Case, replays, run, workload_of
 from benchmarks.planner.simulator.bounds import longest_s, saturated_s
 from benchmarks.planner.simulator.engines import REACHED, Engines, Speed
-from benchmarks.planner.simulator.run import Cluster, Scheme, simulate
+from benchmarks.planner.simulator.run import simulate
+from benchmarks.planner.simulator.scheme import Cluster, Scheme
 from benchmarks.planner.simulator.speeds import inferred, measured
 from benchmarks.planner.simulator.workload import draw, replayed, single_responses
 from history.store.traces import Trace, write_traces

@@ -102,7 +102,7 @@ def test_a_run_that_lacks_something_is_refused(tmp_path: Path) -> None:
         recorded(tmp_path / "long")
     write_run(tmp_path / "lost")
     (tmp_path / "lost" / "traces" / "step-2.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"no traces of steps \[2\]"):
+    with pytest.raises(ValueError, match=r"steps \[2\] have metrics but no traces"):
         recorded(tmp_path / "lost")
 
 
