@@ -37,8 +37,13 @@ FLOORS = {
     "history/lengths": Floor(imports="history"),
     "history/drafting": Floor(imports="history history/index history/lengths"),
     "history/store": Floor(imports="history"),
+    "history/store/actors.py": Floor(
+        imports="history/index history/lengths history/store",
+        libraries="ray",
+        loads="ray",
+    ),
     "history/store/service.py": Floor(
-        imports="history history/index history/lengths history/store",
+        imports="history history/store history/store/actors.py",
         libraries="ray",
         loads="ray",
     ),

@@ -24,7 +24,7 @@ class HistorySender:
     """Of one engine; lives on its event loop."""
 
     def __init__(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """`shards` are `history.store.service.HistoryShard` handles, in their order."""
+        """`shards` are `history.store.actors.HistoryShard` handles, in their order."""
         self._shards = tuple(shards)
         self._entries: list[tuple[int, PastResponse]] = []
         self._ended: Counter[GroupId] = Counter()
