@@ -178,7 +178,6 @@ FLOORS = {
 
 MAX_FILES, MAX_LINES, MAX_PARAMETERS = 20, 60, 6
 EXCEPTIONS = {
-    "history/drafting/parallel.py:DraftThreads.propose": "8 parameters",
     "rollout/cpu/fp8_kernels.py:EmulatedFp8Channel.apply_scaled_mm": "vLLM's signature",
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
     "rollout/tracing/timeline.py:_timeline": "7 parameters",
