@@ -56,10 +56,10 @@ def load_function(path: str, *, field: str) -> Callable[..., object]:
     module = _import(module_path, path=path, field=field)
     if not hasattr(module, name):
         raise ValueError(f"{field}: {path!r}: module {module_path!r} has no {name!r}{_nearest(module, name)}")
-    found: object = getattr(module, name)
-    if not callable(found):
-        raise ValueError(f"{field}: {path!r} is a {type(found).__name__}, but a function is needed")
-    return found
+    function: object = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{field}: {path!r} is a {type(function).__name__}, but a function is needed")
+    return function
 
 
 def _import(module_path: str, *, path: str, field: str) -> ModuleType:

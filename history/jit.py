@@ -75,8 +75,8 @@ def prefetch(_context: object, address: types.Integer) -> tuple[object, Callable
 @kernel
 def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
     """View the int32[length] at `address`, without a copy. Only for kernels; the caller keeps the memory alive."""
-    found: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
-    return found
+    view: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
+    return view
 
 
 @kernel
@@ -89,5 +89,5 @@ def borrowed(array: A) -> A:
 @kernel
 def int64s_at(address: int, length: int) -> npt.NDArray[np.int64]:
     """View the int64[length] at `address`, as `int32s_at` does."""
-    found: npt.NDArray[np.int64] = numba.carray(_pointer(address), length, np.int64)
-    return found
+    view: npt.NDArray[np.int64] = numba.carray(_pointer(address), length, np.int64)
+    return view

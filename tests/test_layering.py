@@ -37,8 +37,13 @@ FLOORS = {
     "history/lengths": Floor(imports="history"),
     "history/drafting": Floor(imports="history history/index history/lengths"),
     "history/store": Floor(imports="history"),
+    "history/store/actors.py": Floor(
+        imports="history/index history/lengths history/store",
+        libraries="ray",
+        loads="ray",
+    ),
     "history/store/service.py": Floor(
-        imports="history history/index history/lengths history/store",
+        imports="history history/store history/store/actors.py",
         libraries="ray",
         loads="ray",
     ),
@@ -173,7 +178,6 @@ FLOORS = {
 
 MAX_FILES, MAX_LINES, MAX_PARAMETERS = 20, 60, 6
 EXCEPTIONS = {
-    "history/drafting/parallel.py:DraftThreads.propose": "8 parameters",
     "rollout/cpu/fp8_kernels.py:EmulatedFp8Channel.apply_scaled_mm": "vLLM's signature",
     "rollout/cpu/quirks.py:padding_of_a_draft_is_accepted.rejecting_padding": "vLLM's signature",
     "megatron_rl/model/attention.py:PackedAttention.forward": "Megatron's signature",

@@ -171,8 +171,8 @@ def fresh_corrections() -> Counts:
 LIVING, ELSEWHERE = 0, 1
 """Origins of the living text and of other prompts' texts."""
 
-_NUM_AGES, _NUM_WORTHS = 8, 4
-NUM_ORIGINS = 2 + _NUM_AGES * _NUM_WORTHS
+_NUM_AGES, _NUM_REWARD_BINS = 8, 4
+NUM_ORIGINS = 2 + _NUM_AGES * _NUM_REWARD_BINS
 
 _ORIGIN_FULL = 256.0
 _WEIGHT = 10.0
@@ -196,14 +196,14 @@ def origins(steps: Sequence[int], rewards: Sequence[float], now: int) -> Numbers
         return np.zeros(0, dtype=np.int32)
     # 0 for this step, then 1, 2-3, 4-7, ..; steps of another run are negative, and old
     ages = np.minimum(np.ceil(np.log2(np.maximum(now - np.asarray(steps, dtype=np.int64), 0) + 1)), _NUM_AGES - 1)
-    paid = np.asarray(rewards, dtype=np.float64)
-    known = ~np.isnan(paid)
-    worths = np.zeros(len(paid), dtype=np.int64)
+    values = np.asarray(rewards, dtype=np.float64)
+    known = ~np.isnan(values)
+    reward_bins = np.zeros(len(values), dtype=np.int64)
     if known.any():
-        mean = paid[known].mean()
-        worths[known] = 2 + np.sign(np.where(np.isclose(paid, mean), 0.0, paid - mean))[known].astype(np.int64)
-    found: Numbers = (2 + ages.astype(np.int64) * _NUM_WORTHS + worths).astype(np.int32)
-    return found
+        mean = values[known].mean()
+        reward_bins[known] = 2 + np.sign(np.where(np.isclose(values, mean), 0.0, values - mean))[known].astype(np.int64)
+    origin_numbers: Numbers = (2 + ages.astype(np.int64) * _NUM_REWARD_BINS + reward_bins).astype(np.int32)
+    return origin_numbers
 
 
 @kernel

@@ -22,8 +22,8 @@ from history.drafting.acceptance import (
 )
 from history.drafting.live_text import (
     BUCKET,
-    BY_FIVE_TOO,
-    BY_ONE_TOO,
+    BY_ONE_AND_THREE,
+    BY_ONE_THREE_FIVE,
     BY_THREE,
     FIVE,
     bucket_of,
@@ -261,12 +261,12 @@ def _find_candidates(
         elif candidate == LIVE:
             if limit > 0:
                 buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-                contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
+                contexts = BY_ONE_AND_THREE if group[NUM_TOKENS] == 0 else BY_THREE
                 count, match_length = newest_places(live, buckets, text, last, limit, contexts, places)
         elif candidate == RING:
             if limit > 0 and state.uses_ring[0]:
                 tokens, buckets = state.ring, state.ring_buckets
-                count, match_length = newest_places(tokens, buckets, text, last, limit, BY_FIVE_TOO, places)
+                count, match_length = newest_places(tokens, buckets, text, last, limit, BY_ONE_THREE_FIVE, places)
         elif cursor_text != NOWHERE:
             tokens = cursor_tokens(state, draft_row)
             match_length, places[0] = columns[CURSOR_MATCH], cursor

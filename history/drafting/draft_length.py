@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from history.jit import kernel
 
-_WORTH = 1.01
+_MIN_GAIN = 1.01
 """Least gain in tokens per second for which tokens are drafted; smaller gains are within the model's error."""
 _OCTAVES, _BINS_PER_OCTAVE = 16, 128
 _LEAST = 2.0**-10
@@ -82,7 +82,7 @@ def _best_prefix(
     counts: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], undrafted: float, seconds: npt.NDArray[np.float64]
 ) -> tuple[int, int, int]:
     """Return the number of tokens of the best choice, its lowest bin, and the tokens taken from that bin."""
-    best_rate = _WORTH * undrafted / seconds[0]
+    best_rate = _MIN_GAIN * undrafted / seconds[0]
     best, best_bin, best_of_bin = 0, 0, 0
     gain, num = undrafted, 0
     for place in range(len(counts)):

@@ -15,7 +15,7 @@ import numpy as np
 from history.drafting.acceptance import NUM_BINS
 from history.drafting.draft_length import break_even, choose_draft_lengths, makespan_weights
 from history.drafting.forward_cost import ForwardCostModel
-from history.drafting.parallel import DraftThreads
+from history.drafting.parallel import DraftRequests, DraftThreads
 from history.drafting.prompt_group import DraftGroup
 from history.drafting.recent_ring import REGION, append_finished
 from history.drafting.state import (
@@ -182,26 +182,24 @@ class Drafter:
             rooms: [R], most tokens to draft for each row.
         """
         began = time.perf_counter()
-        # another dtype would compile new kernels in the middle of a run
-        draft_rows, num_tokens = np.asarray(draft_rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int32)
-        rooms, token_ids = np.asarray(rooms, dtype=np.int32), np.ascontiguousarray(token_ids, dtype=np.int32)
+        requests = DraftRequests.of(draft_rows, token_ids, num_tokens, rooms)
         self._num_forwards += 1
         if self._num_forwards % _RETRY_SEGMENTS_EVERY == 0:
             self._retry_segments()
-        self._count(draft_rows, num_tokens)
+        self._count(requests)
         seconds = None
         if self._cost_model is not None:
-            num_rows, most = len(draft_rows), int(np.minimum(rooms, self._max_draft_tokens).sum())
-            context = int(num_tokens.sum())
+            num_rows, most = len(requests), int(np.minimum(requests.rooms, self._max_draft_tokens).sum())
+            context = int(requests.num_tokens.sum())
             seconds = self._cost_model.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
             if self._num_resting or break_even(seconds, num_rows) >= 1:
-                return self._rest(draft_rows, seconds, began)
-        found = self._draft(draft_rows, token_ids, num_tokens, rooms, seconds)
+                return self._rest(num_rows, began)
+        drafts = self._draft(requests, seconds)
         spent = time.perf_counter() - began
         self._propose_s += spent
         if seconds is not None:
-            self._back_off(any(found), spent / seconds[0])
-        return found
+            self._back_off(any(drafts), spent / seconds[0])
+        return drafts
 
     def drain(self) -> DraftStats:
         """Return the counters since the last call, and reset them."""
@@ -229,30 +227,23 @@ class Drafter:
         self._propose_s, self._saved_s = 0.0, 0.0
         return stats
 
-    def _draft(
-        self, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds, seconds: Doubles | None
-    ) -> list[list[int]]:
-        state, num_rows = self._state, len(draft_rows)
-        sums = state.sums
+    def _draft(self, requests: DraftRequests, seconds: Doubles | None) -> list[list[int]]:
+        state, sums = self._state, self._state.sums
         num_gained, num_accepted = sums[GAINED], sums[ACCEPTED]
-        update_state(state, draft_rows, token_ids, num_tokens)
+        update_state(state, requests.draft_rows, requests.token_ids, requests.num_tokens)
         self._decide_ring_use(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
-        if state.sums[CROWDED]:
+        if sums[CROWDED]:
             self._rehash()
-        drafts = np.empty((num_rows, self._max_draft_tokens), dtype=np.int32)
-        survivals = np.empty((num_rows, self._max_draft_tokens), dtype=np.float32)
-        available = np.empty(num_rows, dtype=np.int32)
-        self._threads.propose(state, draft_rows, token_ids, num_tokens, rooms, drafts, survivals, available)
-        scale_to_observed_survival(self._recent_survival, sums, survivals, available)
+        best = self._threads.propose(state, requests)
+        scale_to_observed_survival(self._recent_survival, sums, best.survivals, best.available)
         if seconds is None:
-            lengths = _above(survivals, available, self._threshold)
+            lengths = _above(best.survivals, best.available, self._threshold)
         else:
-            weights = makespan_weights(
-                _remaining(state.rows, state.remaining, draft_rows, num_tokens), _MIN_WEIGHT, _MAX_WEIGHT
-            )
-            lengths = choose_draft_lengths(survivals, available, weights, seconds)
-        ends = np.empty(num_rows, dtype=np.int64)
-        tokens = _record_drafts(state.rows, draft_rows, drafts, lengths, ends).tolist()
+            remaining = _remaining(state.rows, state.remaining, requests.draft_rows, requests.num_tokens)
+            weights = makespan_weights(remaining, _MIN_WEIGHT, _MAX_WEIGHT)
+            lengths = choose_draft_lengths(best.survivals, best.available, weights, seconds)
+        ends = np.empty(len(requests), dtype=np.int64)
+        tokens = _record_drafts(state.rows, requests.draft_rows, best.tokens, lengths, ends).tolist()
         if seconds is not None:
             self._last_seconds = float(seconds[0]), float(seconds[len(tokens)])
         return [tokens[start:end] for start, end in pairwise([0, *ends.tolist()])]
@@ -273,21 +264,21 @@ class Drafter:
             )
         self._state.uses_ring[0] = self._uses_ring or self._num_forwards % _RING_TRIAL_EVERY == 0
 
-    def _count(self, draft_rows: Longs, num_tokens: TokenIds) -> None:
+    def _count(self, requests: DraftRequests) -> None:
         """Count the tokens that the last forward emitted, and the time saved over plain forwards of one token a row."""
         sums = self._state.sums
-        rows, emitted = sums[ROWS], sums[EMITTED]
-        count_emitted(self._state.rows, sums, draft_rows, num_tokens)
-        if self._last_seconds is not None and sums[ROWS] > rows:
+        num_rows, num_emitted = sums[ROWS], sums[EMITTED]
+        count_emitted(self._state.rows, sums, requests.draft_rows, requests.num_tokens)
+        if self._last_seconds is not None and sums[ROWS] > num_rows:
             plain, spent = self._last_seconds
-            self._saved_s += plain * (sums[EMITTED] - emitted) / (sums[ROWS] - rows) - spent
+            self._saved_s += plain * (sums[EMITTED] - num_emitted) / (sums[ROWS] - num_rows) - spent
         self._last_seconds = None
 
-    def _rest(self, draft_rows: Longs, seconds: Doubles, began: float) -> list[list[int]]:
+    def _rest(self, num_rows: int, began: float) -> list[list[int]]:
         """Neither draft nor learn; `update_state` reads the tokens emitted meanwhile later, all at once."""
         self._num_resting = max(self._num_resting - 1, 0)
         self._propose_s += time.perf_counter() - began
-        return [[] for _ in range(len(draft_rows))]
+        return [[] for _ in range(num_rows)]
 
     def _back_off(self, useful: bool, share: float) -> None:
         """Rest after many useless forwards, for growing intervals, if drafting took a noticeable share of a forward."""
@@ -360,9 +351,9 @@ def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats
     for i in range(NUM_BINS):
         now[0] += sums[PREDICTED + i]
         now[1] += sums[SURVIVED + i]
-    kept = max(1.0 - (now[0] - recent[0]) / _SURVIVAL_WINDOW, _MIN_DECAY)
+    decay = max(1.0 - (now[0] - recent[0]) / _SURVIVAL_WINDOW, _MIN_DECAY)
     for i in range(2):
-        recent[2 + i] = kept * recent[2 + i] + now[i] - recent[i]
+        recent[2 + i] = decay * recent[2 + i] + now[i] - recent[i]
         recent[i] = now[i]
     factor = _SURVIVAL_BAND * (recent[3] + _SURVIVAL_PRIOR) / (recent[2] + _SURVIVAL_PRIOR)
     if factor < 1.0:
@@ -372,17 +363,18 @@ def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats
 
 
 @kernel
-def _remaining(columns: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
+def _remaining(rows: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
     """Return the expected remaining tokens of each row; 0 for a row without a draft row."""
-    found = np.zeros(len(draft_rows))
+    expected = np.zeros(len(draft_rows))
     for row in range(len(draft_rows)):
         if draft_rows[row] >= 0:
-            table = remaining[columns[draft_rows[row], GROUP]]
-            place = (num_tokens[row] - columns[draft_rows[row], PROMPT_LENGTH]) / table[REST_POINTS]
+            request = rows[draft_rows[row]]
+            table = remaining[request[GROUP]]
+            place = (num_tokens[row] - request[PROMPT_LENGTH]) / table[REST_POINTS]
             below = min(max(int(place), 0), REST_POINTS - 2)
             part = min(max(place - below, 0.0), 1.0)
-            found[row] = table[below] * (1 - part) + table[below + 1] * part
-    return found
+            expected[row] = table[below] * (1 - part) + table[below + 1] * part
+    return expected
 
 
 @kernel

@@ -5,10 +5,10 @@
     T(B, N, C) = t_0 + rows(B) + tokens(N) + jump [N > B] + c C
 
 `rows` and `tokens` are piecewise linear and rising. B counts requests, N computed tokens (one of each row, and its
-draft), C tokens of keys and values read. All batches share one sum: plain forwards of a full batch already predict the
-cost of a small batch with many drafts. Coefficients are those of a prior (a table of `benchmarks.rollout.step_time`, or
-`DEFAULT`) times fitted factors. Each forward counts relative to its own duration. Neighbouring factors are weakly tied,
-so that unseen segments follow seen ones.
+draft), C tokens of keys and values read. All batch sizes share one fit: plain forwards of a full batch already predict
+the cost of a small batch with many drafts. Coefficients are those of a prior (a table of
+`benchmarks.rollout.step_time`, or `DEFAULT`) times fitted factors. Each forward counts relative to its own duration.
+Neighbouring factors are weakly tied, so that segments without observations follow those with some.
 
 Invariants: T never falls in N, B or C. One forward, however slow (a first compilation, a swapped-out process), moves
 the fit by a bounded amount. Old forwards decay. Drafts in a little-tried segment cost less than the estimate until they
@@ -74,13 +74,13 @@ class Observation(NamedTuple):
 
 
 def _default() -> Floats:
-    found = np.zeros(_NUM_COEFFICIENTS)
-    found[_BASE] = 10e-3
-    found[_ROWS:_TOKENS] = 0.04e-3
-    found[_TOKENS:_JUMP] = 0.3e-3
-    found[_JUMP] = 0.1e-3
-    found[_CONTEXT] = 2.7e-8
-    return found
+    coefficients = np.zeros(_NUM_COEFFICIENTS)
+    coefficients[_BASE] = 10e-3
+    coefficients[_ROWS:_TOKENS] = 0.04e-3
+    coefficients[_TOKENS:_JUMP] = 0.3e-3
+    coefficients[_JUMP] = 0.1e-3
+    coefficients[_CONTEXT] = 2.7e-8
+    return coefficients
 
 
 DEFAULT = _default()
@@ -115,9 +115,9 @@ class ForwardCostModel:
 
     def observe(self, *, num_rows: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Learn from a forward in which every row decoded. Do not report forwards with prompt chunks."""
-        seen = Observation(num_rows, num_tokens, num_context_tokens, seconds)
+        forward = Observation(num_rows, num_tokens, num_context_tokens, seconds)
         if not (0 < num_rows <= num_tokens and num_context_tokens >= 0 and 0 < seconds < np.inf):
-            raise ValueError(f"no decoding forward looks like {seen}: 0 < num_rows <= num_tokens, 0 < seconds < inf")
+            raise ValueError(f"{forward} is no decoding forward: needed: 0 < num_rows <= num_tokens, 0 < seconds < inf")
         self.num_observed += 1
         segment = _segment_of(num_tokens)
         if num_tokens > num_rows:
@@ -130,37 +130,37 @@ class ForwardCostModel:
         self._seen *= _FORGET
         self._seen[segment] += 1
         if self.num_observed <= _NUM_FIRST:
-            self._set_scale(seen)
+            self._set_scale(forward)
         else:
-            self._add(seen, memory=_FORGET)
+            self._add(forward, memory=_FORGET)
             if self.num_observed % _FIT_EVERY == 0:
                 self._fit()
 
-    def _set_scale(self, seen: Observation) -> None:
-        self._first.append(seen)
-        ratios = [first.seconds / self._of_prior(first) for first in self._first]
+    def _set_scale(self, forward: Observation) -> None:
+        self._first.append(forward)
+        ratios = [first.seconds / self._prior_seconds(first) for first in self._first]
         self._scale = float(np.median(ratios))
         self._theta = self._prior * self._scale
         if len(self._first) == _NUM_FIRST:
             self._fit_to(self._first)
 
-    def _of_prior(self, seen: Observation) -> float:
-        return float(_features(*seen[:3], self._sizes) @ self._prior)
+    def _prior_seconds(self, forward: Observation) -> float:
+        return float(_features(*forward[:3], self._sizes) @ self._prior)
 
     def _fit_to(self, forwards: Sequence[Observation]) -> None:
         """Fit to these forwards with equal weights; in rounds, because robust weights depend on the fit."""
         for _ in range(_NUM_ROUNDS):
             self._products[:] = 0
             self._targets[:] = 0
-            for seen in forwards:
-                self._add(seen, memory=1.0)
+            for forward in forwards:
+                self._add(forward, memory=1.0)
             self._fit()
 
-    def _add(self, seen: Observation, *, memory: float) -> None:
+    def _add(self, forward: Observation, *, memory: float) -> None:
         """Add a forward to the normal equations, in factors of the prior and relative to its estimate."""
-        features = _features(*seen[:3], self._sizes)
+        features = _features(*forward[:3], self._sizes)
         estimate = float(features @ self._theta)
-        target = min(seen.seconds / estimate, _LARGEST_SURPRISE)
+        target = min(forward.seconds / estimate, _LARGEST_SURPRISE)
         weight = min(1.0, _BOUND / max(abs(target - 1), 1e-9))
         _accumulate(self._products, self._targets, features * self._prior / estimate, target, weight, memory)
 
@@ -197,8 +197,8 @@ class ForwardCostModel:
 
     def _limit(self, num_rows: int) -> int:
         """Most tokens of a forward that may be explored."""
-        seen = np.flatnonzero(self._seen > _EVIDENT)
-        highest = max(_segment_of(max(self._known_tokens, num_rows)), int(seen.max(initial=0)))
+        segments = np.flatnonzero(self._seen > _EVIDENT)
+        highest = max(_segment_of(max(self._known_tokens, num_rows)), int(segments.max(initial=0)))
         return TOKEN_EDGES[min(highest + 2, _NUM_TOKEN_SLOPES)]
 
     # -- tables ------------------------------------------------------------------------------------
@@ -219,24 +219,25 @@ class ForwardCostModel:
         """
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-            wanted = [row for row in rows if all(row.get(key) == value for key, value in (only or {}).items())]
-            seen = [Observation(*(row[field] for field in Observation._fields)) for row in wanted if "seconds" in row]
+            selected = [row for row in rows if all(row.get(key) == value for key, value in (only or {}).items())]
+            measured = [row for row in selected if "seconds" in row]
+            forwards = [Observation(*(row[field] for field in Observation._fields)) for row in measured]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no record of `python -m benchmarks.rollout.step_time`: {error!r}") from error
-        if not seen:
+        if not forwards:
             raise ValueError(f"{path} has no row with {dict(only or {})}; it has {len(rows)} others")
-        return cls.fitted(seen, verify_sizes=verify_sizes)
+        return cls.fitted(forwards, verify_sizes=verify_sizes)
 
     @classmethod
-    def fitted(cls, seen: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "ForwardCostModel":
+    def fitted(cls, forwards: Iterable[Observation], *, verify_sizes: Sequence[int] = ()) -> "ForwardCostModel":
         """Fit the prior to forwards with equal weights."""
-        table = list(seen)
-        teacher = cls(verify_sizes=verify_sizes)
-        teacher._scale = float(np.median([forward.seconds / teacher._of_prior(forward) for forward in table]))
-        teacher._theta = DEFAULT * teacher._scale
-        teacher._fit_to(table)
+        table = list(forwards)
+        model = cls(verify_sizes=verify_sizes)
+        model._scale = float(np.median([forward.seconds / model._prior_seconds(forward) for forward in table]))
+        model._theta = DEFAULT * model._scale
+        model._fit_to(table)
         known_tokens = max(forward.num_tokens for forward in table)
-        return cls(prior=teacher._theta, verify_sizes=verify_sizes, known_tokens=known_tokens)
+        return cls(prior=model._theta, verify_sizes=verify_sizes, known_tokens=known_tokens)
 
     def save(self, path: Path) -> None:
         """Write the estimates as rows of the same schema, up to the largest forward seen."""
@@ -257,13 +258,13 @@ def _tie_matrix() -> Floats:
     rows, tokens = range(_ROWS, _TOKENS), range(_TOKENS, _JUMP)
     pairs = [(_BASE, _ROWS), (_BASE, _TOKENS), (_BASE, _JUMP), (_BASE, _CONTEXT)]
     pairs += [*pairwise(rows), *pairwise(tokens)]
-    found = np.diag(_ANCHOR)
+    ties = np.diag(_ANCHOR)
     for a, b in pairs:
-        found[a, a] += 1
-        found[b, b] += 1
-        found[a, b] -= 1
-        found[b, a] -= 1
-    return found
+        ties[a, a] += 1
+        ties[b, b] += 1
+        ties[a, b] -= 1
+        ties[b, a] -= 1
+    return ties
 
 
 _ANCHOR = np.full(_NUM_COEFFICIENTS, 0.01)
@@ -290,16 +291,16 @@ def _padded(num_tokens: int, sizes: Longs) -> int:
 @kernel
 def _features(num_rows: int, num_tokens: int, num_context_tokens: int, sizes: Longs) -> Floats:
     """Return the feature of each coefficient."""
-    found = np.zeros(_NUM_COEFFICIENTS)
-    found[_BASE] = 1
+    features = np.zeros(_NUM_COEFFICIENTS)
+    features[_BASE] = 1
     for k in range(_NUM_ROW_SLOPES):
-        found[_ROWS + k] = max(min(num_rows, ROW_EDGES[k + 1]) - ROW_EDGES[k], 0)
+        features[_ROWS + k] = max(min(num_rows, ROW_EDGES[k + 1]) - ROW_EDGES[k], 0)
     padded = _padded(num_tokens, sizes)
     for k in range(_NUM_TOKEN_SLOPES):
-        found[_TOKENS + k] = max(min(padded, TOKEN_EDGES[k + 1]) - TOKEN_EDGES[k], 0)
-    found[_JUMP] = 1 if num_tokens > num_rows else 0
-    found[_CONTEXT] = num_context_tokens
-    return found
+        features[_TOKENS + k] = max(min(padded, TOKEN_EDGES[k + 1]) - TOKEN_EDGES[k], 0)
+    features[_JUMP] = 1 if num_tokens > num_rows else 0
+    features[_CONTEXT] = num_context_tokens
+    return features
 
 
 @kernel
@@ -314,8 +315,8 @@ def _accumulate(products: Floats, targets: Floats, row: Floats, target: float, w
 def _by_tokens(
     num_rows: int, max_tokens: int, limit: int, plain: float, theta: Floats, doubts: Floats, sizes: Longs
 ) -> Floats:
-    found = np.full(max_tokens - num_rows + 1, np.inf)
-    found[0] = plain
+    seconds = np.full(max_tokens - num_rows + 1, np.inf)
+    seconds[0] = plain
     priced = _padded(num_rows, sizes)
     segment = _segment_of(priced)
     price = plain + (1 - doubts[_segment_of(num_rows + 1)]) * theta[_JUMP]
@@ -329,5 +330,5 @@ def _by_tokens(
             while priced > TOKEN_EDGES[segment + 1]:
                 segment += 1
             price += (1 - doubts[segment]) * theta[_TOKENS + segment]
-        found[num_tokens - num_rows] = price
-    return found
+        seconds[num_tokens - num_rows] = price
+    return seconds

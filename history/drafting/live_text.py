@@ -21,7 +21,7 @@ from history.types import TokenIds
 BUCKET = 4
 """Positions kept for one context of a living text."""
 
-BY_THREE, BY_ONE_TOO, BY_FIVE_TOO = range(3)
+BY_THREE, BY_ONE_AND_THREE, BY_ONE_THREE_FIVE = range(3)
 """Contexts that index a text: three tokens; also single tokens; also five tokens."""
 
 FIVE = 5
@@ -39,7 +39,7 @@ def append(live: TokenIds, buckets: Numbers, end: int, text: TokenIds, start: in
     for i in range(start, stop):
         live[end] = text[i]
         if live[end - 1] >= 0:
-            _remember(live, buckets, end - 1, contexts)
+            _index(live, buckets, end - 1, contexts)
         end += 1
     return end
 
@@ -49,7 +49,7 @@ def reindex(live: TokenIds, buckets: Numbers, num_used: int, contexts: int) -> N
     """Index a whole text again, into other, empty buckets."""
     for position in range(1, num_used - 1):
         if live[position] >= 0 and live[position + 1] >= 0:
-            _remember(live, buckets, position, contexts)
+            _index(live, buckets, position, contexts)
 
 
 @kernel
@@ -78,7 +78,7 @@ def newest_places(
     more often than the longest match. Returns the number of places and the number of matching tokens.
     """
     count, best, most = 0, 0, _ALL
-    if contexts == BY_FIVE_TOO:
+    if contexts == BY_ONE_THREE_FIVE:
         most = FIVE
         if limit >= FIVE:
             bucket = bucket_of_five(len(buckets), text, last)
@@ -120,13 +120,13 @@ def _matching(
 
 
 @kernel
-def _remember(live: TokenIds, buckets: Numbers, position: int, contexts: int) -> None:
+def _index(live: TokenIds, buckets: Numbers, position: int, contexts: int) -> None:
     second = live[position - 1]
     third = live[position - 2] if second >= 0 else SEPARATOR
     _push(buckets, _hash(live[position], second, third) & (len(buckets) - 1), position)
     if contexts != BY_THREE:
         _push(buckets, _hash(live[position], _ALONE, _ALONE) & (len(buckets) - 1), position)
-    if contexts == BY_FIVE_TOO and third >= 0 and live[position - 3] >= 0 and live[position - 4] >= 0:
+    if contexts == BY_ONE_THREE_FIVE and third >= 0 and live[position - 3] >= 0 and live[position - 4] >= 0:
         _push(buckets, bucket_of_five(len(buckets), live, position), position)
 
 

@@ -8,6 +8,7 @@ Invariant: the drafts do not depend on the number of threads.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,69 @@ LEAST_ROWS = 32
 """Fewest rows of a part, because waking a thread costs time. Chosen, not measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRequests:
+    """R rows of a batch, one running request each."""
+
+    draft_rows: Longs
+    """[R], -1 for a row without drafts."""
+    token_ids: TokenIds
+    """[B, L], B at least R: texts of prompt and output."""
+    num_tokens: TokenIds
+    """[R], tokens of each text, the newest included."""
+    rooms: TokenIds
+    """[R], most tokens to draft for each row."""
+
+    @classmethod
+    def of(cls, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds, rooms: TokenIds) -> "DraftRequests":
+        """Convert the arrays to the dtypes of the kernels: others would compile new kernels in the middle of a run."""
+        return cls(
+            draft_rows=np.asarray(draft_rows, dtype=np.int64),
+            token_ids=np.ascontiguousarray(token_ids, dtype=np.int32),
+            num_tokens=np.asarray(num_tokens, dtype=np.int32),
+            rooms=np.asarray(rooms, dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.draft_rows)
+
+    def part(self, begin: int, end: int) -> "DraftRequests":
+        """View rows begin..end."""
+        return DraftRequests(
+            draft_rows=self.draft_rows[begin:end],
+            token_ids=self.token_ids[begin:end],
+            num_tokens=self.num_tokens[begin:end],
+            rooms=self.rooms[begin:end],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BestCandidates:
+    """The best candidate of each of R rows."""
+
+    tokens: TokenIds
+    """[R, K]"""
+    survivals: Floats
+    """[R, K]: probability that a token and all before it are accepted."""
+    available: TokenIds
+    """[R]: tokens of each candidate, at most K."""
+
+    @classmethod
+    def empty(cls, num_rows: int, max_draft_tokens: int) -> "BestCandidates":
+        """Allocate the arrays for `num_rows` rows of at most `max_draft_tokens` tokens, not initialised."""
+        return cls(
+            tokens=np.empty((num_rows, max_draft_tokens), dtype=np.int32),
+            survivals=np.empty((num_rows, max_draft_tokens), dtype=np.float32),
+            available=np.empty(num_rows, dtype=np.int32),
+        )
+
+    def part(self, begin: int, end: int) -> "BestCandidates":
+        """View rows begin..end."""
+        return BestCandidates(
+            tokens=self.tokens[begin:end], survivals=self.survivals[begin:end], available=self.available[begin:end]
+        )
+
+
 class DraftThreads:
     """A pool of drafting threads that includes the caller's thread."""
 
@@ -27,44 +91,39 @@ class DraftThreads:
         """Create scratch arrays; threads start with the first batch that is large enough."""
         if num_threads < 1:
             raise ValueError(f"{num_threads} threads cannot draft; at least 1 is needed")
-        self._rooms = [scratch_arrays(max_draft_tokens) for _ in range(num_threads - 1)]
+        self._max_draft_tokens = max_draft_tokens
+        self._scratch = [scratch_arrays(max_draft_tokens) for _ in range(num_threads - 1)]
         self._pool: ThreadPoolExecutor | None = None
 
-    def propose(
-        self,
-        state: DraftState,
-        draft_rows: Longs,
-        token_ids: TokenIds,
-        num_tokens: TokenIds,
-        rooms: TokenIds,
-        drafts: TokenIds,
-        survivals: Floats,
-        available: TokenIds,
-    ) -> None:
+    def propose(self, state: DraftState, requests: DraftRequests) -> BestCandidates:
         """Run `history.drafting.candidates.propose` on as many threads as the batch can use."""
-        num_parts = min(len(self._rooms) + 1, max(len(draft_rows) // LEAST_ROWS, 1))
+        best = BestCandidates.empty(len(requests), self._max_draft_tokens)
+        num_parts = min(len(self._scratch) + 1, max(len(requests) // LEAST_ROWS, 1))
         if num_parts == 1:
-            propose(state, draft_rows, token_ids, num_tokens, rooms, drafts, survivals, available)
-            return
-        edges = np.linspace(0, len(draft_rows), num_parts + 1).astype(int).tolist()
-        parts = [
-            (
-                draft_rows[begin:end],
-                token_ids[begin:end],
-                num_tokens[begin:end],
-                rooms[begin:end],
-                drafts[begin:end],
-                survivals[begin:end],
-                available[begin:end],
-            )
-            for begin, end in pairwise(edges)
-        ]
+            _propose(state, requests, best)
+            return best
+        edges = np.linspace(0, len(requests), num_parts + 1).astype(int).tolist()
+        parts = [(requests.part(begin, end), best.part(begin, end)) for begin, end in pairwise(edges)]
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self._rooms), thread_name_prefix="drafts")
+            self._pool = ThreadPoolExecutor(len(self._scratch), thread_name_prefix="drafts")
         running = [
-            self._pool.submit(propose, state._replace(**room), *part)
-            for room, part in zip(self._rooms, parts[1:], strict=False)
+            self._pool.submit(_propose, state._replace(**scratch), *part)
+            for scratch, part in zip(self._scratch, parts[1:], strict=False)
         ]
-        propose(state, *parts[0])
-        for part in running:
-            part.result()
+        _propose(state, *parts[0])
+        for part_done in running:
+            part_done.result()
+        return best
+
+
+def _propose(state: DraftState, requests: DraftRequests, best: BestCandidates) -> None:
+    propose(
+        state,
+        requests.draft_rows,
+        requests.token_ids,
+        requests.num_tokens,
+        requests.rooms,
+        best.tokens,
+        best.survivals,
+        best.available,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from history.drafting.acceptance import origins
-from history.drafting.live_text import BUCKET, BY_ONE_TOO, BY_THREE, reindex
+from history.drafting.live_text import BUCKET, BY_ONE_AND_THREE, BY_THREE, reindex
 from history.drafting.state import (
     BUCKETS,
     FENCES,
@@ -91,7 +91,7 @@ class DraftGroup:
     def rehash(self) -> None:
         """Index the living text again with more buckets."""
         self._buckets = np.full((_GROWTH * len(self._buckets), BUCKET), -1, dtype=np.int32)
-        reindex(self._text, self._buckets, self._num_used, BY_ONE_TOO if self.segment is None else BY_THREE)
+        reindex(self._text, self._buckets, self._num_used, BY_ONE_AND_THREE if self.segment is None else BY_THREE)
 
     def remaining(self) -> Doubles:
         """Return expected remaining tokens of a response over an even grid, then the grid's step."""

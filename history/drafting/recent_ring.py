@@ -13,7 +13,7 @@ Mutating: `append_running`, `append_finished`.
 import numpy as np
 import numpy.typing as npt
 
-from history.drafting.live_text import BY_FIVE_TOO, FIVE, append
+from history.drafting.live_text import BY_ONE_THREE_FIVE, FIVE, append
 from history.index.suffix_array import SEPARATOR
 from history.jit import kernel
 from history.types import TokenIds
@@ -53,9 +53,9 @@ def append_running(
         if region_end == region_stop:
             region_end = _reserve(ring, end)
             region_stop = region_end + REGION
-            region_end = append(ring, buckets, region_end, text, max(start - _CONTEXT, first), start, BY_FIVE_TOO)
+            region_end = append(ring, buckets, region_end, text, max(start - _CONTEXT, first), start, BY_ONE_THREE_FIVE)
         following = min(stop, start + region_stop - region_end)
-        region_end = append(ring, buckets, region_end, text, start, following, BY_FIVE_TOO)
+        region_end = append(ring, buckets, region_end, text, start, following, BY_ONE_THREE_FIVE)
         start = following
     return region_end, region_stop
 
@@ -83,5 +83,5 @@ def append_finished(ring: TokenIds, buckets: Numbers, end: Longs, text: TokenIds
     ring[at - 1] = SEPARATOR
     # a separator keeps drafts of the new text from following the old text
     ring[at + (stop - start)] = SEPARATOR
-    end[0] = append(ring, buckets, at, text, start, stop, BY_FIVE_TOO)
+    end[0] = append(ring, buckets, at, text, start, stop, BY_ONE_THREE_FIVE)
     ring[end[0]] = SEPARATOR

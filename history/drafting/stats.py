@@ -47,16 +47,16 @@ class DraftStats:
     def __add__(self, other: "DraftStats") -> "DraftStats":
         values: dict[str, Any] = {}
         for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if isinstance(mine, tuple):
-                values[field.name] = tuple(a + b for a, b in zip(mine, theirs, strict=True))
+            first, second = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(first, tuple):
+                values[field.name] = tuple(a + b for a, b in zip(first, second, strict=True))
             else:
-                values[field.name] = mine + theirs
+                values[field.name] = first + second
         return DraftStats(**values)
 
     def metrics(self) -> dict[str, float]:
         """Return flat metrics; rates without observations are 0."""
-        found = {
+        metrics = {
             "history/drafted_tokens": float(self.num_drafted),
             "history/accepted_tokens": float(self.num_accepted),
             "history/tokens_per_forward": self.num_emitted / max(self.num_rows, 1),
@@ -68,8 +68,8 @@ class DraftStats:
             "history/saved_s_estimated": self.saved_s,
         }
         for name, accepted in zip(SOURCES, self.accepted_by_source, strict=True):
-            found[f"history/accepted_share/{name}"] = accepted / max(self.num_accepted, 1)
-        return found
+            metrics[f"history/accepted_share/{name}"] = accepted / max(self.num_accepted, 1)
+        return metrics
 
     def calibration_error(self) -> float:
         """Expected calibration error: mean distance between predicted and observed survival, weighted by bin."""

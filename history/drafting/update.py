@@ -8,7 +8,7 @@ from history.drafting.acceptance import (
     update_origin,
     update_rate,
 )
-from history.drafting.live_text import BUCKET, BY_ONE_TOO, BY_THREE, FIVE, append, bucket_of, bucket_of_five
+from history.drafting.live_text import BUCKET, BY_ONE_AND_THREE, BY_THREE, FIVE, append, bucket_of, bucket_of_five
 from history.drafting.recent_ring import NUM_PLACES, append_running
 from history.drafting.state import (
     ACCEPTED,
@@ -61,7 +61,7 @@ from history.drafting.state import (
 from history.jit import CACHE_LINE, borrowed, int32s_at, kernel, prefetch
 from history.types import TokenIds
 
-_PLACES = (STICKY, MOVED, HISTORY, LIVE)
+_CURSOR_CANDIDATES = (STICKY, MOVED, HISTORY, LIVE)
 """Candidates that a cursor can follow; of equally long matches the first wins."""
 
 _MAX_MISSED = 24
@@ -241,7 +241,7 @@ def _move_cursor(state: DraftState, draft_row: int, text: TokenIds, start: int, 
     """Move the cursor to the candidate with most correct tokens, then over the tokens beyond it."""
     columns = state.rows[draft_row]
     best, lead = -1, 0
-    for candidate in _PLACES:
+    for candidate in _CURSOR_CANDIDATES:
         if state.leads[candidate] > lead:
             best, lead = candidate, state.leads[candidate]
     if best < 0 and columns[CURSOR_TEXT] == NOWHERE:
@@ -292,7 +292,7 @@ def _extend_live(state: DraftState, draft_row: int, text: TokenIds, start: int, 
     columns, group = state.rows[draft_row], state.groups[state.rows[draft_row, GROUP]]
     live = int32s_at(group[LIVE_TEXT], group[LIVE_SIZE])
     buckets = int32s_at(group[BUCKETS], group[NUM_BUCKETS] * BUCKET).reshape((-1, BUCKET))
-    contexts = BY_ONE_TOO if group[NUM_TOKENS] == 0 else BY_THREE
+    contexts = BY_ONE_AND_THREE if group[NUM_TOKENS] == 0 else BY_THREE
     if group[PROMPT_LEFT] > 0:
         append(live, buckets, 1, text, 0, min(group[PROMPT_LEFT], columns[PROMPT_LENGTH]), contexts)
         group[NUM_LIVE] += group[PROMPT_LEFT]

@@ -73,8 +73,8 @@ def narrowed(
         middle = (low + high) >> 1
         position = order[middle]
         equal = num_equal(tokens, position, text, last, limit)
-        theirs = text[last - equal] if equal < limit else SEPARATOR
-        if equal <= limit and equal < DEPTH and tokens[position - equal] < theirs:
+        token = text[last - equal] if equal < limit else SEPARATOR
+        if equal <= limit and equal < DEPTH and tokens[position - equal] < token:
             low = middle
         else:
             high = middle

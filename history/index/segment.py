@@ -10,6 +10,7 @@ sorted by left context (`history.index.suffix_array`). A file with its final nam
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -106,13 +107,13 @@ def build_segment(prompt_key: int, version: int, responses: Sequence[PastRespons
 
     Raises ValueError when a token id is negative.
     """
-    kept = [response for response in responses if len(response.token_ids)]
-    lengths = np.array([len(response.token_ids) for response in kept], dtype=np.int32)
+    non_empty = [response for response in responses if len(response.token_ids)]
+    lengths = np.array([len(response.token_ids) for response in non_empty], dtype=np.int32)
     starts = (np.cumsum(lengths + 1) - lengths).astype(np.int32)
-    least = min((int(response.token_ids.min()) for response in kept), default=0)
+    least = min((int(response.token_ids.min()) for response in non_empty), default=0)
     if least < 0:
         raise ValueError(f"token id {least} of prompt {prompt_key:016x}: ids are not negative")
-    tokens = _joined(kept)
+    tokens = _joined(non_empty)
     order = sort_by_left_context(tokens)
     fences = build_fences(tokens, order)
     arrays = {
@@ -120,10 +121,10 @@ def build_segment(prompt_key: int, version: int, responses: Sequence[PastRespons
         "order": order,
         "starts": starts,
         "lengths": lengths,
-        "steps": np.array([response.step for response in kept], dtype=np.int32),
-        "samples": np.array([response.sample for response in kept], dtype=np.int32),
+        "steps": np.array([response.step for response in non_empty], dtype=np.int32),
+        "samples": np.array([response.sample for response in non_empty], dtype=np.int32),
     }
-    rewards = np.array([response.reward for response in kept], dtype=np.float32)
+    rewards = np.array([response.reward for response in non_empty], dtype=np.float32)
     segment = HistorySegment(prompt_key=prompt_key, version=version, fences=fences, rewards=rewards, **arrays)
     for array in segment._arrays():
         array.flags.writeable = False
@@ -136,20 +137,23 @@ def segment_path(directory: Path, prompt_key: int) -> Path:
 
 
 def write_segment(directory: Path, segment: HistorySegment) -> Path:
-    """Publish `segment` in `directory`: write a temporary file, then rename it over the older version."""
+    """Publish `segment` in `directory`: write a temporary file, then rename it over the older version.
+
+    The temporary file is named by process and thread, so that several writers of one prompt do not share it.
+    """
     path = segment_path(directory, segment.prompt_key)
-    aside = path.with_suffix(f".{os.getpid()}.aside")
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     body = _body(segment)
     checksum = xxhash.xxh3_64()
     for part in body:
         checksum.update(part)
     header = _header(segment, checksum.intdigest())
     with ExitStack() as undo:
-        undo.callback(aside.unlink, missing_ok=True)
-        with aside.open("wb", buffering=0) as file:
+        undo.callback(temporary.unlink, missing_ok=True)
+        with temporary.open("wb", buffering=0) as file:
             for part in (header, *body):
                 file.write(part)
-        aside.rename(path)
+        temporary.rename(path)
         undo.pop_all()
     return path
 

@@ -160,11 +160,11 @@ def _refine(
     order: Order, ranks: Order, offsets: Order, starts: Order, ends: Order, keys: npt.NDArray[np.int64], depth: int
 ) -> tuple[Order, Order]:
     """Sort each range of equal `depth` tokens by the next `depth` tokens; return the ranges that stay equal."""
-    room = 0
+    most_ranges = 0
     for g in range(len(starts)):
-        room += (ends[g] - starts[g]) // 2
-    new_starts = np.empty(room, dtype=np.int32)
-    new_ends = np.empty(room, dtype=np.int32)
+        most_ranges += (ends[g] - starts[g]) // 2
+    new_starts = np.empty(most_ranges, dtype=np.int32)
+    new_ends = np.empty(most_ranges, dtype=np.int32)
     count = 0
     for g in range(len(starts)):
         start, end = starts[g], ends[g]
@@ -260,15 +260,15 @@ def build_fences(tokens: TokenIds, order: Order) -> Fences:
     while shift > 0:
         total += _level_size(num_positions, shift)
         shift -= _FANOUT_BITS
-    found = np.full(total, _BEYOND, dtype=np.int64)
+    fences = np.full(total, _BEYOND, dtype=np.int64)
     begin, shift = 0, top
     while shift > 0:
         for i in range(-(-num_positions >> shift)):
             position = order[i << shift]
-            found[begin + i] = fence(tokens[position], tokens[position - 1], tokens[position - 2])
+            fences[begin + i] = fence(tokens[position], tokens[position - 1], tokens[position - 2])
         begin += _level_size(num_positions, shift)
         shift -= _FANOUT_BITS
-    return found
+    return fences
 
 
 @kernel
@@ -298,10 +298,10 @@ def descend(fences: Fences, num_positions: int, key: int, level: int, below: int
         `level`, `below` and `shift` of the next level.
     """
     node = node_at(level, below)
-    found = node - level
+    num_smaller = node - level
     for i in range(FANOUT):
-        found += fences[node + i] < key
-    return level + _level_size(num_positions, shift), found, shift - _FANOUT_BITS
+        num_smaller += fences[node + i] < key
+    return level + _level_size(num_positions, shift), num_smaller, shift - _FANOUT_BITS
 
 
 @kernel

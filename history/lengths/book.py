@@ -4,7 +4,7 @@ The controller owns the book of a run: it sees the lengths of every group, wheth
 the last visits of a prompt only; older ones have little weight (`history.lengths.estimate`).
 
 Invariants (`check_integrity`): visits of a prompt ascend by step, and each has at least one length. The prior is the
-mean of all kept lengths.
+mean of all stored lengths.
 """
 
 from collections import deque
@@ -70,20 +70,20 @@ class LengthBook:
 
         If the prompt was seen before, `metrics` compares its forecast with these lengths.
         """
-        found = tuple(int(length) for length in lengths if length > 0)
-        if not found:
+        observed = tuple(int(length) for length in lengths if length > 0)
+        if not observed:
             return
         visits = self._visits.get(key)
         if visits is None:
             visits = self._visits[key] = deque()
         else:
-            self._recent.append((self.expected(key), float(np.mean(found))))
+            self._recent.append((self.expected(key), float(np.mean(observed))))
         if visits and visits[-1].step == step:
-            found = visits[-1].lengths + found
+            observed = visits[-1].lengths + observed
             self._forget(visits.pop())
-        visits.append(Visit(step=step, lengths=found))
-        self._sum += sum(found)
-        self._count += len(found)
+        visits.append(Visit(step=step, lengths=observed))
+        self._sum += sum(observed)
+        self._count += len(observed)
         if len(visits) > KEPT_VISITS:
             self._forget(visits.popleft())
 
@@ -99,13 +99,13 @@ class LengthBook:
         """Return the quality of recent forecasts; empty with fewer than three forecasts."""
         if len(self._recent) < 3:
             return {}
-        expected, came = (np.array(column) for column in self._columns())
-        found = {"planner/forecast_error": float(np.median(np.abs(np.log(expected / came))))}
+        expected, measured = (np.array(column) for column in self._columns())
+        metrics = {"planner/forecast_error": float(np.median(np.abs(np.log(expected / measured))))}
         correlation = self.correlation()
-        return found if np.isnan(correlation) else {**found, "planner/forecast_correlation": correlation}
+        return metrics if np.isnan(correlation) else {**metrics, "planner/forecast_correlation": correlation}
 
     def _columns(self) -> tuple[list[float], list[float]]:
-        return [expected for expected, _ in self._recent], [came for _, came in self._recent]
+        return [expected for expected, _ in self._recent], [measured for _, measured in self._recent]
 
     def save(self, path: Path) -> None:
         """Write all lengths, but not the recent forecasts, into an `.npz` file."""
@@ -130,10 +130,10 @@ class LengthBook:
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
-        kept = [visit for visits in self._visits.values() for visit in visits]
-        assert all(visit.lengths and min(visit.lengths) > 0 for visit in kept)
+        all_visits = [visit for visits in self._visits.values() for visit in visits]
+        assert all(visit.lengths and min(visit.lengths) > 0 for visit in all_visits)
         for visits in self._visits.values():
             steps = [visit.step for visit in visits]
             assert steps == sorted(set(steps)) and 0 < len(steps) <= KEPT_VISITS
-        assert self._sum == sum(sum(visit.lengths) for visit in kept)
-        assert self._count == sum(len(visit.lengths) for visit in kept)
+        assert self._sum == sum(sum(visit.lengths) for visit in all_visits)
+        assert self._count == sum(len(visit.lengths) for visit in all_visits)

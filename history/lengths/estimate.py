@@ -55,24 +55,24 @@ class LengthEstimate:
         Raises:
             ValueError: a length is below 1, the prior is not positive, or steps and lengths differ in number.
         """
-        found = np.asarray(lengths, dtype=np.int64)
-        if (found < 1).any() or not 0 < prior_mean < np.inf:
+        observed = np.asarray(lengths, dtype=np.int64)
+        if (observed < 1).any() or not 0 < prior_mean < np.inf:
             raise ValueError(f"lengths {list(lengths)} and prior mean {prior_mean} must be positive")
-        if steps and len(steps) != len(found):
-            raise ValueError(f"{len(found)} lengths have {len(steps)} steps; pass one step for each length")
-        visits, visit = np.unique(np.asarray(steps or [0] * len(found)), return_inverse=True)
+        if steps and len(steps) != len(observed):
+            raise ValueError(f"{len(observed)} lengths have {len(steps)} steps; pass one step for each length")
+        visits, visit = np.unique(np.asarray(steps or [0] * len(observed)), return_inverse=True)
         weights = np.power(OLDER, len(visits) - 1 - visit, dtype=np.float64)
-        order = np.argsort(found, kind="stable")
-        found, weights = found[order], weights[order]
+        order = np.argsort(observed, kind="stable")
+        observed, weights = observed[order], weights[order]
         total = weights.sum() + PRIOR_WEIGHT
         return cls(
-            num_observations=len(found),
-            mean=float((found @ weights + PRIOR_WEIGHT * prior_mean) / total),
-            p50=_quantile(found, weights, 0.5, prior_mean),
-            p90=_quantile(found, weights, 0.9, prior_mean),
-            max=float(found.max(initial=0)),
+            num_observations=len(observed),
+            mean=float((observed @ weights + PRIOR_WEIGHT * prior_mean) / total),
+            p50=_quantile(observed, weights, 0.5, prior_mean),
+            p90=_quantile(observed, weights, 0.9, prior_mean),
+            max=float(observed.max(initial=0)),
             prior_mean=float(prior_mean),
-            lengths=tuple(found.tolist()),
+            lengths=tuple(observed.tolist()),
             weights=tuple(weights.tolist()),
         )
 

@@ -18,8 +18,8 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 def reusable_share(before: Sequence[PastResponse], now: Sequence[PastResponse]) -> float:
     """Share of `now`'s tokens in runs of `RUN_TOKENS` that also occur in `before`, 0..1; 0 without tokens."""
-    known = np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *(_runs(past.token_ids) for past in before)]))
-    reused = sum(_num_covered(np.isin(_runs(response.token_ids), known)) for response in now)
+    runs_before = np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *(_runs(past.token_ids) for past in before)]))
+    reused = sum(_num_covered(np.isin(_runs(response.token_ids), runs_before)) for response in now)
     return reused / max(sum(len(response.token_ids) for response in now), 1)
 
 

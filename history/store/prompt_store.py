@@ -1,8 +1,8 @@
 """Stores the last visits of a shard's prompts under a byte budget.
 
-A visit holds the responses of one prompt in one step. Responses arrive in any order and more than once; the same step
-and sample replaces. A visit is *complete* when all its rewards and responses have arrived. Only a complete visit
-replaces older ones, because half a visit drafts worse than the visit before.
+A visit holds the responses of one prompt in one step. Responses arrive in any order and more than once; a response
+replaces the earlier one of the same step and sample. A visit is *complete* when all its rewards and responses have
+arrived. Only a complete visit replaces older ones, because half a visit drafts worse than the visit before.
 
 Above the budget the store evicts the prompts of least value. A prompt's value per byte is the expected saving of its
 next visit over the expected wait. The saving is proportional to tokens times the share that the next visit repeats, and
@@ -192,12 +192,12 @@ class PromptStore:
         self, prompt_keys: Iterable[int], known: Mapping[int, int] | None = None
     ) -> dict[int, tuple[int, list[PastResponse]]]:
         """Return stamp and responses of each stored prompt; no responses if the stamp equals the `known` one."""
-        have = known or {}
+        known_stamps = known or {}
         with self._lock:
-            found = {key: past for key in prompt_keys if (past := self._prompts.get(key)) is not None}
+            prompts = {key: past for key in prompt_keys if (past := self._prompts.get(key)) is not None}
             return {
-                key: (past.stamp, [] if have.get(key) == past.stamp else past.responses())
-                for key, past in found.items()
+                key: (past.stamp, [] if known_stamps.get(key) == past.stamp else past.responses())
+                for key, past in prompts.items()
             }
 
     def stamps(self) -> dict[int, int]:

@@ -65,10 +65,10 @@ class ResponseBatch:
 
     def by_prompt(self) -> dict[int, list[PastResponse]]:
         """Group the responses by prompt, in the order in which prompts appear."""
-        found: dict[int, list[PastResponse]] = {}
+        by_key: dict[int, list[PastResponse]] = {}
         for key, response in self.entries():
-            found.setdefault(key, []).append(response)
-        return found
+            by_key.setdefault(key, []).append(response)
+        return by_key
 
     def split(self, num_shards: int) -> list["ResponseBatch"]:
         """Split the batch by shard: a prompt belongs to shard `key % num_shards`."""

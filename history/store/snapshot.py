@@ -66,9 +66,9 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes a folder of files a snapshot."""
     text = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1) + "\n"
-    aside = folder / f"{MANIFEST}.partial"
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(folder / MANIFEST)
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -128,14 +128,14 @@ def read_responses(
         if manifest.num_shards != num_shards or file.shard == shard:
             by_shard[file.shard].append(file)
     for files in by_shard.values():
-        wanted: set[int] | None = None
+        missing: set[int] | None = None
         for file in reversed(files):
             alive, batch = _read(folder / file.name)
-            if wanted is None:
-                wanted = {key for key in alive.tolist() if key % num_shards == shard}
-            found = {key: responses for key, responses in batch.by_prompt().items() if key in wanted}
-            wanted -= found.keys()
-            yield file.name, found
+            if missing is None:
+                missing = {key for key in alive.tolist() if key % num_shards == shard}
+            newest = {key: responses for key, responses in batch.by_prompt().items() if key in missing}
+            missing -= newest.keys()
+            yield file.name, newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +173,11 @@ class SnapshotWriter:
         manifest = read_manifest(folder)
         shift = manifest.last_step + 1 if another_run else 0
         count = 0
-        have = store.stamps()
+        stored = store.stamps()
         is_ours = manifest.num_shards == self._num_shards and not another_run and only is None
         for name, prompts in read_responses(folder, manifest, shard=self._shard, num_shards=self._num_shards):
             for key, responses in prompts.items():
-                if key in have or (only is not None and key not in only):
+                if key in stored or (only is not None and key not in only):
                     continue
                 store.restore(key, [replace(response, step=response.step - shift) for response in responses])
                 count += 1
@@ -191,7 +191,7 @@ class SnapshotWriter:
     def save(self, store: PromptStore, folder: Path, previous: Path | None) -> list[SnapshotFile]:
         """Write the store into `folder`, link the files of `previous`, and return all files, older before newer."""
         stamps = store.stamps()
-        forgotten = self._saved.keys() - stamps.keys()
+        removed = self._saved.keys() - stamps.keys()
         self._saved = {key: saved for key, saved in self._saved.items() if stamps.get(key) == saved.stamp}
         before = len(self._files)
         current: Counter[str] = Counter()
@@ -204,18 +204,18 @@ class SnapshotWriter:
         }
         self._saved = {key: saved for key, saved in self._saved.items() if saved.name in self._files}
         changed = [key for key in stamps if key not in self._saved]
-        if changed or forgotten or len(self._files) < before:
+        if changed or removed or len(self._files) < before:
             self._write(store, changed, folder)
         return list(self._files.values())
 
     def _write(self, store: PromptStore, prompt_keys: list[int], folder: Path) -> None:
-        found = store.fetch(prompt_keys)
-        batch = ResponseBatch.of((key, response) for key, (_, past) in found.items() for response in past)
+        prompts = store.fetch(prompt_keys)
+        batch = ResponseBatch.of((key, response) for key, (_, past) in prompts.items() for response in past)
         alive = np.array(list(store.stamps()), dtype=np.int64)
         name = f"shard-{self._shard}-{self._num_written:06d}.history"
         self._num_written += 1
         self._files[name] = _write_file(folder / name, self._shard, alive, batch)
-        for key, (stamp, past) in found.items():
+        for key, (stamp, past) in prompts.items():
             self._saved[key] = _Saved(stamp=stamp, name=name, num_tokens=_num_tokens(past))
 
     def _note(self, store: PromptStore, key: int, name: str, responses: list[PastResponse]) -> None:

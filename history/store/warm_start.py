@@ -26,8 +26,8 @@ def is_snapshot(path: Path) -> bool:
 
 def trace_files(path: Path) -> list[Path]:
     """Return the jsonl files at `path`, in order of their steps."""
-    found = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else [path]
-    return [file for file in found if file.exists()]
+    files = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else [path]
+    return [file for file in files if file.exists()]
 
 
 def warm_start_problems(path: Path) -> list[str]:
@@ -55,7 +55,7 @@ def read_warm_start(path: Path, prompts: Mapping[str, TokenIds]) -> list[Respons
             agrees[trace.prompt_id] = np.array_equal(trace.prompt_ids, prompts[trace.prompt_id])
         visit = visits.get(trace.prompt_id, [])
         if not visit or trace.step >= visit[-1].step:
-            visits[trace.prompt_id] = [*(one for one in visit if one.step == trace.step), trace]
+            visits[trace.prompt_id] = [*(earlier for earlier in visit if earlier.step == trace.step), trace]
     _check_same_tokenizer(path, agrees, prompts)
     last_step = max(visit[-1].step for visit in visits.values())
     entries = [

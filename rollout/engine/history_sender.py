@@ -24,7 +24,7 @@ class HistorySender:
     """The sender of one engine; runs on its event loop."""
 
     def __init__(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """`shards` are `history.store.service.HistoryShard` handles, in shard order."""
+        """`shards` are `history.store.actors.HistoryShard` handles, in shard order."""
         self._shards = tuple(shards)
         self._entries: list[tuple[int, PastResponse]] = []
         self._ended: Counter[GroupId] = Counter()

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history.drafting.live_text import BUCKET, BY_FIVE_TOO, BY_ONE_TOO, BY_THREE, FIVE, append, newest_places, reindex
+from history.drafting.live_text import (
+    BUCKET,
+    BY_ONE_AND_THREE,
+    BY_ONE_THREE_FIVE,
+    BY_THREE,
+    FIVE,
+    append,
+    newest_places,
+    reindex,
+)
 from history.drafting.prompt_group import DraftGroup
 from history.drafting.realign import REACH, realign
 from history.drafting.state import BUCKETS, LIVE_SIZE, LIVE_TEXT, NUM_BUCKETS, NUM_GROUP_COLUMNS
@@ -33,14 +42,14 @@ class Naive:
         context = [SEPARATOR, *output][::-1]
         known = [(position, text[::-1]) for position, text in reversed(self.seen)]
         sizes = [3, 1]
-        if contexts == BY_FIVE_TOO and len(output) >= FIVE:
+        if contexts == BY_ONE_THREE_FIVE and len(output) >= FIVE:
             sizes = [FIVE, 3, 1]
         elif contexts == BY_THREE:
             sizes = [3]
         known = next(
             (alike for n in sizes if (alike := [(p, c) for p, c in known if c[:n] == context[:n]][:BUCKET])), []
         )
-        most = FIVE if contexts == BY_FIVE_TOO else len(context)
+        most = FIVE if contexts == BY_ONE_THREE_FIVE else len(context)
         equal = {
             p: next((i for i in range(min(len(c), most)) if c[: i + 1] != context[: i + 1]), min(len(c), most))
             for p, c in known
@@ -50,7 +59,7 @@ class Naive:
 
 
 @settings(max_examples=150, deadline=None)
-@given(TEXTS, st.integers(0, 1 << 30), st.sampled_from([BY_THREE, BY_ONE_TOO, BY_FIVE_TOO]))
+@given(TEXTS, st.integers(0, 1 << 30), st.sampled_from([BY_THREE, BY_ONE_AND_THREE, BY_ONE_THREE_FIVE]))
 def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int, contexts: int) -> None:
     generator = np.random.default_rng(seed)
     live = np.full(2 + 30 * len(texts), SEPARATOR, dtype=np.int32)
@@ -72,7 +81,7 @@ def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int
             assert matched == best or not expected
 
 
-@pytest.mark.parametrize("contexts", [BY_THREE, BY_ONE_TOO, BY_FIVE_TOO])
+@pytest.mark.parametrize("contexts", [BY_THREE, BY_ONE_AND_THREE, BY_ONE_THREE_FIVE])
 def test_indexing_again_keeps_what_is_newest_of_a_single_region(contexts: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 6, size=400).astype(np.int32)
     live = np.full(500, SEPARATOR, dtype=np.int32)

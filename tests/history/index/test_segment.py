@@ -1,4 +1,6 @@
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,23 @@ def test_a_newer_version_replaces_the_file_and_leaves_the_old_one_to_who_has_it(
     assert old is not None and new is not None
     assert (old.version, new.version) == (1, 2)
     old.check_integrity()
+
+
+def test_two_threads_publish_one_prompt_together_and_leave_no_temporary_file(tmp_path: Path) -> None:
+    start = threading.Barrier(2)
+
+    def publish(first_version: int) -> None:
+        start.wait()
+        for version in range(first_version, first_version + 200):
+            write_segment(tmp_path, build_segment(77, version, [response(*range(version + 2))]))
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(publish, first_version) for first_version in (1, 1001)]:
+            done.result()
+    found = attach_segment(tmp_path, 77)
+    assert found is not None and found.version in (200, 1200)
+    found.check_integrity()
+    assert [file.name for file in tmp_path.iterdir()] == [segment_path(tmp_path, 77).name]
 
 
 def test_no_responses_and_empty_ones_make_an_empty_segment(tmp_path: Path) -> None:

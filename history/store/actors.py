@@ -1,0 +1,173 @@
+"""The actors of a run's history: shards own the responses, and a reader on every node publishes segments.
+
+A shard owns the prompts whose key modulo the number of shards is its number. Engines send finished responses to the
+shards. A reader fetches the prompts of the next rollout from the shards, indexes them, and publishes one segment per
+prompt in shared memory (`history.index.segment`); engines map the segments.
+"""
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from history.index.segments_dir import claim, sweep_segments
+from history.store.prompt_store import PromptStore, Return, StoreStats
+from history.store.response_batch import ResponseBatch
+from history.store.snapshot import SnapshotFile, SnapshotWriter
+
+FETCH_TIMEOUT_S = 60.0
+_PROMPTS_PER_FETCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """Activity of a shard since its last report."""
+
+    is_filled: bool
+    """False after a restart, until the shard is filled again."""
+    stats: StoreStats
+    returns: tuple[Return, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSave:
+    """Files written by a shard."""
+
+    is_filled: bool
+    files: tuple[SnapshotFile, ...]
+    """Older before newer."""
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderReport:
+    """Segments published by a reader."""
+
+    is_filled: bool
+    num_segments: int = 0
+    num_bytes: int = 0
+    num_failures: int = 0
+    """Fetches that failed and segments that could not be written, since the reader began."""
+
+
+class Shard:
+    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate."""
+
+    def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
+        from history.lengths.reuse import reusable_share
+
+        self._is_filled = False
+        self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
+        self._writer = SnapshotWriter(number, num_shards)
+
+    def mark_filled(self) -> None:
+        """Mark the shard as filled: all its responses have been sent."""
+        self._is_filled = True
+
+    def append(self, batch: ResponseBatch) -> None:
+        """Store finished responses."""
+        for key, responses in batch.by_prompt().items():
+            self._store.append(key, responses)
+
+    def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Store the rewards of a step's groups, by prompt key."""
+        for key, group_rewards in rewards.items():
+            self._store.note_rewards(key, step, group_rewards)
+
+    def fetch(self, prompt_keys: Sequence[int], known: Mapping[int, int]) -> tuple[dict[int, int], ResponseBatch]:
+        """Return the stamps of the stored prompts, and the responses of prompts whose stamp is not the known one."""
+        prompts = self._store.fetch(prompt_keys, known)
+        stamps = {key: stamp for key, (stamp, _) in prompts.items()}
+        return stamps, ResponseBatch.of((key, response) for key, (_, past) in prompts.items() for response in past)
+
+    def restore(self, folder: str, another_run: bool, only: Collection[int] | None) -> int:
+        """Add this shard's part of a snapshot; see `SnapshotWriter.restore`."""
+        return self._writer.restore(self._store, Path(folder), another_run=another_run, only=only)
+
+    def save(self, folder: str, previous: str) -> ShardSave:
+        """Write the shard's files into `folder`; unchanged files are links to `previous`."""
+        files = self._writer.save(self._store, Path(folder), Path(previous) if previous else None)
+        return ShardSave(is_filled=self._is_filled, files=tuple(files), last_step=self._store.last_step)
+
+    def report(self) -> ShardReport:
+        """Return the counters, and the prompts that returned since the last call."""
+        return ShardReport(
+            is_filled=self._is_filled, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+        )
+
+
+class Reader:
+    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All methods but `report` mutate."""
+
+    def __init__(self, directory: str) -> None:
+        # imported late: the controller and engines import this module and must not import numba
+        from history.index.segment import build_segment, segment_path, write_segment
+
+        self._build, self._path, self._write = build_segment, segment_path, write_segment
+        self._is_filled = False
+        self._directory = Path(directory)
+        self._stamps: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._num_failures = 0
+        sweep_segments()
+        self._lock = claim(self._directory)
+
+    def mark_filled(self) -> None:
+        """Mark the reader as filled: the last `publish` call has been sent."""
+        self._is_filled = True
+
+    def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the newest segments of these prompts, in this order, and remove all others.
+
+        Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
+        """
+        for key in self._stamps.keys() - set(prompt_keys):
+            self._remove(key)
+        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
+            self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+
+    def report(self) -> ReaderReport:
+        """Return the current counters."""
+        return ReaderReport(
+            is_filled=self._is_filled,
+            num_segments=len(self._bytes),
+            num_bytes=sum(self._bytes.values()),
+            num_failures=self._num_failures,
+        )
+
+    def close(self) -> None:
+        """Remove the folder; engines keep the segments that they have mapped."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        fetches = []
+        for number, shard in enumerate(shards):
+            shard_keys = [key for key in prompt_keys if key % len(shards) == number]
+            if shard_keys:
+                known = {key: self._stamps[key] for key in shard_keys if key in self._stamps}
+                fetches.append(shard.fetch.remote(shard_keys, known))
+        for fetch in fetches:
+            try:
+                stamps, batch = ray.get(fetch, timeout=FETCH_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                self._num_failures += 1
+                continue
+            for key, responses in batch.by_prompt().items():
+                segment = self._build(key, stamps[key], responses)
+                try:
+                    self._write(self._directory, segment)
+                except OSError:
+                    self._num_failures += 1
+                    continue
+                self._stamps[key] = stamps[key]
+                self._bytes[key] = segment.num_bytes
+
+    def _remove(self, key: int) -> None:
+        self._path(self._directory, key).unlink(missing_ok=True)
+        del self._stamps[key], self._bytes[key]
+
+
+HistoryShard = ray.remote(Shard)
+HistoryReader = ray.remote(Reader)
