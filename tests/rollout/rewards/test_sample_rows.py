@@ -1,4 +1,4 @@
-"""Rows of samples and traces of a step: each response once, under the prompt and reward that it had."""
+"""Sample and trace rows of a step: each response once, with its prompt and reward."""
 
 import json
 from pathlib import Path
