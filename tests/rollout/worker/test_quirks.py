@@ -46,8 +46,14 @@ def test_vllm_still_gives_its_int8_kernel_matrices_that_it_cannot_pack(monkeypat
     assert not scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
     assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
     assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.bfloat16)
+
+
+def test_packing_still_refuses_a_part_of_a_block_or_this_cpu_never_packs():
+    current_platform.import_kernels()
     pack = getattr(torch.ops._C, "convert_weight_packed", None)
-    if pack is not None:  # builds for CPUs without AVX-512 lack it
+    if pack is None:  # builds for CPUs without AVX-512 BF16 lack it
+        assert not layer_utils.check_cpu_sgl_kernel(48, 64, torch.int8), "vLLM chooses a kernel that cannot pack"
+    else:
         with pytest.raises(RuntimeError, match="BLOCK_N"):
             pack(torch.ones(48, 64, dtype=torch.int8))
 
