@@ -1,4 +1,4 @@
-"""The loop is a protocol: what happens in which order, told by tiny hand-written stand-ins."""
+"""The controller's loop: the order of its calls, recorded by small hand-written stand-ins."""
 
 from contextlib import contextmanager
 
@@ -143,14 +143,14 @@ def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_befo
     assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
 
 
-def test_engines_that_made_room_for_a_save_are_given_weights_before_the_next_step():
+def test_engines_that_slept_during_a_save_get_weights_before_the_next_step():
     log = Log()
     controller(log, num_steps=2, checkpoint_every=1, needs_publish=True).run()
     kept = [entry for entry in log if entry.startswith(("save", "due")) or entry in ("publish 1", "publish 2")]
     assert kept == ["due 0", "publish 1", "save 1", "publish 1", "due 1", "publish 2", "save 2"]
 
 
-def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_place():
+def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
     log, lost = Log(), [1]
     run = controller(log, num_steps=1)
     publish = run.publisher.publish
@@ -174,7 +174,7 @@ def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_pla
     assert run.num_repeated_publishes == 1
 
 
-def test_a_publish_that_fails_while_everybody_lives_ends_the_run():
+def test_a_publish_that_fails_while_all_engines_live_ends_the_run():
     log = Log()
     run = controller(log, num_steps=1)
 
@@ -203,7 +203,7 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
     assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated
 
 
-def test_the_history_of_what_comes_next_is_ordered_before_the_trainer_starts_and_the_first_before_any_token():
+def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
     words = ("prefetch", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")
