@@ -1,4 +1,4 @@
-"""Pages of records are what the records give; every row of a record is in one of its tables."""
+"""Record pages equal the pages generated from records; every row of a record is in one of its tables."""
 
 import re
 
@@ -12,7 +12,7 @@ from benchmarks.harness.record_tables import Column, Table, number, shown
 from benchmarks.harness.record_views import VIEWS
 
 
-def test_committed_pages_are_what_the_records_give() -> None:
+def test_committed_pages_equal_the_generated_ones() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
     wanted = pages(read_all())
     old = sorted(name for name in committed.keys() | wanted.keys() if committed.get(name) != wanted.get(name))
@@ -26,7 +26,7 @@ def test_every_row_is_in_a_table_and_every_table_has_rows(record: Record) -> Non
     assert [table.title for table in tables if not any(table.selects(row) for row in record.rows)] == []
 
 
-def test_links_of_pages_lead_to_files() -> None:
+def test_links_of_pages_resolve() -> None:
     links = {
         (page.name, target)
         for page in PAGES.glob("*.md")
@@ -35,7 +35,7 @@ def test_links_of_pages_lead_to_files() -> None:
     assert {link for link in links if not (PAGES / link[1]).is_file()} == set()
 
 
-def test_check_says_which_page_differs_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
+def test_check_names_the_page_that_differs_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(record_pages, "PAGES", tmp_path)
     assert main(["--docs"]) == 0
     assert main(["--docs", "--check"]) == 0
@@ -62,7 +62,7 @@ ROWS = [
 ]
 
 
-def test_a_table_has_medians_by_line_and_a_column_for_each_value_across() -> None:
+def test_a_table_has_medians_and_a_column_for_each_value_of_the_pivot_field() -> None:
     table = Table(
         title="",
         lines={"method": "method"},
@@ -78,7 +78,7 @@ def test_a_table_has_medians_by_line_and_a_column_for_each_value_across() -> Non
     ]
 
 
-def test_a_table_selects_rows_that_have_the_fields_and_values_asked_for() -> None:
+def test_a_table_selects_rows_with_the_requested_fields_and_values() -> None:
     columns = (Column(field="s", title="s", reduce="least"), Column(field="s", title="most", reduce="most"))
     table = Table(title="", lines={}, where={"kept": (True,)}, columns=columns)
     assert [table.selects(row) for row in ROWS] == [True, False, False, False, False]
