@@ -162,7 +162,7 @@ class Engine:
     def abort_one(self):
         """Abort a group; its call returns the tokens sampled so far."""
         group_id = self.world.generator.choice(list(self.running))
-        if group_id in self.aborting:  # it goes on elsewhere whoever aborts it
+        if group_id in self.aborting:  # the group migrates, so it resumes elsewhere
             return
         self.ended += self.running[group_id][2].count(False)
         self.world.num_aborted += 1
@@ -333,7 +333,7 @@ def one_run(world: World, generator: random.Random) -> None:
         pool.check_integrity()
         for _ in range(generator.randrange(20)):  # the trainer works
             world.happen()
-        if generator.random() < 0.5:  # a publish brings everybody back
+        if generator.random() < 0.5:  # a publish restarts all lost engines
             world.bring_back()
     assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
     assert pool.migration.num_moved <= world.num_moved - moved_before

@@ -71,7 +71,7 @@ def _changed(root: Path, commit: str) -> tuple[list[str], int, str]:
 
 def test_measured_code_is_found_through_imports_late_imports_and_names_in_strings(checkout) -> None:
     root, commit = checkout
-    assert _changed(root, commit) == ([], 4, "")  # neither the writer of records nor what it imports
+    assert _changed(root, commit) == ([], 4, "")  # neither the writer of records nor its imports
 
 
 def test_moved_code_and_changed_docstrings_or_imports_are_no_change(checkout) -> None:

@@ -60,7 +60,7 @@ def test_responses_end_at_the_times_of_a_naive_simulation(gain, pause):
         while engine.run(1e9)[0] != REACHED:
             pass
     expected = naive_ends(lengths, num_slots=8, speed=speed, pause=pause)
-    # a response's context counts whole tokens in one and what a forward yields in the other
+    # context grows by whole tokens in one simulation and by tokens per forward in the other
     np.testing.assert_allclose(engine.ended_s, expected, rtol=0.004 if gain == 1.0 else 0.02)
 
 

@@ -132,7 +132,7 @@ def test_a_stopped_process_uses_no_cpu_time() -> None:
                 until(lambda: process.status() == psutil.STATUS_STOPPED)
                 before = sum(process.cpu_times())
                 time.sleep(0.5)
-                assert sum(process.cpu_times()) - before < 0.1  # ticks of before it stopped may be counted late
+                assert sum(process.cpu_times()) - before < 0.1  # ticks from before the stop may be counted late
             until(lambda: process.status() != psutil.STATUS_STOPPED)
         finally:
             sleeper.kill()

@@ -127,7 +127,7 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         "ours", tmp_path / "model", tmp_path, max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches)
     )
     try:
-        decoded = [  # what a forward costs is learned on the way
+        decoded = [  # forward costs are learned during decoding
             engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
             for seed in range(3)
         ]
@@ -144,8 +144,8 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
     )
     assert drafted > 0
     assert tokens - forwards > 0.3 * drafted
-    # how much is drafted depends on what forwards cost while others use the machine: so what is accepted is also held
-    # against chains of that length whose tokens are right in seven of ten cases
+    # draft lengths depend on forward costs, and so on other load of the machine: accepted tokens are compared with
+    # chains of the drafted length whose tokens are each right with probability 0.7
     last = decoded[-1]
     length = last["num_drafted"] // last["num_row_forwards"]
     accepted = last["num_tokens"] - last["num_row_forwards"]

@@ -68,7 +68,7 @@ def test_drafts_from_responses_with_higher_reward_get_higher_survival(tmp_path: 
         Engine(drafter, new, keys=[key] * 4).run()
     scales = drafter._state.origin_scales
     better, worse = (int(one) for one in origins([0, 0], [1.0, 0.0], 0))
-    # most of it shows in how long matches are; this is what they do not tell
+    # match lengths show most of the difference; this is the rest
     assert scales[better] < 0.97
     assert scales[worse] > 1.03
     assert drafter.drain().calibration_error() < 0.05

@@ -37,7 +37,7 @@ def test_the_ring_holds_the_newest_texts_completely_and_separately(texts: list[l
         last = len(context) - 1
         places = np.zeros(BUCKET, dtype=np.int32)
         count, _ = newest_places(ring, buckets, context, last, len(context), BY_THREE, places)
-        # a position that was written over may be found, if the same stands there now; it is never another text
+        # an overwritten position may match if its new text is the same; it never gives another text
         assert all(ring[place - 1] == context[-1] for place in places[:count])
         assert at - 1 in places[:count].tolist() or count == BUCKET or len(set(newest)) < len(newest)
 

@@ -24,23 +24,25 @@ pytestmark = pytest.mark.usefixtures("running")
 KEYS = [prompt_key(f"test/{number}") for number in range(12)]
 
 
-class Said(list):
+class Log(list):
     def __call__(self, line: str) -> None:
         self.append(line)
 
 
 @pytest.fixture
-def said() -> Said:
-    return Said()
+def log_lines() -> Log:
+    return Log()
 
 
 @pytest.fixture
-def started(said):
+def started(log_lines):
     services = []
 
     def start(name: str, **changes) -> HistoryService:
         config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, **changes})
-        services.append(start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=said))
+        services.append(
+            start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=log_lines)
+        )
         return services[-1]
 
     yield start
@@ -80,7 +82,7 @@ def kill(actor: ray.actor.ActorHandle) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_removed(started, said):
+def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_removed(started, log_lines):
     service = started("wanted")
     remember(service, 0)
     service.note_rewards(0, {key: [0.0, 1.0, 0.5, 0.25] for key in KEYS})
@@ -102,10 +104,10 @@ def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_re
     assert report.num_segments == 4
     assert len(report.returns) == 7
     assert report.num_lost_calls == 0
-    assert said == []
+    assert log_lines == []
 
 
-def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_snapshot(started, said, tmp_path):
+def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_snapshot(started, log_lines, tmp_path):
     service = started("shard", num_shards=1)
     remember(service, 0)
     service.save(tmp_path / "history")
@@ -113,9 +115,9 @@ def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_sna
     remember(service, 1, KEYS[:1])
     service.report()
     kill(service.shards[0])
-    until(lambda: service.report() and any("died" in line for line in said))
+    until(lambda: service.report() and any("died" in line for line in log_lines))
     until(lambda: service.report().stats.num_prompts == len(KEYS))
-    assert [line for line in said if "died" in line] == [
+    assert [line for line in log_lines if "died" in line] == [
         "history shard 0 died and was restarted; engines draft from the remaining history"
     ]
     assert service.report().num_lost_calls >= 1
@@ -128,7 +130,7 @@ def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_sna
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
-def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, said, tmp_path):
+def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, log_lines, tmp_path):
     service = started("unsaved", num_shards=1)
     remember(service, 0)
     service.save(tmp_path / "0")
@@ -142,10 +144,10 @@ def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, said, tmp_
         assert attempts < 1000
     manifest = read_manifest(tmp_path / f"{attempts}")
     assert sum(file.num_tokens for file in manifest.files) == 12 * 48
-    assert any("could not be saved" in line for line in said) or attempts == 1
+    assert any("could not be saved" in line for line in log_lines) or attempts == 1
 
 
-def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, said):
+def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, log_lines):
     service = started("reader")
     remember(service, 0)
     service.publish_segments(KEYS[:3])
@@ -153,7 +155,7 @@ def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, 
     service.report()
     (reader,) = service._readers
     kill(reader)
-    until(lambda: service.report() and any("reader 0 died" in line for line in said))
+    until(lambda: service.report() and any("reader 0 died" in line for line in log_lines))
     until(lambda: published(service) == set(KEYS[:3]))
     until(lambda: service.report().num_segments == 3)
 

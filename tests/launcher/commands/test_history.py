@@ -22,8 +22,8 @@ PROMPT = Prompt(
 )
 
 
-class Stand:
-    """Stand-in for `Processes` and for the service that it starts."""
+class StandIn:
+    """StandIn-in for `Processes` and for the service that it starts."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -54,7 +54,7 @@ def run_config(**parts: object) -> RunConfig:
     )
 
 
-def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
+def start(stand: StandIn, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
     said: list[str] = []
     prompts = {PROMPT.prompt_id: PROMPT}
     service = start_history(config, stand, FACTS, run_id="x", say=said.append)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_engines_draft_by_default_from_one_folder_and_baseline_engines_do_not():
     ],
 )
 def test_without_drafts_no_history_is_started_and_a_deterministic_run_tells_why(parts, line):
-    config, stand = run_config(**parts), Stand()
+    config, stand = run_config(**parts), StandIn()
     service, said = start(stand, config)
     assert service is None
     assert stand.calls == []
@@ -91,13 +91,13 @@ def test_without_drafts_no_history_is_started_and_a_deterministic_run_tells_why(
 
 
 def test_a_resumed_run_loads_its_own_snapshot_and_not_the_warm_start():
-    stand = Stand()
+    stand = StandIn()
     start(stand, run_config(history={"warm_start": "elsewhere"}), snapshot="checkpoints/3/history")
     assert stand.calls == [("start", "abc-50"), ("restore", Path("checkpoints/3/history"))]
 
 
 def test_a_damaged_snapshot_is_named_and_the_run_continues():
-    _, said = start(Stand(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
+    _, said = start(StandIn(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
     assert said == ["the run continues without its history: checkpoints/3/history/shard-0: is damaged"]
 
 
@@ -105,8 +105,8 @@ def test_a_warm_start_with_another_tokenizer_is_refused_and_a_damaged_one_is_rep
     (tmp_path / "manifest.json").touch()
     config = run_config(history={"warm_start": str(tmp_path)})
     with pytest.raises(ValueError, match=r"history\.warm_start.*other words; leave it out"):
-        start(Stand(OtherTokenizerError("other words")), config)
-    _, said = start(Stand(SnapshotError("torn")), config)
+        start(StandIn(OtherTokenizerError("other words")), config)
+    _, said = start(StandIn(SnapshotError("torn")), config)
     assert said == ["the run starts without the history of `history.warm_start`: torn"]
 
 
@@ -114,6 +114,6 @@ def test_traces_are_accepted_as_warm_start(tmp_path):
     ids = np.array([7, 8, 9], dtype=np.int32)
     trace = Trace(step=3, prompt_id="math/0", sample=0, prompt_ids=PROMPT.token_ids, response_ids=ids, reward=1.0)
     write_traces(tmp_path / "step-3.jsonl", [trace])
-    stand = Stand()
+    stand = StandIn()
     start(stand, run_config(history={"warm_start": str(tmp_path)}))
     assert stand.calls == [("start", "abc-50"), ("append", 1)]

@@ -181,7 +181,7 @@ def test_the_log_is_written_to_the_temporary_directory_if_the_run_directory_is_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = run_directory(tmp_path / "run")
-    (run_dir / "logs" / "driver-0.log").mkdir()  # what stands in the way of the file
+    (run_dir / "logs" / "driver-0.log").mkdir()  # a directory in place of the log file
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert conclude(MemoryError(), Command(name="run", run_dir=run_dir)) == 8

@@ -98,7 +98,7 @@ def test_correction_removes_the_bias_of_the_sampler():
     assert uncorrected > 0.3
     assert capped < 0.7 * uncorrected
     assert uncapped == pytest.approx(0.0, abs=1e-12)
-    # What the cap leaves is exactly the mass it cut: sum over arms beyond it of (pi - cap * mu) A grad log pi.
+    # The remaining bias is exactly the mass that the cap cut: sum over arms beyond it of (pi - cap * mu) A grad log pi.
     cut = np.maximum(PI - 2.0 * MU, 0.0)
     residual = closed_form(CASES["tis, cap 2"][1]) - TRUE_GRADIENT
     assert residual == pytest.approx(-closed_form(cut))

@@ -30,7 +30,7 @@ class Log(list):
         return method
 
 
-class Stand:
+class StandIn:
     def __init__(self, **methods):
         self.__dict__.update(methods)
 
@@ -65,33 +65,33 @@ def controller(
         probe_gaps=(0.0,),
         codes={},
     )
-    phases = Stand(
+    phases = StandIn(
         needs_publish=needs_publish,
-        clock=Stand(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
+        clock=StandIn(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
     return Controller(
-        planner=Stand(
-            due=log.call("due", Stand(groups=groups, plan="plan")),
+        planner=StandIn(
+            due=log.call("due", StandIn(groups=groups, plan="plan")),
             consumed=lambda groups: log.append(f"consumed {len(groups)}"),
             upcoming=lambda step: ["train"],
             metrics=lambda: {},
         ),
-        pool=Stand(
+        pool=StandIn(
             num_reissued=0,
-            migration=Stand(num_moved=0),
+            migration=StandIn(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),
             take_batch=lambda step, progress: groups,
         ),
-        trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
-        publisher=Stand(publish=log.call("publish", report)),
-        restarter=Stand(restart_lost=lambda: 0, num_restarts=0),
+        trainer=StandIn(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
+        publisher=StandIn(publish=log.call("publish", report)),
+        restarter=StandIn(restart_lost=lambda: 0, num_restarts=0),
         phases=phases,
-        evaluator=Stand(
+        evaluator=StandIn(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
         ),
-        recorder=Stand(
+        recorder=StandIn(
             on_progress=lambda *a: None,
             on_step=lambda step, metrics, groups: log.append(f"record {step}"),
             on_evaluation=lambda rows: None,
@@ -161,13 +161,13 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
             raise RuntimeError("engine 0: update failed")
         return report
 
-    run.publisher = Stand(publish=dies_once)
+    run.publisher = StandIn(publish=dies_once)
 
     def replace():
         log.append("replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
-    run.restarter = Stand(restart_lost=replace, num_restarts=1)
+    run.restarter = StandIn(restart_lost=replace, num_restarts=1)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace")]
     assert kept == ["replace", "publish 1", "replace", "publish 1"]
@@ -181,7 +181,7 @@ def test_a_publish_that_fails_while_all_engines_live_ends_the_run():
     def refused(version):
         raise RuntimeError("engine 0 refused weight version 0")
 
-    run.publisher = Stand(publish=refused)
+    run.publisher = StandIn(publish=refused)
     with pytest.raises(RuntimeError, match="refused"):
         run.run()
 

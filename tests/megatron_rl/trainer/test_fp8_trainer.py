@@ -59,7 +59,7 @@ def through_a_step(position, parallel, directory, work, batch):
             master = getattr(one, "main_param", None)
             if master is not None:
                 held += master.numel()
-                # and not of what was rounded to FP8
+                # and not those of weights rounded to FP8
                 assert np.isin(master.clone().numpy(), loaded[name].float().numpy()).all(), name
         assert held == sum(one.numel() for one in primaries(trainer).values()) or parallel.data > 1
 

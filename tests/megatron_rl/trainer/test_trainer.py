@@ -148,8 +148,8 @@ def test_every_partition_learns_the_same_as_a_single_process(ranks, tmp_path, fa
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
 
 
-def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales."""
+def naive_codes(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales by the rule of each format."""
     if format == "fp8_block":
         return in_blocks(weight)
     largest = np.abs(weight).max(axis=1, keepdims=True)
@@ -190,7 +190,7 @@ def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_pa
         found = assembled(ranks.run(train_and_publish, spec, [], parallel=parallel))
         for name, tensor in tensors.items():
             if ".layers." in name and tensor.ndim == 2:
-                codes, scales = naively(tensor.float().numpy(), format)
+                codes, scales = naive_codes(tensor.float().numpy(), format)
                 suffix = "_scale_inv" if format == "fp8_block" else "_scale"
                 np.testing.assert_array_equal(found.pop(name + suffix), scales)
                 np.testing.assert_array_equal(found.pop(name), codes)

@@ -142,7 +142,7 @@ def test_abort_keeps_the_tokens_sampled_before(live, loop):
 
 
 def test_requests_in_flight_are_reported_by_group_with_tokens_per_response(live, loop):
-    async def told():
+    async def in_flight_of_a_new_group():
         group = live.group(seeds=(21, 22), max_response_tokens=240)
         job = asyncio.create_task(live.engine.generate_group(group))
         await live.until_emitted(5)
@@ -150,12 +150,12 @@ def test_requests_in_flight_are_reported_by_group_with_tokens_per_response(live,
         await live.engine.abort(group.group_id)
         return group, found, await job
 
-    group, (found,), (summary, columns) = loop.run(told())
+    group, (found,), (summary, columns) = loop.run(in_flight_of_a_new_group())
     assert (found.group_id, found.num_prompt_tokens) == (group.group_id, len(PROMPT))
     assert len(found.emitted) == 2 and 5 <= max(found.emitted) <= max(summary.lengths)
     had = replace(summary, finish_reasons=(FinishReason.STOP, FinishReason.ABORT))
 
-    async def gone_on():
+    async def in_flight_of_the_resumed_group():
         job = asyncio.create_task(live.engine.generate_group(group, had, columns))
         await live.until_emitted(1)
         found = live.engine.in_flight()
@@ -163,7 +163,7 @@ def test_requests_in_flight_are_reported_by_group_with_tokens_per_response(live,
         await job
         return found
 
-    (found,) = loop.run(gone_on())
+    (found,) = loop.run(in_flight_of_the_resumed_group())
     (emitted,) = found.emitted
     assert emitted > summary.lengths[1]
     assert found.num_context_tokens == len(PROMPT) + emitted

@@ -318,7 +318,7 @@ def test_a_streaming_engine_samples_until_the_first_bucket_arrives(streaming, lo
     async def late():
         job = asyncio.create_task(live.sample(max_response_tokens=200))
         update = asyncio.create_task(live.engine.weights.update(publish.manifest))
-        summary, _ = await job  # nobody has sent anything yet
+        summary, _ = await job  # no bucket has been sent yet
         threads = start_senders(publish, senders)
         await update
         await live.engine.weights.resume()

@@ -320,7 +320,7 @@ def test_an_engine_that_receives_nothing_is_named_and_detached():
     publish = publish_of_ranks_4_and_6(0)
     with pytest.raises(RuntimeError, match=r"trainer rank 4 waited in vain .* engine 0 rank 0 to take bucket 0"):
         publish.send(senders[0], 4)
-    publish.send(senders[0], 4)  # nobody is attached any more
+    publish.send(senders[0], 4)  # no engine is attached any more
 
 
 def test_a_restarted_engine_gets_a_whole_publish():
@@ -352,7 +352,9 @@ def test_a_delta_of_another_baseline_version_is_refused():
     senders, (inbox,), _store = connect(1, 20, delta=True)
     first, second = publish_of_ranks_4_and_6(0), publish_of_ranks_4_and_6(1)
     in_threads(lambda: first.send(senders[0], 4), lambda: first.send(senders[1], 6), lambda: raw(inbox, first))
-    inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
+    inbox._baselines = {
+        index: (7, kept) for index, (_, kept) in inbox._baselines.items()
+    }  # pretends that another publish arrived
     sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
     sending.start()
     with pytest.raises(RuntimeError, match="a delta on weight version 0 came, but this rank keeps version 7"):

@@ -144,7 +144,7 @@ def surprise(expected: np.ndarray, seen: np.ndarray) -> float:
     num_bins = expected.shape[1]
     excess = np.bincount(seen, minlength=num_bins) - expected.sum(axis=0)
     covariance = np.diag(expected.sum(axis=0)) - expected.T @ expected
-    # the bins add up, so one of them says nothing
+    # bins sum to the number of draws, so one of them is redundant
     chi_square = excess[1:] @ np.linalg.solve(covariance[1:, 1:], excess[1:])
     freedom = num_bins - 1
     return float(((chi_square / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom)))

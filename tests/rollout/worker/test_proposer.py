@@ -122,7 +122,7 @@ def test_a_request_without_a_prompt_key_is_not_drafted(batch):
 def test_a_draft_ends_at_the_response_limit(batch, num_tokens, room):
     batch.knows("a", prompt=10, limit=50)
     assert len(batch.propose(a=num_tokens)["a"]) == room
-    # the forward emits what it accepts and one more
+    # a forward emits the accepted tokens and one more
     assert num_tokens + room + 1 <= 60 or room == 0
 
 
@@ -171,22 +171,22 @@ def references(checkpoints) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="module")
-def says_a(references) -> list[int]:
+def tokens_of_a(references) -> list[int]:
     return references["A"].greedy(PROMPT, LENGTH)[0]
 
 
 @pytest.fixture
-def remembering(drafting, segments, loop, references, says_a):
+def remembering(drafting, segments, loop, references, tokens_of_a):
     """The engine serves weights A; the prompt's history has responses of A and B with an error every 12 tokens."""
     loop.run(drafting.push("A"))
-    remember(segments, drafting.engine.state().weight_version, says_a, references["B"].greedy(PROMPT, LENGTH)[0])
+    remember(segments, drafting.engine.state().weight_version, tokens_of_a, references["B"].greedy(PROMPT, LENGTH)[0])
     loop.run(drafting.engine.draft_stats())
     loop.run(drafting.engine.drain_trace())
     return drafting
 
 
-def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, says_a):
-    assert loop.run(greedy(remembering))[1].response_ids.tolist() == says_a
+def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, tokens_of_a):
+    assert loop.run(greedy(remembering))[1].response_ids.tolist() == tokens_of_a
     forwards, stats = loop.run(remembering.engine.drain_trace()), loop.run(remembering.engine.draft_stats())
     assert len(forwards) < LENGTH / 2
     assert stats.num_requests == stats.num_hits == 1
@@ -236,7 +236,7 @@ def test_a_publish_in_mid_response_gives_the_same_response_with_drafts(rememberi
     assert np.abs(columns.rollout_logprobs - (first_logprobs + rest_logprobs)).max() < 1e-3
 
 
-def test_abort_keeps_the_tokens_sampled_before(remembering, loop, says_a):
+def test_abort_keeps_the_tokens_sampled_before(remembering, loop, tokens_of_a):
     async def aborted():
         group = remembering.group(prompt=PROMPT, temperature=0.0, max_response_tokens=240)
         job = asyncio.create_task(remembering.engine.generate_group(group))
@@ -247,18 +247,18 @@ def test_abort_keeps_the_tokens_sampled_before(remembering, loop, says_a):
     summary, columns = loop.run(aborted())
     (length,) = summary.lengths
     assert 20 <= length < 240
-    assert columns.response_ids.tolist()[:LENGTH] == says_a[:length]
+    assert columns.response_ids.tolist()[:LENGTH] == tokens_of_a[:length]
     version = remembering.engine.state().weight_version
     assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=length),),)
 
 
-def test_an_aborted_response_resumes_from_its_text_in_the_prefix_cache(remembering, loop, says_a):
+def test_an_aborted_response_resumes_from_its_text_in_the_prefix_cache(remembering, loop, tokens_of_a):
     for done in (150, 125, 124):  # a block is 128 tokens
-        _, columns = loop.run(greedy(remembering, (*PROMPT, *says_a[:done]), LENGTH - done))
-        assert columns.response_ids.tolist() == says_a[done:]
+        _, columns = loop.run(greedy(remembering, (*PROMPT, *tokens_of_a[:done]), LENGTH - done))
+        assert columns.response_ids.tolist() == tokens_of_a[done:]
 
 
-def test_a_request_at_the_maximum_length_takes_no_drafts_from_its_neighbour(remembering, loop, says_a):
+def test_a_request_at_the_maximum_length_takes_no_drafts_from_its_neighbour(remembering, loop, tokens_of_a):
     async def both():
         job = asyncio.create_task(greedy(remembering))
         while not job.done():
@@ -267,11 +267,11 @@ def test_a_request_at_the_maximum_length_takes_no_drafts_from_its_neighbour(reme
 
     loop.run(greedy(remembering))
     alone = len(loop.run(remembering.engine.drain_trace()))
-    assert loop.run(both()) == says_a
+    assert loop.run(both()) == tokens_of_a
     assert len(loop.run(remembering.engine.drain_trace())) < alone + 30
 
 
-def test_a_probe_is_not_drafted_and_changes_no_response(remembering, loop, references, says_a):
+def test_a_probe_is_not_drafted_and_changes_no_response(remembering, loop, references, tokens_of_a):
     async def probed():
         job = asyncio.create_task(greedy(remembering))
         await remembering.until_emitted(20)
@@ -283,7 +283,7 @@ def test_a_probe_is_not_drafted_and_changes_no_response(remembering, loop, refer
         logprobs = references["A"].model(torch.tensor([PROBE])).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0].numpy()
     assert np.abs(np.subtract(probe, expected)).max() < 1e-3
-    assert response == says_a
+    assert response == tokens_of_a
     assert loop.run(remembering.engine.draft_stats()).num_requests == 1
 
 

@@ -96,4 +96,4 @@ def test_two_ranks_answer_alike_with_pushed_and_with_loaded_fp8_weights(parallel
     assert gap(found["sent"]["logprobs"], found["loaded"]["logprobs"]) < 1e-6
     assert gap([found["sent"]["probe"]], [found["loaded"]["probe"]]) < 1e-6
     first, second = found["required"]
-    assert first == second  # halves, and what both hold
+    assert first == second  # halves, and tensors that both ranks hold

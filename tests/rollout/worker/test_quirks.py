@@ -209,7 +209,7 @@ def sampler(monkeypatch):
 
 
 @pytest.fixture
-def mended(sampler):
+def patched_sampler(sampler):
     for _ in range(2):  # a process may start more than one engine
         quirks.drafted_rows_are_sampled_at_a_random_temperature()
         quirks.padding_of_a_draft_is_accepted()
@@ -228,10 +228,10 @@ def test_temperatures_are_still_not_expanded_over_the_tokens_of_a_draft():
     dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_value_per_request_is_expanded_over_its_tokens(mended, counts, dtype):
+def test_a_value_per_request_is_expanded_over_its_tokens(patched_sampler, counts, dtype):
     values = torch.arange(len(counts)).to(dtype)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    found = mended.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
+    found = patched_sampler.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
     assert found.dtype is dtype
     assert found.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
 
@@ -260,8 +260,8 @@ def test_draft_padding_is_still_accepted_without_the_workaround(sampler):
     assert rejection_of_padding(sampler) == [-1, 1]
 
 
-def test_draft_padding_is_rejected_with_the_workaround(mended):
-    assert rejection_of_padding(mended) == [2, -1]
+def test_draft_padding_is_rejected_with_the_workaround(patched_sampler):
+    assert rejection_of_padding(patched_sampler) == [2, -1]
 
 
 def test_the_workaround_leaves_other_kernels_alone(sampler, monkeypatch):

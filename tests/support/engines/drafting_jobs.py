@@ -234,6 +234,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.support.engines import drafting_jobs  # what is pickled is named after the module
+    from tests.support.engines import drafting_jobs  # pickled classes carry the module's name
 
     drafting_jobs.main()

@@ -75,7 +75,7 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
     llm.finish_weight_update()
     llm.reset_prefix_cache()
-    assert recorded(llm, tensors) == required  # and what is answered next is answered by the model that was left behind
+    assert recorded(llm, tensors) == required  # recording leaves the engine's model in place
     for sender in senders:
         sender.abandon()
 
@@ -160,7 +160,7 @@ def run(job: Job) -> None:
 
     kept = (cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm, getattr(quirks, job.without_quirk, None))
     kept_check = exact_int8.check_vllm_kernel
-    if job.onednn:  # also where its products are wrong: what a reload changes is asked, not what the products are
+    if job.onednn:  # also if its products are inexact: the job measures changes by a reload, not the products
         cpu.check_cpu_sgl_kernel = lambda *args: False
         exact_int8.check_vllm_kernel = lambda: exact_int8.KernelCheck(kernel="oneDNN", error=0.0)
     if job.without_quirk:

@@ -120,7 +120,7 @@ def _build(real):
                 list(module.named_parameters(recurse=False)) if options.fp8 == "blockwise_param" else ()
             ):
                 if parameter.ndim == 2:
-                    # what a parameter is built with was never a weight
+                    # initial values of a parameter are not weights
                     made = torch.nn.Parameter(BlockTensor.of(torch.ones_like(parameter.detach())))
                     made.__dict__.update(parameter.__dict__)
                     module.register_parameter(name, made)
@@ -145,7 +145,7 @@ def in_megatron():
 
         put(fp8_utils, FP8_TENSOR_CLASS=BlockTensor, HAVE_TE_FP8_TENSOR_CLASS=True)
         put(fp8_utils, _modify_underlying_storage_impl=_replace, _quantize_param_shard_impl=_quantize_shards)
-        # gloo gathers tensors of several dtypes as if they were of one
+        # gloo treats tensors of several dtypes as one dtype
         put(param_and_grad_buffer, _coalescing_manager=lambda *_, **__: nullcontext())
         put(trainer, build=_build(trainer.build))
         yield
