@@ -42,7 +42,7 @@ def test_experts_and_routers_in_bfloat16_are_named_to_vllm_in_its_own_form(check
     assert routers == ["model.layers.1.mlp.gate"]
 
 
-def test_every_process_is_told_its_threads_and_to_stay_offline():
+def test_every_process_gets_its_threads_and_stays_offline():
     env = ProcessEnv(single_node=True)
     for found in (env.controller(), env.trainer_rank(threads=3), env.engine(threads=2), env.single_threaded()):
         assert found["NUMBA_NUM_THREADS"] == "1" and found["HF_HUB_OFFLINE"] == "1"
