@@ -79,6 +79,7 @@ def test_every_direct_dependency_is_locked_for_cpu() -> None:
     assert wanted - set(locked("cpu.txt")) - set(locked("torch.txt")) == set()
 
 
+@pytest.mark.slow
 def test_the_libraries_of_the_lock_import_together() -> None:
     code = (
         "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, pebble, math_verify, pyarrow.parquet, "
@@ -128,6 +129,7 @@ def test_every_package_is_marked_as_typed():
     assert all((ROOT / name / "py.typed").exists() for name in OURS)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_holds_every_package_and_runs_outside_the_checkout(tmp_path: Path) -> None:
     """Built without its dependencies, which are taken from this environment."""
     copy = tmp_path / "source"

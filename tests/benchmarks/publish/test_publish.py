@@ -64,6 +64,7 @@ def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> N
     assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32
 
 
+@pytest.mark.slow
 def test_a_transfer_completes_with_and_without_checksums(tmp_path) -> None:
     model = write_model(tmp_path / "model", quick=True)
     plan = plan_reshard(

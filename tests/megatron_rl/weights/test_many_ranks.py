@@ -148,6 +148,7 @@ def meetings(monkeypatch):
     monkeypatch.setattr(packer_module, "dist", stand_in)
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=4,  # drawn anew in every session
