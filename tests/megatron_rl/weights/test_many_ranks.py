@@ -125,7 +125,7 @@ def _of_single_experts(box: Box) -> Iterator[Box]:
 
 
 def assembled(received: ReceivedPieces, name: str, box: Box) -> torch.Tensor:
-    """A part as a loader is fed with it: a vector whole, a matrix piece by piece."""
+    """A part as a loader gets it: a vector as a whole, a matrix piece by piece."""
     if len(box.shape) < 2:
         return received.read(name, box)
     found: torch.Tensor | None = None
@@ -164,7 +164,7 @@ def meetings(monkeypatch):
     box_size=st.sampled_from([300, 1 << 20]),
     seed=st.integers(0, 1000),
 )
-def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
+def test_received_parts_equal_slices_of_the_whole_quantised_model(
     meetings, layout, engine_ranks, name, experts, bucket_bytes, box_size, seed
 ):
     tensor, pipeline, data = layout

@@ -138,7 +138,7 @@ def test_bf16_sends_the_parameters_decoded_values():
 
 @pytest.mark.parametrize("size", [5000, 1 << 20])
 @pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
-def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, size):
+def test_published_values_and_fingerprints_are_those_of_the_sent_bytes(monkeypatch, format, size):
     published = Published(format)
     sent = published.send()
     sums = published.packer.published_fingerprint()

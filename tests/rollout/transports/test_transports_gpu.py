@@ -38,7 +38,7 @@ def publish(version: int) -> Publish:
 
 
 def arrived(found: Publish, inbox: ColocatedInbox | GroupInbox) -> bool:
-    """Whether every tensor lies whole on a device."""
+    """Whether every tensor arrived complete on a device."""
     received = ReceivedPieces(found.manifest, inbox, engine_rank=0)
     for name, expected in tensors().items():
         part = received.read(name, Box(start=(0,) * expected.dim(), shape=tuple(expected.shape)))

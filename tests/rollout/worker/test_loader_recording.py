@@ -17,17 +17,17 @@ SPECS = (
 
 
 class Boxes:
-    """Of tensors that are there."""
+    """Parts of tensors in memory."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A view into the middle of something larger, as a bucket's piece is."""
+        """A view into the middle of a larger array, like a piece of a bucket."""
         whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
         found = whole[box.slices((0,) * whole.dim())]
         larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
         return larger[5:].view(found.shape)
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Row by row, and each row in two."""
+        """Two pieces for each row."""
         *before, row, left = box.start
         *one, rows, columns = box.shape
         for number in range(rows):

@@ -21,7 +21,7 @@ WHOLE = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_s
 
 
 class Boxes:
-    """Of tensors that are there."""
+    """Parts of tensors in memory."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -32,7 +32,7 @@ class Boxes:
         return WHOLE[name][box.slices((0,) * WHOLE[name].dim())]
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """In one."""
+        """A single piece."""
         yield box, self.read(name, box)
 
 
@@ -140,7 +140,7 @@ def test_replayed_copies_equal_loaded_ones_in_the_order_of_tensors() -> None:
     assert {name: layer.weight.weight_loader for name, layer in layers.layers.items()} == loaders
 
 
-def test_a_failed_copy_leaves_the_loaders_where_they_were() -> None:
+def test_a_failed_copy_restores_the_loaders() -> None:
     class Broken(Boxes):
         def read(self, name: str, box: Box) -> torch.Tensor:
             raise RuntimeError("lost")
