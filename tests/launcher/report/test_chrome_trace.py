@@ -141,7 +141,7 @@ def test_spans_of_older_runs_are_read(tmp_path: Path):
     assert read(tmp_path).spans == spans and '"who"' in events_file.read_text(encoding="utf-8")
 
 
-def test_a_run_without_spans_or_without_forwards_says_so(tmp_path: Path):
+def test_a_trace_without_spans_or_without_forwards_reports_it(tmp_path: Path):
     write_run(tmp_path, num_steps=2)
     (tmp_path / "events.jsonl").unlink()
     assert list(read(tmp_path).notes) == [

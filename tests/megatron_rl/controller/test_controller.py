@@ -36,7 +36,7 @@ class StandIn:
 
 
 def history(log):
-    return Stand(
+    return StandIn(
         prefetch=lambda prompts: log.append(f"prefetch {prompts}"),
         begin_rollout=log.call("begin rollout"),
         record_rewards=log.call("record rewards"),

@@ -51,26 +51,26 @@ def test_groups_without_forecasts_go_before_every_step_and_over_all_engines():
     assert sorted(taken[:5]) == [10, 11, 12, 13, 14] and sorted(taken[5:]) == [0, 1, 2, 3]
 
 
-def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
+def test_an_unknown_policy_is_refused_naming_the_known_ones():
     with pytest.raises(ValueError, match=r"`fastest` is not one of static, lpt, histopipe, adaptive, flexible"):
         plan("fastest", [], [EngineLoad(num_seats=1)])
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=8, max_size=40))
-def test_longest_first_is_within_four_thirds_of_the_best_possible(lengths):
+def test_longest_first_is_within_four_thirds_of_the_optimum(lengths):
     engines = [EngineLoad(num_seats=1)] * 4
     made = plan("lpt", forecasts(lengths, num_responses=1), engines)
     loads = [sum(group.tokens for group in queue) for queue in made.queues]
     assert max(loads) <= 4 / 3 * max(sum(lengths) / 4, max(lengths)) + max(lengths) / 3
 
 
-def test_an_engine_that_is_busy_gets_less():
+def test_a_busy_engine_gets_fewer_tokens():
     engines = [EngineLoad(num_seats=8, queued_tokens=30_000.0), EngineLoad(num_seats=8)]
     busy, idle = plan("adaptive", forecasts([1000] * 10, num_responses=4), engines).queues
     assert (len(busy), len(idle)) == (1, 9)
 
 
-def test_rank_groups_cost_alike_and_change_ends_with_every_step():
+def test_rank_groups_have_equal_cost_and_reverse_with_every_step():
     engines = [EngineLoad(num_seats=8)] * 4
     lengths = [100 * (i + 1) for i in range(40)]
     even, odd = (plan("histopipe", forecasts(lengths, step=step), engines).queues for step in (0, 1))
@@ -275,7 +275,7 @@ def test_only_groups_expected_to_be_longest_get_a_head_start():
     st.data(),
     st.sampled_from(("static", "lpt", "histopipe", "adaptive", "flexible")),
 )
-def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(lengths, num_engines, data, policy):
+def test_engines_reserved_for_the_longest_groups_get_no_more_than_their_share(lengths, num_engines, data, policy):
     engines = [EngineLoad(num_seats=8)] * num_engines
     tail = data.draw(st.integers(1, num_engines - 1))
     groups = forecasts(lengths)
