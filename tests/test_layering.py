@@ -1,4 +1,4 @@
-"""Rules for folders, read from the sources: imports go down only, heavy libraries stay where the table lets them."""
+"""Rules for folders, read from the sources: imports go down only, and the table names users of heavy libraries."""
 
 import ast
 import graphlib
@@ -244,7 +244,7 @@ def test_imports_go_left_only(package: str) -> None:
     assert {name: wrong for name, wrong in tops.items() if wrong} == {}
 
 
-def test_nothing_in_the_packages_imports_tests_benchmarks_or_examples() -> None:
+def test_packages_do_not_import_tests_benchmarks_or_examples() -> None:
     others = {"tests", "benchmarks", "examples"}
     assert [name_of(path) for path in sources(*LINE) if others & {x.partition(".")[0] for x in imports(path)}] == []
 
@@ -260,7 +260,7 @@ def test_floors_import_only_floors_above_them_in_the_table() -> None:
         above.add(name)
 
 
-def test_files_import_what_their_floor_may() -> None:
+def test_files_import_only_what_their_floor_may() -> None:
     wrong = {
         f"{name_of(path)} -> {name_of(other)}"
         for path in sources(*LINE)
@@ -270,7 +270,7 @@ def test_files_import_what_their_floor_may() -> None:
     assert wrong == set()
 
 
-def test_no_floor_may_import_more_than_its_files_do() -> None:
+def test_the_table_permits_no_import_that_no_file_makes() -> None:
     """A way that nobody goes any more is walled up."""
     used = {name: set() for name in FLOORS}
     for path in sources(*LINE):
@@ -292,7 +292,7 @@ def test_heavy_libraries_are_imported_only_where_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("loads", sorted({floor.loads for floor in FLOORS.values()} - {"*"}))
-def test_floors_load_no_library_that_the_table_does_not_say(loads: str) -> None:
+def test_floors_load_only_the_libraries_in_the_table(loads: str) -> None:
     """The controller and the command line run without torch: nothing that they import loads it."""
     paths = [path for path in sources(*LINE) if FLOORS[floor_of(path)].loads == loads and path.name != "__main__.py"]
     modules = [name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]

@@ -1,4 +1,4 @@
-"""What `make` refuses before it builds anything, each in one sentence."""
+"""Machines that `make` refuses before it builds anything, each in one sentence."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def refusal(*arguments: str, before_path: Path, environment: Path) -> str:
         ),
     ],
 )
-def test_make_refuses_a_machine_that_cannot_work_with_one_sentence(
+def test_make_refuses_an_unsupported_machine_with_one_sentence(
     tmp_path: Path, name: str, script: str, python: str, said: str
 ) -> None:
     program(tmp_path / "bin", name, script)

@@ -1,4 +1,4 @@
-"""What is installed is what the locks and setup.py say, and the packages that are imported are ours."""
+"""The environment equals the locks and setup.py, and imported packages are those of this checkout."""
 
 import ast
 import importlib
@@ -67,7 +67,7 @@ def test_no_package_is_locked_twice() -> None:
     assert len(names) == len(set(names))
 
 
-def test_what_breaks_transformers_is_not_installed() -> None:
+def test_packages_that_break_transformers_are_not_installed() -> None:
     installed = {canonical(one.metadata["Name"]) for one in metadata.distributions()}
     assert installed & set(LEFT_OUT) == set()
 
@@ -79,6 +79,7 @@ def test_every_direct_dependency_is_locked_for_cpu() -> None:
     assert wanted - set(locked("cpu.txt")) - set(locked("torch.txt")) == set()
 
 
+@pytest.mark.slow
 def test_the_libraries_of_the_lock_import_together() -> None:
     code = (
         "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, pebble, math_verify, pyarrow.parquet, "
@@ -124,10 +125,11 @@ def test_make_bench_runs_every_command_that_writes_a_record_and_nothing_else() -
     assert found == commands and "publish" in found
 
 
-def test_every_package_says_that_it_is_typed():
+def test_every_package_is_marked_as_typed():
     assert all((ROOT / name / "py.typed").exists() for name in OURS)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_holds_every_package_and_runs_outside_the_checkout(tmp_path: Path) -> None:
     """Built without its dependencies, which are taken from this environment."""
     copy = tmp_path / "source"

@@ -26,7 +26,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Pages that people write."""
+    """Handwritten pages."""
     written = [page for page in DOCS.rglob("*.md") if page not in GENERATED and RECORDS not in page.parents]
     front = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     return sorted([*written, *front, *(ROOT / "examples").rglob("README.md")])

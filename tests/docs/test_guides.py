@@ -47,7 +47,7 @@ def command(line: str, root: Path) -> str:
 
 
 def edit(file: Path, block: Block) -> None:
-    """Replace the lines that begin with `-`, as the one place of the file, by those that begin with `+`."""
+    """Replace the lines that begin with `-`, which must occur once in the file, by the lines that begin with `+`."""
     lines = block.text.splitlines()
     old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
     text = file.read_text()
@@ -65,7 +65,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_every_guide_is_followed_here() -> None:
+def test_every_guide_has_a_test() -> None:
     assert {page.stem for page in GUIDES.glob("*.md")} == {FIRST, *OTHERS}
 
 

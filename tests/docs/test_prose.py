@@ -32,7 +32,7 @@ def named(page: Path) -> str:
 
 
 def faults(of_page: Callable[[Path], list[str]]) -> dict[str, list[str]]:
-    """What a check finds, by page."""
+    """Findings of a check, by page."""
     return {named(page): found for page in PAGES if (found := of_page(page))}
 
 
@@ -45,7 +45,7 @@ def test_every_named_file_and_module_exists() -> None:
 
 
 def absent(page: Path) -> list[str]:
-    """Files and modules that a page names and that neither exist nor are made by its reader."""
+    """Files and modules named on a page that neither exist nor are created by its reader."""
     text = page.read_text(encoding="utf-8")
     written = {block.file for block in blocks(page)}
     files = [path for path in FILE.findall(text) if path not in written and not path.startswith(PRODUCED)]
@@ -54,7 +54,7 @@ def absent(page: Path) -> list[str]:
 
 
 def found(module: str) -> bool:
-    """Whether `python -m` finds it, judged without importing anything."""
+    """Whether `python -m` finds the module, without importing anything."""
     folder = ROOT.joinpath(*module.split("."))
     return (folder / "__main__.py").exists() or PathFinder.find_spec(folder.name, [str(folder.parent)]) is not None
 
@@ -79,7 +79,7 @@ def test_a_decisions_number_is_that_of_its_file() -> None:
         assert re.fullmatch(r"Status: (?:accepted|superseded by \d+)", status)
 
 
-def test_every_decision_that_is_cited_exists() -> None:
+def test_every_cited_decision_exists() -> None:
     numbers = {int(file.name[:4]) for file in (DOCS / "decisions").glob("0*.md")}
     sources = [*PAGES, *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))]
     cited = {
@@ -112,5 +112,5 @@ def test_no_page_has_a_banned_construction() -> None:
         "Nothing is lost, and nobody knows it.",
     ],
 )
-def test_the_list_finds_what_it_is_about(text: str) -> None:
+def test_every_banned_construction_is_detected(text: str) -> None:
     assert list(banned(text)) != []

@@ -55,14 +55,14 @@ def test_running_totals_stay_in_bounds_and_chains_are_long_tailed() -> None:
     assert counts[2850] >= 2.5 * counts[1500]
 
 
-def test_held_out_problems_occur_nowhere_else_and_none_occurs_twice(sets: dict[str, list[Row]]) -> None:
+def test_held_out_problems_are_unique_and_occur_in_no_other_set(sets: dict[str, list[Row]]) -> None:
     texts = {name: [question(row) for row in rows] for name, rows in sets.items()}
     assert len(texts["held_out"]) >= 500
     together = [text for of_set in texts.values() for text in of_set]
     assert len(together) == len(set(together))
 
 
-def test_about_half_of_the_warm_start_writes_every_step_in_several_wordings(sets: dict[str, list[Row]]) -> None:
+def test_about_half_of_the_warm_start_rows_show_every_step_in_several_wordings(sets: dict[str, list[Row]]) -> None:
     responses = [str(row["response"]) for row in sets["warm_start"]]
     worked = [text for text in responses if "\n" in text]
     assert 0.4 < len(worked) / len(responses) < 0.6
@@ -88,7 +88,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_tokenizer_gives_any_ascii_text_back(model_dir: Path, sets: dict[str, list[Row]]) -> None:
+def test_the_tokenizer_round_trips_ascii_text(model_dir: Path, sets: dict[str, list[Row]]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -171,14 +171,14 @@ def test_accuracy_is_read_from_the_bf16_rows_of_the_whole_held_out_set(tmp_path:
     assert quickstart.held_out_accuracy(tmp_path) == (0.4, 0.8)
 
 
-def test_both_stages_are_judged_before_the_warm_start(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_both_stages_are_checked_before_the_warm_start(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seconds = quickstart.run_dry(example, quickstart.commands(example, 0, []))
     lines = capfd.readouterr().out.splitlines()
     assert [line.split("  ")[1].strip() for line in lines if "passes every check" in line] == ["warm start", "rl"]
     assert lines[-1] == f"-- dry runs: {seconds:.1f} s" and seconds < 30
 
 
-def test_a_phase_that_refuses_speaks_for_itself(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_message_of_a_refused_phase_is_shown(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(quickstart.PhaseFailedError, match="dry run of rl") as failed:
         quickstart.run_dry(example, quickstart.commands(example, 0, ["num_steps=0"]))
     assert failed.value.code == 2

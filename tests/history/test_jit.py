@@ -1,4 +1,4 @@
-"""Machine code is cached, and never older than any kernel that was compiled into it."""
+"""Machine code is cached, and never older than any kernel compiled into it."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def test_a_kernel_that_changes_in_another_folder_compiles_its_callers_again(tmp_
     (package / "drafting" / "outer.py").write_text(OUTER)
 
     def answer(added: int) -> tuple[int, int]:
-        """What the caller's kernel returns, and how often it was loaded from the cache."""
+        """Result of the caller's kernel, and how often it was loaded from the cache."""
         (package / "index" / "inner.py").write_text(INNER.format(added=added))
         code = (
             "from history.drafting.outer import outer; "

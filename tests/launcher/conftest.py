@@ -1,4 +1,4 @@
-"""A model directory and a configuration file that pass every check, to be broken one way at a time."""
+"""A model directory and a configuration file that pass every check; each test breaks one thing."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def node() -> NodeResources:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """What the checks look at of a Hugging Face directory; the weights are a header and a hole."""
+    """A Hugging Face directory that passes the checks; its weight file is a header and a hole."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
@@ -45,7 +45,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def write_weights(directory: Path) -> None:
-    """Safetensors of the model in `config.json`, whose tensors no disk block holds."""
+    """Safetensors of the model in `config.json`; the tensors are a hole without disk blocks."""
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, shape in hf_shapes(read_model_spec(directory)).items():

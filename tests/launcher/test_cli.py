@@ -33,7 +33,7 @@ RAY_PRINTS = (
 
 
 def run_apart(*arguments: str) -> tuple[int, list[str], str, str]:
-    """Exit code, heavy modules imported, standard output and error of a command in a process of its own."""
+    """Exit code, imported heavy modules, standard output and error of a command in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", REPORT_HEAVY, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
@@ -49,7 +49,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert "usage: megatron-rl" in out
 
 
-def test_a_dry_run_prints_configuration_placement_and_memory_and_starts_nothing(write_config: Write) -> None:
+def test_a_dry_run_prints_configuration_placement_and_memory_and_starts_no_process(write_config: Write) -> None:
     path = write_config("engine:\n  format: int8\n")
     code, imported, out, _ = run_apart("run", str(path), "--dry-run", "trainer.parallel.tensor=2")
     assert (code, imported) == (0, [])
@@ -68,7 +68,9 @@ def test_a_refusal_is_one_screen_without_traceback_and_before_any_heavy_import(w
     assert len(error.splitlines()) < 24
 
 
-def test_overrides_may_stand_before_and_after_options(write_config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_are_accepted_before_and_after_options(
+    write_config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(write_config("")), "seed=5", "--dry-run", "num_steps=9"]) == 0
     out = capsys.readouterr().out
     assert "seed: 5" in out

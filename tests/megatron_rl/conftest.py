@@ -5,7 +5,7 @@ from tests.support.trainers.pool import RankPool
 
 @pytest.fixture(scope="package")
 def ranks():
-    """Ends with this package's tests: the threads of gloo groups wake up a hundred times a second, used or not."""
+    """Closed after this package's tests: threads of idle gloo groups wake up a hundred times a second."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -13,7 +13,7 @@ def ranks():
 
 @pytest.fixture
 def single_rank(tmp_path):
-    """A world of this process alone, for what needs a CUDA device."""
+    """A world of this process alone, for tests on a CUDA device."""
     import torch
 
     from megatron_rl.config import ParallelConfig

@@ -15,7 +15,7 @@ from tests.support.engines.engine_answers import Checkpoints
 
 @pytest.fixture(scope="package")
 def loop() -> Iterator[asyncio.Runner]:
-    """The event loop that all engines of this package's tests live on."""
+    """The event loop of all engines of this package's tests."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -33,7 +33,7 @@ def engine_environment() -> Iterator[None]:
 
 
 def endless(checkpoints: Checkpoints, folder: Path) -> Path:
-    """The directory of an engine whose responses end at their limit: a configuration without end-of-sequence id."""
+    """A model directory whose configuration has no end-of-sequence id, so that responses end at their limit."""
     config = json.loads((checkpoints.path("qwen3", "A", "bf16") / "config.json").read_text())
     config["eos_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config))

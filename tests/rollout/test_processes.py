@@ -1,4 +1,4 @@
-"""What an owner leaves behind when it is killed ends too."""
+"""Processes of an owner that is killed end too."""
 
 import os
 import signal
@@ -42,6 +42,6 @@ def test_a_rank_and_its_core_process_end_with_the_owner():
     assert len(gone) == 2 and not alive
 
 
-def test_a_process_that_is_not_owned_goes_on():
+def test_a_process_without_owner_keeps_running():
     script = "import time; from rollout.processes import die_with; die_with(1 << 22); time.sleep(0.1); print('here')"
     assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "here\n"

@@ -1,4 +1,4 @@
-"""Seeds are a stable function of what they are for."""
+"""Seeds are a stable function of their key."""
 
 import itertools
 
@@ -24,10 +24,10 @@ def test_every_part_of_the_key_changes_the_seed():
     assert len(set(seeds)) == len(seeds)
 
 
-def test_neighbouring_parts_do_not_run_into_each_other():
+def test_keys_that_join_to_the_same_text_have_different_seeds():
     assert seed(step=1, prompt="1/0") != seed(step=11, prompt="/0")
 
 
-def test_bits_are_balanced():
+def test_every_bit_of_a_seed_is_set_about_half_the_time():
     ones = [sum(seed(sample=s) >> bit & 1 for s in range(2000)) for bit in range(63)]
     assert all(850 < count < 1150 for count in ones)

@@ -1,3 +1,3 @@
-"""How long tests wait for anything: a dead man's switch, never a statement about the speed of a machine."""
+"""Limit of every wait in a test, in seconds: it ends hung tests and does not depend on the speed of a machine."""
 
 DEADLINE_S = 3600.0

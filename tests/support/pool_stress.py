@@ -1,6 +1,6 @@
-"""A pool whose Ray is a stand-in in this process: responses end, engines are lost and come back, in random order.
+"""A pool with a stand-in for Ray in this process: responses end, engines die and restart, in random order.
 
-`python -m tests.support.pool_stress EVENTS [SEED]` runs as many events as one likes; the test runs fewer.
+`python -m tests.support.pool_stress EVENTS [SEED]` runs any number of events; the test runs fewer.
 """
 
 import random
@@ -41,7 +41,7 @@ class Ref:
 
 @dataclass
 class FakeRay:
-    """`ray` as `rollout.pool.engine_pool` and `rollout.pool.scorer_pool` use it; waiting lets things happen."""
+    """`ray` as `rollout.pool.engine_pool` and `rollout.pool.scorer_pool` use it; events happen during `wait`."""
 
     world: "World"
 
@@ -110,7 +110,7 @@ class Engine:
         return ref
 
     def tell_what_runs(self):
-        """Answer those who asked; what they hear may be old by the time they do."""
+        """Answer queries about requests in flight; an answer may be outdated on arrival."""
         for ref in self.surveys:
             ref.is_ready = True
             ref.value = [
@@ -160,9 +160,9 @@ class Engine:
         self._answer()
 
     def abort_one(self):
-        """Somebody aborts a group; what it has is what it gets."""
+        """Abort a group; its call returns the tokens sampled so far."""
         group_id = self.world.generator.choice(list(self.running))
-        if group_id in self.aborting:  # it goes on elsewhere whoever aborts it
+        if group_id in self.aborting:  # the group migrates, so it resumes elsewhere
             return
         self.ended += self.running[group_id][2].count(False)
         self.world.num_aborted += 1
@@ -210,7 +210,7 @@ class World:
         self.num_kept += num_had
 
     def happen(self):
-        """One event: a response ends, a group is scored, an engine dies or comes back."""
+        """One event: a response ends, a group is scored, an engine dies or restarts."""
         self.num_events += 1
         draw, busy = self.generator.random(), [e for e in self.engines.actors if e.is_alive and e.running]
         asked = [e for e in self.engines.actors if e.is_alive and (e.surveys or e.aborting)]
@@ -236,7 +236,7 @@ class World:
             self.engines.replace(number, Engine(self))
 
     def choose(self, running):
-        """A rule that moves whatever it likes."""
+        """A migration rule that chooses at random."""
         groups = [group.group_id for group in running]
         return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
 
@@ -248,7 +248,7 @@ class World:
 
 @dataclass
 class Watched:
-    """What the pool tells, and the batches that come of it."""
+    """Callbacks of the pool, and the batches that result."""
 
     admission: object
     started_under: dict = field(default_factory=dict)
@@ -269,7 +269,7 @@ class Watched:
 
 
 def stress(num_events: int, seed: int, monkeypatch=None) -> World:
-    """Runs of forty steps until so many things have happened; each checks that every group was trained on once."""
+    """Run forty steps at a time for this many events; each run checks that every group was trained on once."""
     generator = random.Random(seed)
     world = World(generator)
     fake = FakeRay(world)
@@ -333,7 +333,7 @@ def one_run(world: World, generator: random.Random) -> None:
         pool.check_integrity()
         for _ in range(generator.randrange(20)):  # the trainer works
             world.happen()
-        if generator.random() < 0.5:  # a publish brings everybody back
+        if generator.random() < 0.5:  # a publish restarts all lost engines
             world.bring_back()
     assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
     assert pool.migration.num_moved <= world.num_moved - moved_before

@@ -1,4 +1,4 @@
-"""Responses whose tokens say whose they are, so that a wrong token is seen wherever it turns up."""
+"""Responses whose tokens encode their origin, so that a misplaced token is detected."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Reward functions for the tests of scoring; they live in a module because workers import them by path."""
+"""Reward functions for the tests of scoring, in a module because workers import them by path."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Random scored groups whose columns are held in the process itself."""
+"""Random scored groups whose columns are in this process."""
 
 import numpy as np
 

@@ -15,7 +15,7 @@ from tests.support.traces import trace
 
 
 def drafted(method: Method, text: list[int], *, room: int = 32, draft_row: int | None = None) -> list[int]:
-    """What `method` drafts after the prompt 900, 901 and `text`."""
+    """Tokens that `method` drafts after the prompt 900, 901 and `text`."""
     draft_row = method.open(trace([0]), 1000) if draft_row is None else draft_row
     ids = np.zeros((1, 64), dtype=np.int32)
     ids[0, : 2 + len(text)] = [900, 901, *text]
@@ -26,7 +26,7 @@ def drafted(method: Method, text: list[int], *, room: int = 32, draft_row: int |
 OLD = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_paper_matches_three_tokens_at_least() -> None:
+def test_paper_matches_at_least_three_tokens() -> None:
     method = HistoSpecPaper()
     method.remember("prompt", [trace(OLD)])
     assert drafted(method, [50, 3, 4, 5]) == [6, 7]
@@ -41,7 +41,7 @@ def test_paper_prefers_the_longest_match_up_to_seven() -> None:
     assert drafted(method, [50, 3, 4, 5]) == [20, 21]
 
 
-def test_paper_follows_the_rewards_at_a_fork_and_the_release_the_count() -> None:
+def test_paper_follows_rewards_at_a_fork_and_the_release_follows_counts() -> None:
     visit = [trace([1, 2, 3, 10, 11], reward=1.0), trace([1, 2, 3, 20, 21]), trace([1, 2, 3, 20, 21])]
     for method, expected in ((HistoSpecPaper(), [10, 11]), (HistoSpecReleased(), [20, 21])):
         method.remember("prompt", visit)
@@ -58,7 +58,7 @@ def test_release_stops_when_the_product_of_shares_falls_below_a_tenth() -> None:
     assert method.survivals == [[0.25, 0.125]]
 
 
-def test_windows_follow_the_two_rules() -> None:
+def test_window_sizes_follow_the_rules_of_paper_and_release() -> None:
     windows: dict[type[HistoSpec], list[int]] = {HistoSpecPaper: [2], HistoSpecReleased: [2]}
     for kind, found in windows.items():
         for accepted in (True,) * 17 + (False, False, True):
@@ -77,7 +77,7 @@ def test_window_grows_only_when_the_whole_draft_was_accepted() -> None:
     assert drafted(method, [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 13, 14, 15], draft_row=draft_row) == [16, 17]
 
 
-def test_histospec_begins_from_the_prompt_and_ends_with_the_response() -> None:
+def test_histospec_drafts_from_the_first_token_to_the_end_of_the_response() -> None:
     method = HistoSpecPaper()
     method.remember("prompt", [trace([1, 2, 3, 4], prompt=(899, 900, 901))])
     assert drafted(method, [1]) == [2, 3]
@@ -90,7 +90,7 @@ def test_histospec_begins_from_the_prompt_and_ends_with_the_response() -> None:
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=4),
     st.lists(st.integers(1, 3), min_size=1, max_size=9),
 )
-def test_first_draft_token_is_what_most_continuations_of_the_longest_match_say(
+def test_first_draft_token_is_the_majority_of_continuations_of_the_longest_match(
     responses: list[list[int]], text: list[int]
 ) -> None:
     method = HistoSpecReleased()
@@ -108,14 +108,14 @@ def test_first_draft_token_is_what_most_continuations_of_the_longest_match_say(
     assert (votes.count(found[0]) == most) if found else most == 0
 
 
-def test_ngram_continues_the_last_place_where_its_tokens_stood() -> None:
+def test_ngram_continues_the_last_occurrence_of_its_tokens() -> None:
     method = Ngram(vllm_search(), max_draft_tokens=3, shortest=2, longest=4)
     assert drafted(method, [1, 2, 3, 4, 5, 6, 1, 2]) == [3, 4, 5]
     assert drafted(method, [1, 2, 3, 4, 5, 6, 1, 2], room=1) == [3]
     assert drafted(method, [1, 2, 3, 4, 5, 6]) == []
 
 
-def test_product_drafts_what_its_prompt_said_last_time(tmp_path: Path) -> None:
+def test_product_drafts_the_prompts_last_response(tmp_path: Path) -> None:
     method = Product(tmp_path, max_draft_tokens=4)
     old = trace(list(range(1, 40)))
     method.remember("prompt", [old])
@@ -126,7 +126,7 @@ def test_product_drafts_what_its_prompt_said_last_time(tmp_path: Path) -> None:
     assert 0 < method.drain().num_accepted <= found.num_accepted
 
 
-def test_arctic_is_driven_as_vllm_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arctic_gets_the_calls_that_vllm_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "arctic_inference" / "suffix_decoding"
     folder.mkdir(parents=True)
     for name in ("__init__.py", "suffix_decoding/__init__.py", "suffix_decoding/_C.so"):
@@ -184,5 +184,5 @@ class SuffixDecodingCache:
 """
 
 
-def test_what_was_not_built_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_baseline_that_was_not_built_is_not_loaded(tmp_path: Path) -> None:
     assert arctic.load(tmp_path) is None

@@ -17,13 +17,13 @@ def test_a_repeated_text_is_drafted_whole_but_for_its_last_token() -> None:
     assert row["without_chance"] == row["tokens_per_forward"]
 
 
-def test_what_is_right_by_chance_is_told_apart() -> None:
+def test_matches_by_chance_are_counted_separately() -> None:
     row = bound_row("case", 1, [trace([7, 8], step=0)], [trace([1, 7, 8, 9, 7, 8, 5], step=1)])
     # 1 | 7 8 9 | 7 8 5: pieces of two tokens
     assert (row["tokens_per_forward"], row["without_chance"]) == (pytest.approx(7 / 3, abs=1e-4), 1.0)
 
 
-def test_nothing_is_drafted_that_is_not_there_yet() -> None:
+def test_tokens_that_are_not_emitted_yet_are_not_drafted() -> None:
     alike = ids(1, 2, 3, 4, 5, 6)
     assert count_drafts([], [alike, alike], 4).tolist() == [12, 0, 0, 0, 0], "both say the same at the same time"
     behind = ids(9, 1, 2, 3, 4, 5, 6)
@@ -32,7 +32,7 @@ def test_nothing_is_drafted_that_is_not_there_yet() -> None:
     assert counts[1:].sum() > 0, "who is behind has what the other said before this forward"
 
 
-def test_a_place_counts_only_if_its_context_leads_there() -> None:
+def test_a_position_counts_only_if_its_context_matches() -> None:
     past, response = [ids(5, 6, 1, 2, 3, 4)], ids(6, 1, 2, 3, 9)
     # 6 1 2 3 9, known beforehand; 6 | 1 2 3 9, behind the 6; 6 | 1 | 2 3 9, behind 6 and 1
     for context, expected in ((0, [0, 0, 0, 0, 1]), (1, [1, 0, 0, 1, 0]), (2, [2, 0, 1, 0, 0])):
@@ -40,7 +40,7 @@ def test_a_place_counts_only_if_its_context_leads_there() -> None:
     assert count_drafts(past, [ids(5, 6, 1, 2, 3, 4)], 8, context=2)[5] == 1, "beginnings lead to beginnings"
 
 
-def test_a_place_near_the_last_one_needs_no_context() -> None:
+def test_a_position_near_the_last_one_needs_no_context() -> None:
     past = [ids(*range(10, 40))]
     copied = ids(*range(10, 18), 99, *range(19, 27), 5)  # a token is replaced
     assert count_drafts(past, [copied], 16, context=3).tolist()[8] == 2
@@ -49,7 +49,7 @@ def test_a_place_near_the_last_one_needs_no_context() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_naive_search_finds_the_same(seed: int) -> None:
+def test_the_bound_equals_a_naive_search(seed: int) -> None:
     generator = np.random.default_rng(seed)
     past, responses = ([generator.integers(0, 4, size).astype(np.int32) for size in (30, 17)] for _ in range(2))
     expected = np.zeros(6, dtype=np.int64)

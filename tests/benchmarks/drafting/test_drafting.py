@@ -21,7 +21,7 @@ def field(tmp_path: Path) -> list[Contestant]:
     return [Contestant(name=OURS, make=lambda: ours(tmp_path)), Contestant(name=PAPER, make=HistoSpecPaper)]
 
 
-def test_visits_are_counted_per_prompt_whatever_steps_they_were_at() -> None:
+def test_visits_are_counted_per_prompt_independently_of_steps() -> None:
     a = [replace(trace([step]), step=step, prompt_id="a") for step in (0, 3)]
     b = [replace(trace([step]), step=step, prompt_id="b") for step in (7, 1, 5)]
     found = [[(one.prompt_id, one.step) for one in visit] for visit in visits([*b, *a])]
@@ -74,7 +74,7 @@ def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
     assert all(bounds[case] > mine[case] for case in mine)
 
 
-def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:
+def test_modelled_speed_is_tokens_over_the_cost_of_their_forwards() -> None:
     # of 8 tokens the prompt's forward emits one, two forwards three each; the last drafts two for the one left
     engine = ModelledEngine(case="case", method_name="counting", method=Counting(2), max_draft_tokens=4)
     row = engine.decode([trace(range(1, 9))] * 2, 2)
@@ -85,7 +85,7 @@ def test_modelled_speed_is_tokens_over_the_price_of_their_forwards() -> None:
     assert forward_s(1, 2) == pytest.approx((10 + 0.08 + 0.162) / 1000)
 
 
-def test_modelled_rows_exist_for_useless_history_too(tmp_path: Path) -> None:
+def test_useless_history_has_modelled_rows_too(tmp_path: Path) -> None:
     rows = list(modelled(field(tmp_path), TINY, tmp_path))
     useless = [row for row in rows if row["case"] == "2k, reuse 0 %" and row["method"] == OURS]
     assert len(useless) == 1
@@ -104,7 +104,7 @@ def test_costs_are_counted_per_token_and_request(tmp_path: Path) -> None:
     assert int(attach_row(tmp_path, 1 << 20, repeats=3)["bytes"]) == pytest.approx(1 << 20, rel=0.2)
 
 
-def test_goals_compare_with_the_best_of_arctics_settings_and_name_what_was_missed() -> None:
+def test_goals_compare_with_the_best_arctic_setting_and_name_missed_goals() -> None:
     rows: list[Row] = []
     for length, reuses in (("2k", (93, 87, 76)), ("16k", (93, 87))):
         for reuse in reuses:

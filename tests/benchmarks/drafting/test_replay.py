@@ -12,7 +12,7 @@ from tests.support.traces import trace
 
 
 class Counting:
-    """Drafts the numbers after the newest token; records what it was shown."""
+    """Drafts the numbers after the newest token; records the tokens shown to it."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -45,7 +45,7 @@ class Counting:
 
 
 def naive(responses: Sequence[Sequence[int]], length: int, limit: int) -> tuple[int, int, int]:
-    """Forwards, accepted, emitted, one response at a time."""
+    """(forwards, accepted, emitted) of decoding one response at a time."""
     forwards = accepted = emitted = 0
     for response in responses:
         position = 1
@@ -83,14 +83,14 @@ def test_replay_equals_decoding_one_response_after_another(
     assert len(method.opened) == len(method.closed) == sum(len(response) > 1 for response in responses)
 
 
-def test_a_method_is_never_shown_what_has_not_been_emitted() -> None:
+def test_a_method_never_sees_tokens_that_are_not_emitted() -> None:
     method = Counting(2)
     decode(Replay(method, [trace([5, 6, 9, 10, 40])], batch=1, max_draft_tokens=4, max_response_tokens=8))
     # prompt 900, 901; the prompt's forward emits 5, the first forward accepts 6 and adds 9, the second accepts 10
     assert [[token for token in shown if token] for shown in method.shown] == [[900, 901, 5], [900, 901, 5, 6, 9]]
 
 
-def test_drafts_leave_room_for_the_token_that_every_forward_adds() -> None:
+def test_drafts_leave_room_for_the_sampled_token_of_every_forward() -> None:
     method = Counting(4)
     replay = Replay(method, [trace([1, 2, 3, 4])], batch=1, max_draft_tokens=4, max_response_tokens=4)
     forward = replay.forward()
@@ -98,7 +98,7 @@ def test_drafts_leave_room_for_the_token_that_every_forward_adds() -> None:
     assert replay.finished
 
 
-def test_rows_that_finish_are_taken_by_the_next_request() -> None:
+def test_finished_rows_are_reused_by_the_next_request() -> None:
     method = Counting(0)
     replay = Replay(
         method, [trace([1, 1]), trace([2, 2, 2]), trace([3, 3])], batch=2, max_draft_tokens=4, max_response_tokens=4
@@ -109,7 +109,7 @@ def test_rows_that_finish_are_taken_by_the_next_request() -> None:
     assert method.closed == [10, 30, 20]
 
 
-def test_rows_can_begin_in_the_middle_of_a_response() -> None:
+def test_a_row_may_begin_in_the_middle_of_a_response() -> None:
     method = Counting(0)
     replay = Replay(method, [trace([1, 2, 3, 4])], batch=1, max_draft_tokens=4, max_response_tokens=4, begin_at=0.5)
     assert decode(replay).num_emitted == 2

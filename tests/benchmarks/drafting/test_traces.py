@@ -17,7 +17,7 @@ def test_epoch_0_does_not_depend_on_reuse() -> None:
     assert all(np.array_equal(a.response_ids, b.response_ids) for a, b in zip(first, second, strict=True))
 
 
-def test_frozen_traces_do_not_change() -> None:
+def test_generated_traces_equal_the_frozen_ones() -> None:
     traces = generate(reuse=0.87, num_tokens=300, num_prompts=2).traces
     found = [trace.response_ids[100:104].tolist() for trace in traces[::9]]
     assert found == [
@@ -28,7 +28,7 @@ def test_frozen_traces_do_not_change() -> None:
     ]
 
 
-def test_traces_are_ordered_and_of_about_the_length_that_was_asked_for() -> None:
+def test_traces_are_ordered_and_have_about_the_requested_length() -> None:
     traces = generate(reuse=0.87, num_tokens=1000, num_prompts=40, num_epochs=3).traces
     assert [trace.step for trace in traces] == sorted(trace.step for trace in traces)
     assert len(traces) == 3 * 40 * SIBLINGS
@@ -39,20 +39,20 @@ def test_traces_are_ordered_and_of_about_the_length_that_was_asked_for() -> None
 
 
 @pytest.mark.parametrize("reuse", [0.93, 0.87, 0.76, 0.6, 0.4, 0.2])
-def test_reuse_is_what_was_asked_for(reuse: float) -> None:
+def test_traces_have_the_requested_reuse(reuse: float) -> None:
     found = generate(reuse=reuse, num_tokens=2000, num_prompts=16)
     assert abs(found.reuse - reuse) < 0.02
 
 
-def test_reuse_can_be_seen_in_the_tokens() -> None:
+def test_reuse_shows_in_common_token_sequences() -> None:
     found = generate(reuse=0.87, num_tokens=1000, num_prompts=8)
     spans = np.concatenate([copied_spans(found.traces, prompt_id) for prompt_id in prompt_ids(found.traces)])
     total = sum(len(trace.response_ids) for trace in found.traces if trace.step == 1)
-    # spans of fewer than four tokens cannot be told from chance, and an edit may repeat what is there
+    # spans of fewer than four tokens may occur by chance, and an edit may repeat the old token
     assert 0.75 < spans.sum() / total < 0.90
 
 
-def test_copied_spans_are_heavy_tailed() -> None:
+def test_lengths_of_copied_spans_are_heavy_tailed() -> None:
     found = generate(reuse=0.87, num_tokens=2000, num_prompts=8)
     spans = np.concatenate([copied_spans(found.traces, prompt_id) for prompt_id in prompt_ids(found.traces)])
     beyond = spans - spans.min()
@@ -97,7 +97,7 @@ def same_group(traces: list[Trace], one: int, other: int) -> bool:
 
 
 def copied_spans(traces: list[Trace], prompt_id: str, shortest: int = 4) -> np.ndarray:
-    """Lengths of maximal stretches of new responses that occur in old ones, found greedily from the left."""
+    """Lengths of maximal spans of new responses that occur in old ones, greedily from the left."""
     of_prompt = [trace for trace in traces if trace.prompt_id == prompt_id]
     text = [token for trace in of_prompt if trace.step == 0 for token in [*trace.response_ids.tolist(), -1]]
     places: dict[tuple[int, ...], list[int]] = {}

@@ -4,7 +4,7 @@ from benchmarks.drafting.traces import generate
 from benchmarks.drafting.trees import decode, lead, main, num_nodes
 
 
-def test_a_tree_has_each_common_beginning_once() -> None:
+def test_a_tree_has_each_common_prefix_once() -> None:
     assert num_nodes([[1, 2, 3], [1, 2, 4, 5], [6], []]) == 6
     assert lead([1, 2, 3], [1, 2, 4]) == 2
     assert lead([1, 2, 3], [1]) == 1

@@ -1,4 +1,4 @@
-"""Figures over the steps of a run."""
+"""Metrics over the steps of a run."""
 
 from benchmarks.harness.example_run import mismatch_figures, trained
 

@@ -1,4 +1,4 @@
-"""A record names the code and the inputs of its rows, has one row a line, and names no place of the machine."""
+"""A record names the code and the inputs of its rows, has one row a line, and no path of the machine."""
 
 import json
 from argparse import Namespace
@@ -25,7 +25,9 @@ from benchmarks.planner.recorded_run import keys, made
         ("--work=HERE/runs", "--work=runs"),
     ],
 )
-def test_paths_are_recorded_from_here_on_and_others_by_name(argument, recorded, tmp_path, monkeypatch) -> None:
+def test_paths_are_recorded_relative_to_the_checkout_and_others_by_name(
+    argument, recorded, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert _without_machine_path(argument.replace("HERE", str(tmp_path))) == recorded
 
@@ -37,7 +39,7 @@ def code(monkeypatch) -> Provenance:
     return found
 
 
-def test_a_written_record_is_read_back_and_has_a_line_for_each_row(tmp_path, code) -> None:
+def test_a_written_record_round_trips_and_has_a_line_for_each_row(tmp_path, code) -> None:
     path = tmp_path / "made.json"
     goal = Goal(name="speed", value=2.0, bound=1.0, direction="at least", unit="x")
     given = Input(path="quickstart", command="python -m examples.arithmetic.quickstart --work quickstart")
@@ -89,7 +91,7 @@ def test_inputs_name_the_commands_that_make_them(tmp_path, monkeypatch) -> None:
     assert run_inputs(run / "traces") == run_inputs(run) == (warm,)
 
 
-def test_a_recorded_run_names_its_own_command_and_takes_keys_last(tmp_path, monkeypatch) -> None:
+def test_a_recorded_run_names_its_command_and_puts_overrides_last(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = Namespace(
         warm=tmp_path / "q", out=Path("runs/traces"), prompts=8, steps=2, seed=5, overrides=["engine.num_engines=2"]

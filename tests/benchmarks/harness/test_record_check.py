@@ -1,4 +1,4 @@
-"""Which rows are old is found from the code that a benchmark leads to, and moving that code is no change."""
+"""A row is outdated if code reachable from its benchmark changed; moving that code is no change."""
 
 import subprocess
 from pathlib import Path
@@ -69,12 +69,12 @@ def _changed(root: Path, commit: str) -> tuple[list[str], int, str]:
     return list(finding.changed), finding.measured, finding.unknown
 
 
-def test_measured_code_is_found_through_imports_late_ones_and_names_in_text(checkout) -> None:
+def test_measured_code_is_found_through_imports_late_imports_and_names_in_strings(checkout) -> None:
     root, commit = checkout
-    assert _changed(root, commit) == ([], 4, "")  # neither the writer of records nor what it imports
+    assert _changed(root, commit) == ([], 4, "")  # neither the writer of records nor its imports
 
 
-def test_moved_code_and_other_docstrings_and_imports_are_no_change(checkout) -> None:
+def test_moved_code_and_changed_docstrings_or_imports_are_no_change(checkout) -> None:
     root, commit = checkout
     (root / "rollout/speed.py").unlink()
     (root / "benchmarks/speed.py").unlink()
@@ -89,7 +89,7 @@ def test_moved_code_and_other_docstrings_and_imports_are_no_change(checkout) -> 
     assert _changed(root, commit) == ([], 4, "")
 
 
-def test_a_changed_statement_names_its_module_and_a_lacking_commit_is_said(checkout) -> None:
+def test_a_changed_statement_names_its_module_and_a_missing_commit_is_reported(checkout) -> None:
     root, commit = checkout
     _tree(root, {"history/jit.py": "SIZE = 2\n", "rollout/speed.py": "def half(x):\n    return x * 0.5\n"})
     assert _changed(root, commit) == (["history/jit.py (SIZE)", "rollout/speed.py (half)"], 4, "")

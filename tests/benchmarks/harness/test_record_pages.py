@@ -1,4 +1,4 @@
-"""Pages of records are what the records give; every row of a record is in one of its tables."""
+"""Record pages equal the pages generated from records; every row of a record is in one of its tables."""
 
 import re
 
@@ -14,7 +14,7 @@ from benchmarks.harness.record_tables import Column, Table, number, shown
 from benchmarks.harness.record_views import VIEWS
 
 
-def test_committed_pages_are_what_the_records_give() -> None:
+def test_committed_pages_equal_the_generated_ones() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
     wanted = record_pages.generated()
     old = sorted(name for name in committed.keys() | wanted.keys() if committed.get(name) != wanted.get(name))
@@ -59,7 +59,7 @@ def test_an_answer_needs_the_goals_and_rows_that_it_names() -> None:
         median("num_fds", {"format": ("int8",)})(record)
 
 
-def test_links_of_pages_lead_to_files() -> None:
+def test_links_of_pages_resolve() -> None:
     links = {
         (page.name, target)
         for page in PAGES.glob("*.md")
@@ -68,7 +68,7 @@ def test_links_of_pages_lead_to_files() -> None:
     assert {link for link in links if not (PAGES / link[1]).is_file()} == set()
 
 
-def test_check_says_which_page_differs_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
+def test_check_names_the_page_that_differs_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(record_pages, "PAGES", tmp_path)
     assert main(["--docs"]) == 0
     assert main(["--docs", "--check"]) == 0
@@ -95,7 +95,7 @@ ROWS = [
 ]
 
 
-def test_a_table_has_medians_by_line_and_a_column_for_each_value_across() -> None:
+def test_a_table_has_medians_and_a_column_for_each_value_of_the_pivot_field() -> None:
     table = Table(
         title="",
         lines={"method": "method"},
@@ -111,7 +111,7 @@ def test_a_table_has_medians_by_line_and_a_column_for_each_value_across() -> Non
     ]
 
 
-def test_a_table_selects_rows_that_have_the_fields_and_values_asked_for() -> None:
+def test_a_table_selects_rows_with_the_requested_fields_and_values() -> None:
     columns = (Column(field="s", title="s", reduce="least"), Column(field="s", title="most", reduce="most"))
     table = Table(title="", lines={}, where={"kept": (True,)}, columns=columns)
     assert [table.selects(row) for row in ROWS] == [True, False, False, False, False]

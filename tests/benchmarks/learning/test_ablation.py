@@ -1,4 +1,4 @@
-"""Arms are compared seed by seed with the one in which everything is off."""
+"""Every arm is compared seed by seed with the arm in which everything is off."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from launcher.config.schema import RunConfig
 
 
 def runs(**lost: float) -> list[Row]:
-    """Three seeds, each twice as slow as the one before; `all` takes half of the base's time."""
+    """Three seeds, each twice as slow as the one before; `all` needs half of the base's time."""
     return [
         {
             "what": "run",
@@ -34,7 +34,7 @@ def test_differences_are_within_seeds() -> None:
     assert {goal.name for goal in goals(list(found.values())) if not goal.met} == {"int8: held-out lost"}
 
 
-def test_an_interval_holds_the_mean_of_noise_in_most_cases() -> None:
+def test_an_interval_contains_the_mean_of_noise_in_most_cases() -> None:
     import random
 
     rng = random.Random(0)
@@ -46,7 +46,7 @@ def test_an_interval_holds_the_mean_of_noise_in_most_cases() -> None:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_a_configuration_that_runs(arm: str) -> None:
+def test_every_arm_is_a_valid_configuration(arm: str) -> None:
     config = load(RunConfig, "examples/arithmetic/rl.yaml", keys(arm))
     assert run_combinations(config) == []
     assert config.history.drafts == ("drafts" in arm or arm.startswith("all"))

@@ -1,4 +1,4 @@
-"""Curves of runs with drafts and without are held against each other seed by seed."""
+"""Curves of runs with and without drafts are compared seed by seed."""
 
 import pytest
 
@@ -13,7 +13,7 @@ FEWER, REWARD, HELD_OUT = (
 
 
 def runs(*, lift: float = 0.0, tokens_per_forward: float = 2.0) -> list[Row]:
-    """Three seeds of two epochs; with drafts everything is `lift` higher, give or take a hundredth."""
+    """Three seeds of two epochs; with drafts every value is higher by `lift` +- 0.01."""
     return [
         {
             "seed": seed,
@@ -33,18 +33,18 @@ def met(rows: list[Row]) -> dict[str, bool]:
     return {goal.name: goal.met for goal in goals(rows)}
 
 
-def test_differences_by_chance_are_none() -> None:
+def test_random_differences_do_not_count() -> None:
     assert met(runs()) == {FEWER: True, REWARD: True, HELD_OUT: True}
 
 
-def test_a_lift_that_every_seed_shows_is_one() -> None:
+def test_a_difference_of_every_seed_counts() -> None:
     found = {goal.name: goal for goal in goals(runs(lift=0.05))}
     assert not found[REWARD].met and not found[HELD_OUT].met
     # by hand: differences .06, .038, .055; mean .051, standard error .00666
     assert found[REWARD].value == pytest.approx(7.66, abs=0.01)
 
 
-def test_a_forward_that_yields_one_token_saves_none() -> None:
+def test_one_token_per_forward_saves_nothing() -> None:
     assert not met(runs(tokens_per_forward=1.0))[FEWER]
 
 

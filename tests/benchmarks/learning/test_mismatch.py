@@ -1,4 +1,4 @@
-"""What formats are held against, and that the control is coarse."""
+"""References of the formats, and the coarse control format."""
 
 import torch
 
@@ -15,7 +15,7 @@ def rows(**after: float) -> list[Row]:
     ]
 
 
-def test_formats_are_held_against_bf16_and_the_control_must_hurt_and_be_helped() -> None:
+def test_formats_are_compared_with_bf16_and_correction_must_help_the_harmful_control() -> None:
     found = {goal.name: goal.met for goal in goals(rows(**{"3 bits none": 0.6, "fp8_block tis_token": 0.8}))}
     assert found == {
         "int8 with TIS below bf16, held-out": True,
@@ -42,7 +42,7 @@ def test_the_controls_codes_are_multiples_of_32(monkeypatch) -> None:
     assert len(codes.unique()) == 7
 
 
-def test_pictures_show_means_over_seeds_of_steps_that_trained() -> None:
+def test_plots_show_means_over_seeds_of_trained_steps() -> None:
     metrics = [{"rollout_corr/k3_kl": 0.5, "reward/mean": 0.25}, {"reward/mean": 0.0}, {"rollout_corr/k3_kl": 0.125}]
     assert _by_step(metrics, "rollout_corr/k3_kl") == "0.5 0.125"
     some = [{**row, "k3_by_step": "1e-3 2e-3", "ess_by_step": "0.9 0.8", "reward_by_step": "0.1"} for row in rows()]

@@ -1,4 +1,4 @@
-"""The judges of packings against brute force, the peer's driver on a stand-in, and the rows and goals of the record."""
+"""Bounds of packings against brute force, the peer's driver with a stand-in, and rows and goals of the record."""
 
 from itertools import product
 
@@ -39,7 +39,7 @@ def test_no_packing_has_fewer_micro_batches_than_the_bound(lengths, max_tokens):
     assert fewest_micro_batches(lengths, num_ranks=2, max_tokens=max_tokens) == -(-bound // 2)
 
 
-def test_samples_above_half_of_the_room_never_share():
+def test_samples_above_half_of_a_micro_batch_never_share_one():
     assert fewest_micro_batches([6, 6, 6, 6, 4, 4], num_ranks=1, max_tokens=10) == 4
     assert fewest_micro_batches([6, 6, 6, 6, 5, 5], num_ranks=1, max_tokens=10) == 5
 
@@ -54,7 +54,7 @@ def test_no_placement_has_a_cheaper_slowest_rank_than_the_bound(costs, num_ranks
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_schedule_of_equal_micro_batches_takes_stages_minus_one_more(stages, count):
+def test_a_schedule_of_equal_micro_batches_adds_stages_minus_one(stages, count):
     assert one_forward_one_backward([6.0] * count, stages) == pytest.approx(6 * (count + stages - 1))
 
 
@@ -64,11 +64,11 @@ def test_a_schedule_takes_no_less_than_its_busiest_stage(costs, stages):
     assert duration >= sum(costs) + (stages - 1) * min(costs) - 1e-9
 
 
-def test_the_peer_is_absent_until_it_was_downloaded(tmp_path):
+def test_the_peer_is_absent_before_its_download(tmp_path):
     assert verl.load(tmp_path) is None
 
 
-def test_the_peer_takes_more_micro_batches_until_each_is_within_the_bound(tmp_path):
+def test_the_peer_adds_micro_batches_until_each_is_within_the_bound(tmp_path):
     (tmp_path / "seqlen_balancing.py").write_text(STAND_IN)
     peer = verl.load(tmp_path)
     assert peer is not None

@@ -1,4 +1,4 @@
-"""The simulator against one that goes forward by forward, and the benchmark's bounds."""
+"""The simulator against a naive one that runs forward by forward, and the benchmark's bounds."""
 
 import json
 
@@ -16,7 +16,7 @@ from history.store.traces import Trace, write_traces
 
 
 def naive_ends(lengths, *, num_slots, speed: Speed, pause=(np.inf, 0.0)):
-    """Ends of responses on one engine that takes them in order, forward by forward."""
+    """Ends in seconds of responses that one engine runs in order, forward by forward."""
     clock, waiting, running, ends = 0.0, list(range(len(lengths))), {}, {}
     gained = dict.fromkeys(waiting, 0.0)
     while waiting or running:
@@ -48,7 +48,7 @@ def engine_of(lengths, speed, num_slots) -> Engines:
 
 @pytest.mark.parametrize("gain", [1.0, 2.5])
 @pytest.mark.parametrize("pause", [(np.inf, 0.0), (0.7, 3.0)])
-def test_an_engine_ends_responses_when_one_that_goes_forward_by_forward_does(gain, pause):
+def test_responses_end_at_the_times_of_a_naive_simulation(gain, pause):
     lengths = np.random.default_rng(0).integers(1, 120, 40).astype(float)
     rows = np.arange(9)
     speed = Speed(fixed_s=0.01 + 0.001 * rows, context_s=2e-5, gains=np.where(rows > 4, gain, 1.2 * gain))
@@ -61,12 +61,12 @@ def test_an_engine_ends_responses_when_one_that_goes_forward_by_forward_does(gai
         while engine.run(1e9)[0] != REACHED:
             pass
     expected = naive_ends(lengths, num_slots=8, speed=speed, pause=pause)
-    # a response's context counts whole tokens in one and what a forward yields in the other
+    # context grows by whole tokens in one simulation and by tokens per forward in the other
     np.testing.assert_allclose(engine.ended_s, expected, rtol=0.004 if gain == 1.0 else 0.02)
 
 
-def test_responses_that_move_end_when_their_new_engine_has_computed_the_rest():
-    """Two run on engine 0; after a second the longer one goes on alone on engine 1."""
+def test_migrated_responses_end_when_the_new_engine_has_computed_the_rest():
+    """Two responses run on engine 0; after a second the longer one resumes alone on engine 1."""
     lengths = np.array([300.0, 100.0])
     speed = Speed(fixed_s=0.01 + 0.001 * np.arange(9), context_s=2e-5, gains=np.ones(9))
     engines = Engines(num_engines=2, num_slots=8, speed=speed, lengths=lengths, groups=np.arange(2), waiting_capacity=4)
@@ -96,7 +96,7 @@ def test_responses_that_move_end_when_their_new_engine_has_computed_the_rest():
     assert engines.free_slots(0) == engines.free_slots(1) == 8
 
 
-def test_moving_groups_to_idle_engines_helps_a_step_that_waits_for_its_last():
+def test_migration_to_idle_engines_shortens_a_step_with_a_long_last_response():
     workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=6))
     cluster = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s_per_token=1e-6)
     stay, move = (simulate(workload, cluster, Scheme(policy="adaptive", migration=on)) for on in (False, True))
@@ -105,7 +105,7 @@ def test_moving_groups_to_idle_engines_helps_a_step_that_waits_for_its_last():
     np.testing.assert_array_equal(move.consumed_lengths, stay.consumed_lengths)
 
 
-def test_a_trainer_of_given_times_takes_them():
+def test_a_trainer_with_given_times_uses_them():
     workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=3))
     at_once = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s=(0.0, 0.0, 0.0))
     slow = Cluster(num_engines=4, num_slots=64, speed=inferred(64), train_s=(7.0, 0.0, 20.0))
@@ -113,7 +113,7 @@ def test_a_trainer_of_given_times_takes_them():
     assert waits[1] - waits[0] == pytest.approx(27.0)
 
 
-def test_full_engines_take_the_time_of_the_bound_and_never_less():
+def test_full_engines_need_the_time_of_the_bound_and_never_less():
     lengths = np.full(64 * 8, 2000.0)
     speed = inferred(64)
     engine = engine_of(lengths, speed, 64)
@@ -125,7 +125,7 @@ def test_full_engines_take_the_time_of_the_bound_and_never_less():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_trains_on_what_was_drawn_and_beats_no_bound(name):
+def test_every_scheme_trains_on_all_drawn_groups_and_is_no_faster_than_the_bound(name):
     row = run(Case(scheme=name, num_engines=4, num_steps=6))
     assert row["consumed_as_submitted"]
     assert row["max_staleness"] <= SCHEMES[name].max_staleness
@@ -133,7 +133,7 @@ def test_every_scheme_trains_on_what_was_drawn_and_beats_no_bound(name):
     assert 0 < row["bubble"] < 1 and 0 <= row["idle"] <= row["bubble"]
 
 
-def test_overlap_helps_and_a_longest_response_alone_bounds_a_synchronous_step():
+def test_overlap_is_faster_and_the_longest_response_bounds_a_synchronous_step():
     workload = workload_of(Case(scheme="lpt", num_engines=4, num_steps=8))
     speed = inferred(64)
     cluster = Cluster(num_engines=4, num_slots=64, speed=speed, train_s_per_token=1e-6)
@@ -148,7 +148,7 @@ def test_overlap_helps_and_a_longest_response_alone_bounds_a_synchronous_step():
     assert plain.step_s > np.mean(alone)
 
 
-def test_forecasts_are_as_good_as_was_asked_for():
+def test_forecasts_have_the_requested_quality():
     known = draw(1, num_steps=1, groups_per_step=20_000, group_size=1, prompt_share=1.0, prompt_correlation=0.9)
     found = np.corrcoef(np.log(known.forecasts), np.log(known.lengths[:, 0]))[0, 1]
     assert found == pytest.approx(0.9, abs=0.02)
@@ -159,7 +159,7 @@ def test_forecasts_are_as_good_as_was_asked_for():
     assert singles.groups_per_step == 32_000
 
 
-def test_drafts_of_the_record_make_engines_faster():
+def test_recorded_drafts_make_engines_faster():
     plain, ours, paper = (inferred(64, drafter) for drafter in ("none", "ours", "histospec"))
     for rows in (1, 16, 64):
         speeds = [rows * speed.gains[rows] / speed.fixed_s[rows] for speed in (plain, paper, ours)]

@@ -1,4 +1,4 @@
-"""What the simulator is told of real engines, and what both are given to do."""
+"""Inputs of the simulator from real engines, and the common workload of both."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from rollout.tracing.forwards import FORWARD
 
 
 def forwards(num: int, *, seed: int = 0) -> np.ndarray:
-    """Forwards of one engine, each 4 ms + .5 ms a row; every tenth takes twice as long."""
+    """Forwards of one engine, each 4 ms + .5 ms a row; every tenth lasts twice as long."""
     rng = np.random.default_rng(seed)
     found = np.zeros(num, dtype=FORWARD)
     found["num_running"] = rng.integers(1, NUM_SLOTS + 1, num)
@@ -34,13 +34,13 @@ def forwards(num: int, *, seed: int = 0) -> np.ndarray:
     return found
 
 
-def test_an_engine_lasts_from_one_start_to_the_next_unless_it_had_nothing_to_do() -> None:
+def test_a_forward_lasts_until_the_next_one_starts_unless_the_engine_was_idle() -> None:
     found = forwards(3)
     found["started_at_s"] = [0.0, 0.05, 9.0]
     assert _durations(found) == pytest.approx([0.05, found["seconds"][1], found["seconds"][2]])
 
 
-def test_the_fitted_speed_takes_the_time_of_all_forwards_together() -> None:
+def test_the_fitted_speed_gives_the_total_time_of_all_forwards() -> None:
     both = forwards(600), forwards(600, seed=1)
     speed = fitted(Measured(makespan_s=1.0, idle=0.0, forwards=both))
     expected = sum(float(speed.fixed_s[of_one["num_running"]].sum()) for of_one in both)
@@ -48,7 +48,7 @@ def test_the_fitted_speed_takes_the_time_of_all_forwards_together() -> None:
     assert speed.fixed_s[NUM_SLOTS] / speed.fixed_s[1] == pytest.approx(12 / 4.5, rel=0.1)
 
 
-def test_lengths_are_bounded_and_foretold_in_their_order() -> None:
+def test_lengths_are_bounded_and_forecast_in_their_order() -> None:
     work = workload(3, num_steps=8)
     lengths = work.lengths[:, 0]
     assert lengths.min() >= 2 and lengths.max() <= MAX_TOKENS
@@ -56,7 +56,7 @@ def test_lengths_are_bounded_and_foretold_in_their_order() -> None:
 
 
 def write_run(directory: Path, *, num_steps: int = 4, longest: int = 9) -> None:
-    """Two groups of two a step; step t trains for t + .5 seconds."""
+    """Two groups of two responses a step; step t trains for t + .5 seconds."""
     (directory / "traces").mkdir(parents=True)
     rows = [{"step": step, "timing_s/train": step + 0.5} for step in range(num_steps)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -76,7 +76,7 @@ def write_run(directory: Path, *, num_steps: int = 4, longest: int = 9) -> None:
         write_traces(directory / "traces" / f"step-{step}.jsonl", traces)
 
 
-def test_a_recorded_run_gives_lengths_forecasts_and_times_of_training(tmp_path: Path) -> None:
+def test_lengths_forecasts_and_training_times_are_read_from_a_recorded_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     task = recorded(tmp_path)
     assert task.work.lengths[:, 0].reshape(4, 4).tolist() == [[9, 7, 5, 3], [8, 6, 4, 2]] * 2
@@ -86,7 +86,7 @@ def test_a_recorded_run_gives_lengths_forecasts_and_times_of_training(tmp_path: 
     assert len(set(forecasts[0].ravel())) == 1 and (forecasts[1:, 0] > forecasts[1:, 1]).all()
 
 
-def test_a_window_is_some_steps_of_it(tmp_path: Path) -> None:
+def test_a_window_selects_steps_of_a_recorded_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     task = recorded(tmp_path)
     second = window(task, 1, num_steps=2)
@@ -96,7 +96,7 @@ def test_a_window_is_some_steps_of_it(tmp_path: Path) -> None:
         window(task, 2, num_steps=2)
 
 
-def test_a_run_that_lacks_something_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_recorded_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "long", longest=MAX_TOKENS + 1)
     with pytest.raises(ValueError, match=f"a response of {MAX_TOKENS + 1} tokens"):
         recorded(tmp_path / "long")
@@ -106,7 +106,7 @@ def test_a_run_that_lacks_something_is_refused(tmp_path: Path) -> None:
         recorded(tmp_path / "lost")
 
 
-def test_goals_are_medians_of_distances() -> None:
+def test_goals_are_medians_of_relative_errors() -> None:
     rows = [
         {"lengths": lengths, "simulated_over_real": ratio + shift, "idle": 0.2, "simulated_idle": idle}
         for lengths, shift in zip(STEPS, (0.0, 0.2), strict=True)

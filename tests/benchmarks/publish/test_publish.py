@@ -1,4 +1,4 @@
-"""The record of publishing: what is held against what, and a transfer that really runs."""
+"""The record of publishing: its comparisons, and a real transfer."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def met(found: list[Row]) -> dict[str, tuple[float, bool]]:
     return {goal.name: (goal.value, goal.met) for goal in goals(found)}
 
 
-def test_8_bit_rows_are_held_against_the_peer_the_shard_and_a_plain_copy() -> None:
+def test_8_bit_rows_are_compared_with_the_peer_the_shard_and_a_plain_copy() -> None:
     assert met(rows()) == {
         "bytes to a rank over its own 8-bit shard": (1.0, True),
         "wire bytes over BF16 of what is quantised": (0.501, True),
@@ -64,7 +64,8 @@ def test_bytes_of_a_rank_are_its_own_shards_and_a_trailer_for_each_bucket() -> N
     assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32
 
 
-def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
+@pytest.mark.slow
+def test_a_transfer_completes_with_and_without_checksums(tmp_path) -> None:
     model = write_model(tmp_path / "model", quick=True)
     plan = plan_reshard(
         read_model_spec(model),
@@ -80,11 +81,11 @@ def test_a_transfer_ends_with_and_without_checksums(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("by_stage", [False, True])
-def test_gathering_brings_what_one_rank_lacks(tmp_path, by_stage) -> None:
+def test_gathering_transfers_the_shards_that_a_rank_lacks(tmp_path, by_stage) -> None:
     assert gather_s(write_model(tmp_path / "model", quick=True), by_stage=by_stage) > 0
 
 
-def test_the_peer_adds_up_its_parts_publish_by_publish() -> None:
+def test_the_peers_parts_are_summed_for_each_publish() -> None:
     case = {"trainer": "PP2", "engines": "1 x TP2", "format": "int8", "transport": "gloo"}
     found = [
         {"timing_s/publish_deliver": ours, "gather_s": gather_s, "send_s": 2.0, "quantise_s": 4.0, "more": 9.0}
@@ -97,7 +98,7 @@ def test_the_peer_adds_up_its_parts_publish_by_publish() -> None:
     }
 
 
-def test_the_peer_measures_what_the_case_asks_for_twice_and_the_second_time_counts(tmp_path, monkeypatch) -> None:
+def test_the_peer_is_measured_twice_for_each_case_and_the_second_time_counts(tmp_path, monkeypatch) -> None:
     measured = []
     seconds = {"gather_s": iter((9.0, 1.0)), "transfer_s": iter((9.0, 2.0)), "quantise_s": iter((9.0, 4.0))}
 
@@ -115,14 +116,14 @@ def test_the_peer_measures_what_the_case_asks_for_twice_and_the_second_time_coun
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait half a minute at most."""
+    """Wait until the condition holds, at most half a minute."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_who_sleeps_takes_no_time() -> None:
+def test_a_stopped_process_uses_no_cpu_time() -> None:
     script = "import setproctitle\nsetproctitle.setproctitle('sleeper')\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", script]) as sleeper:
         try:
@@ -132,19 +133,19 @@ def test_who_sleeps_takes_no_time() -> None:
                 until(lambda: process.status() == psutil.STATUS_STOPPED)
                 before = sum(process.cpu_times())
                 time.sleep(0.5)
-                assert sum(process.cpu_times()) - before < 0.1  # ticks of before it stopped may be counted late
+                assert sum(process.cpu_times()) - before < 0.1  # ticks from before the stop may be counted late
             until(lambda: process.status() != psutil.STATUS_STOPPED)
         finally:
             sleeper.kill()
 
 
-def test_a_delta_is_held_against_a_whole_publish() -> None:
+def test_a_delta_is_compared_with_a_whole_publish() -> None:
     delta = {**rows()[0], "kind": "delta", "bytes_over_whole": 0.3}
     assert {goal.name: goal.met for goal in goals([*rows(), delta])}["bytes of a delta over those of all"] is False
 
 
-def test_between_publishes_every_20th_weight_of_a_matrix_turns_its_sign() -> None:
-    """In a process of its own: importing the module changes what trainer ranks do."""
+def test_every_20th_weight_of_a_matrix_changes_its_sign_between_publishes() -> None:
+    """Run in a new process, because importing the module changes trainer ranks."""
     script = """
 import importlib
 from types import SimpleNamespace
@@ -163,12 +164,12 @@ assert matrix.eq(1).all() and seen == [packer, packer]
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_nothing_is_held_against_anything_without_8_bits() -> None:
+def test_rows_without_8_bits_have_no_goals() -> None:
     assert goals([row for row in rows() if row["format"] == "bf16"]) == []
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_block"])
-def test_the_model_can_be_published_in(tmp_path, name) -> None:
+def test_the_model_can_be_published_in_a_format(tmp_path, name) -> None:
     spec = read_model_spec(write_model(tmp_path, quick=True))
     required = shards(spec, WeightFormat(name=name), 2)
     plan = plan_reshard(

@@ -1,4 +1,4 @@
-"""Ratios pair what was measured in one round, and a real engine emits the recording, with drafts and without."""
+"""Ratios pair rows of one round, and a real engine emits the recording with and without drafts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def row(number: int, method: str, rate: float, *, batch: int = 1, history: str =
     return {"round": number, "history": history, "batch": batch, "method": method, "tokens_per_cpu_s": rate}
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_computed_within_a_round() -> None:
     rows = [row(1, "stock", 10), row(1, "ours", 30), row(2, "stock", 5), row(2, "ours", 20), row(3, "stock", 5)]
     rows += [row(1, "ours", 99, batch=8), row(1, "ours", 99, history="random history")]
     assert ratios(rows, "87 % reuse", 1, "ours", "stock") == [3, 4]
@@ -31,7 +31,7 @@ def test_the_lower_bound_lies_between_the_worst_and_the_median() -> None:
     assert lower_bound([1.5] * 4) == 1.5
 
 
-def test_goals_hold_the_medians_against_their_bounds() -> None:
+def test_goals_compare_medians_with_their_bounds() -> None:
     rows = [
         row(number, method, rate, batch=batch, history=history)
         for number in (1, 2, 3)
@@ -47,7 +47,7 @@ def test_goals_hold_the_medians_against_their_bounds() -> None:
     assert found["ours over stock, batch 8, random history, lower 95 % bound"].value == 2
 
 
-def test_all_methods_take_turns_and_peers_have_no_useless_history() -> None:
+def test_all_methods_alternate_and_peers_have_no_useless_history() -> None:
     methods = ("stock", "ngram", "ours")
     found = [turn for one in rounds((1, 8), 2) for turn in one.turns]
     assert [turn.repeat for turn in found if (turn.round, turn.history, turn.batch) == (2, "87 % reuse", 1)] == list(
@@ -60,7 +60,7 @@ def test_all_methods_take_turns_and_peers_have_no_useless_history() -> None:
     }
 
 
-def test_engines_warm_up_in_every_round_and_come_from_a_useful_history() -> None:
+def test_engines_warm_up_in_every_round_with_a_useful_history() -> None:
     found = list(rounds((1, 8), 2))
     seeds = [turn.seed for one in found for turn in (*one.warm_ups, *one.turns)]
     assert len(set(seeds)) == len(seeds)
@@ -71,7 +71,7 @@ def test_engines_warm_up_in_every_round_and_come_from_a_useful_history() -> None
         assert one.warm_ups[-1].history == "87 % reuse"
 
 
-def test_a_turn_that_was_interrupted_is_decoded_again_by_all() -> None:
+def test_an_interrupted_round_is_repeated_by_all_methods() -> None:
     methods = ("stock", "ngram", "ours")
     rows = [{**row(1, method, 10), "repeat": 0} for method in methods]
     rows += [{**row(1, method, 10), "repeat": 1} for method in methods[:2]]
@@ -85,7 +85,7 @@ def test_a_turn_that_was_interrupted_is_decoded_again_by_all() -> None:
     assert interrupted(("stock", "ngram")) == (rows[:5], [2, 3, 4])
 
 
-def test_a_cell_is_one_visit_before_and_the_batch_of_the_next(tmp_path: Path) -> None:
+def test_a_cell_has_one_earlier_visit_and_the_batch_of_the_next(tmp_path: Path) -> None:
     history, traces = write_cell(tmp_path, reuse=0.87, batch=12, num_tokens=64, seed=5)
     before, now = list(read_traces(history)), list(read_traces(traces))
     assert len(before) == 16 and len(now) == 12
@@ -94,7 +94,7 @@ def test_a_cell_is_one_visit_before_and_the_batch_of_the_next(tmp_path: Path) ->
 
 
 def test_the_recorded_token_has_the_largest_logit_at_every_position() -> None:
-    """Two requests: one has emitted two tokens and drafts two, the other drafts none and is at its last token."""
+    """Two requests: one has emitted two tokens and drafts two; the other drafts none and is at its last token."""
     responses = [np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([3, 4], dtype=np.int32)]
     requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={RESPONSE: number}))
@@ -114,6 +114,7 @@ def test_the_recorded_token_has_the_largest_logit_at_every_position() -> None:
     assert sampler.num_emitted() == 3
 
 
+@pytest.mark.slow
 def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tmp_path: Path) -> None:
     write_model(
         tmp_path / "model",
@@ -127,7 +128,7 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         "ours", tmp_path / "model", tmp_path, max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches)
     )
     try:
-        decoded = [  # what a forward costs is learned on the way
+        decoded = [  # forward costs are learned during decoding
             engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
             for seed in range(3)
         ]
@@ -144,8 +145,8 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
     )
     assert drafted > 0
     assert tokens - forwards > 0.3 * drafted
-    # how much is drafted depends on what forwards cost while others use the machine: so what is accepted is also held
-    # against chains of that length whose tokens are right in seven of ten cases
+    # draft lengths depend on forward costs, and so on other load of the machine: accepted tokens are compared with
+    # chains of the drafted length whose tokens are each right with probability 0.7
     last = decoded[-1]
     length = last["num_drafted"] // last["num_row_forwards"]
     accepted = last["num_tokens"] - last["num_row_forwards"]

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollout.processes import ProcessEnv
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
 
-def test_both_samplers_are_measured_with_drafts_and_without(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_both_samplers_are_measured_with_and_without_drafts(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "benchmarks.rollout.sampling", f"--json={record}", "--quick"]
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)

@@ -1,4 +1,4 @@
-"""The arithmetic of models and memory, and drafts of the lengths that were asked for."""
+"""Arithmetic of models and memory, and drafts of the requested lengths."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_shapes_have_the_published_number_of_parameters(name: str, billions: flo
     assert 0.5 < CUDA_SHAPES[name].weight_bytes("int8") / CUDA_SHAPES[name].weight_bytes("bf16") < 0.6
 
 
-def test_keys_and_values_take_what_the_heads_say() -> None:
+def test_bytes_of_keys_and_values_follow_from_the_heads() -> None:
     assert CUDA_SHAPES["7B"].kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
     assert SMALL.kv_bytes_per_token == 2 * 12 * 4 * 64 * 2
 
@@ -38,7 +38,7 @@ def test_only_batches_that_fit_are_measured() -> None:
     assert grid.cells(50_000) == [(1, 100), (64, 100), (1, 10_000)]
 
 
-def test_drafts_have_the_lengths_that_rows_take_in_turn() -> None:
+def test_rows_get_the_draft_lengths_in_turn() -> None:
     drafter = ScriptedDrafter()
     drafter.lengths = (0, 2, 5)
     slots, rooms = np.array([0, 0, 0, -1, 0]), np.array([9, 9, 3, 9, 9], dtype=np.int32)
@@ -46,13 +46,14 @@ def test_drafts_have_the_lengths_that_rows_take_in_turn() -> None:
     assert [len(draft) for draft in drafts] == [0, 2, 3, 0, 2]
 
 
-def test_uniform_and_ragged_patterns_are_both_there() -> None:
+def test_uniform_and_ragged_patterns_are_both_measured() -> None:
     assert {name for name, _ in patterns(1)} == {"uniform"}
     kinds = patterns(4)
     assert {name for name, _ in kinds} == {"uniform", "ragged"}
     assert all((len(set(lengths)) == 1) == (name == "uniform") for name, lengths in kinds)
 
 
+@pytest.mark.slow
 def test_an_engine_verifies_drafts_of_all_lengths(tmp_path: Path) -> None:
     rows = _run_case(Case(model="tiny", format="bf16", drafts=True, device="cpu", quick=True), tmp_path)
     verified = {(row["num_rows"], row["num_tokens"]) for row in rows}

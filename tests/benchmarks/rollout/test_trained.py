@@ -1,4 +1,4 @@
-"""What the trained model's rows are held against, and whose prompts they sample."""
+"""References of the trained model's rows, and the prompts that they sample."""
 
 from pathlib import Path
 
@@ -42,12 +42,12 @@ def test_the_best_peer_at_the_same_temperature_counts() -> None:
     assert not {goal.name: goal for goal in trained_goals(rows(ours=1.7))}[OVER_OTHERS].met
 
 
-def test_ratios_are_taken_within_a_sample_and_their_median_counts() -> None:
+def test_ratios_are_computed_within_a_sample_and_their_median_counts() -> None:
     found = [row for sample, ours in enumerate((0.9, 3.6, 2.7)) for row in rows(ours=ours, sample=sample)]
     assert goals(found)[OVER_OTHERS] == pytest.approx(1.5)
 
 
-def test_a_checkpoint_has_goals_of_its_own() -> None:
+def test_every_checkpoint_has_its_own_goals() -> None:
     final = [{**row, "history": "final policy"} for row in rows(ours=3.6, num_differing=3) if "temperature" in row]
     found = goals([*rows(ours=2.7), *final])
     assert found == pytest.approx(
@@ -67,11 +67,11 @@ def test_one_greedy_response_of_a_hundred_may_differ(num_differing: int, met: bo
     assert (goal.value, goal.met) == (num_differing / 200, met)
 
 
-def test_speed_rows_have_no_goal_here() -> None:
+def test_speed_rows_have_no_goal() -> None:
     assert trained_goals([row for row in rows(ours=2) if "temperature" not in row]) == []
 
 
-def test_prompts_are_the_first_of_the_run_each_once(tmp_path: Path) -> None:
+def test_prompts_are_the_first_of_the_run_without_repetition(tmp_path: Path) -> None:
     ids = np.array([1, 2], dtype=np.int32)
     for step, names in ((2, "ab"), (10, "c"), (0, "dda")):
         asked = [

@@ -39,7 +39,7 @@ def test_every_combination_of_bins_has_a_cell_of_its_own() -> None:
     assert cells == set(range(NUM_CELLS))
 
 
-def test_bins_follow_what_they_bin() -> None:
+def test_bins_rise_with_their_features() -> None:
     assert [match_bin(n) for n in range(100)] == sorted(match_bin(n) for n in range(100))
     assert [depth_bin(k) for k in range(100)] == sorted(depth_bin(k) for k in range(100))
     assert len(DEPTHS) == NUM_DEPTHS
@@ -48,7 +48,7 @@ def test_bins_follow_what_they_bin() -> None:
     assert agreement_bin(1, 1) < agreement_bin(2, 2) < agreement_bin(3, 3) < agreement_bin(8, 8) < min(minorities)
 
 
-def test_a_rate_goes_to_the_share_accepted_and_follows_a_change() -> None:
+def test_a_rate_converges_to_the_accepted_share_and_follows_a_change() -> None:
     counts = fresh_counts()
     rates = counts[:, 0] / counts[:, 1]
     assert ((rates > 0) & (rates < 1)).all()
@@ -60,7 +60,7 @@ def test_a_rate_goes_to_the_share_accepted_and_follows_a_change() -> None:
     assert counts[5, 1] <= 4096
 
 
-def test_the_correction_takes_back_a_biased_prediction_and_no_more_of_it_with_time() -> None:
+def test_the_correction_converges_to_the_observed_survival() -> None:
     sums = fresh_corrections()
     corrections = np.zeros(NUM_CORRECTIONS, dtype=np.float32)
     generator = np.random.default_rng(1)
@@ -78,7 +78,7 @@ def test_the_correction_takes_back_a_biased_prediction_and_no_more_of_it_with_ti
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=32))
-def test_survivals_are_leveled_to_the_nearest_that_never_rise(values: list[float]) -> None:
+def test_rising_survivals_are_averaged_to_the_nearest_falling_ones(values: list[float]) -> None:
     found = np.array([*values, 0.5], dtype=np.float32)
     make_non_increasing(found, len(values))
     assert found[-1] == 0.5, "nothing behind the end is touched"

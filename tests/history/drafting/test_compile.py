@@ -1,4 +1,4 @@
-"""Nothing is compiled, or loaded, while an engine decodes: all of it is there before."""
+"""All kernels are compiled or loaded before an engine decodes."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.history.drafting.test_drafter import Engine, publish
 
 
 def signatures() -> set[tuple[str, str]]:
-    """What is compiled in this process, by function."""
+    """Compiled signatures of this process, by function."""
     modules = [module for name, module in sys.modules.items() if name.startswith(history.__name__ + ".")]
     kernels = {value for module in modules for value in vars(module).values() if hasattr(value, "nopython_signatures")}
     assert all(isinstance(kernel, numba.core.dispatcher.Dispatcher) for kernel in kernels)
@@ -22,7 +22,7 @@ def signatures() -> set[tuple[str, str]]:
 
 
 def decode(folder) -> None:
-    """Responses with and without a history, that share text, end, and outgrow what they begin with."""
+    """Decode responses with and without history, with shared text, ends, and growth beyond initial capacities."""
     generator = np.random.default_rng(0)
     for length in (40, 600):
         said = [generator.integers(3, 50, length).tolist() for _ in range(3)]
@@ -39,7 +39,7 @@ def decode(folder) -> None:
         drafter.drain()
 
 
-def test_an_engine_that_decodes_compiles_nothing_more(tmp_path):
+def test_decoding_compiles_nothing(tmp_path):
     script = (
         "import sys, pathlib; from tests.history.drafting import test_compile as t; t.check(pathlib.Path(sys.argv[1]))"
     )
@@ -47,7 +47,7 @@ def test_an_engine_that_decodes_compiles_nothing_more(tmp_path):
 
 
 def check(folder) -> None:
-    """In a process of its own, where nobody has compiled anything."""
+    """Run in a new process without compiled kernels."""
     assert compile_kernels() > 4, "hardly a draft was accepted"
     before = signatures()
     assert len(before) > 10

@@ -1,4 +1,4 @@
-"""The chosen lengths are the best there are, for any surface, and nothing is drafted where nothing pays."""
+"""Chosen draft lengths are optimal for any cost surface; nothing is drafted if no draft pays."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def rate(lengths, table, weights, seconds) -> float:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(1, 4), st.integers(1, 3), st.sampled_from(SURFACES))
-def test_no_other_lengths_are_better(seed: int, num_rows: int, num_tokens: int, kind: str) -> None:
+def test_chosen_lengths_are_optimal(seed: int, num_rows: int, num_tokens: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
     table = survivals(rng, num_rows, num_tokens)
     available = rng.integers(0, num_tokens + 1, num_rows).astype(np.int32)
@@ -54,7 +54,7 @@ def test_no_other_lengths_are_better(seed: int, num_rows: int, num_tokens: int, 
     assert found >= nothing * (1 - 1e-6)
 
 
-def test_a_free_forward_takes_every_token_and_a_dear_one_takes_none() -> None:
+def test_a_free_forward_verifies_every_token_and_an_expensive_one_none() -> None:
     table = np.full((5, 8), 0.5, dtype=np.float32)
     available = np.full(5, 8, dtype=np.int32)
     free = choose_draft_lengths(table, available, np.ones(5), np.full(41, 0.01))
@@ -63,7 +63,7 @@ def test_a_free_forward_takes_every_token_and_a_dear_one_takes_none() -> None:
     np.testing.assert_array_equal(dear, 0)
 
 
-def test_a_row_of_more_weight_is_never_drafted_less() -> None:
+def test_a_row_with_more_weight_never_gets_a_shorter_draft() -> None:
     rng = np.random.default_rng(3)
     for _ in range(50):
         table = survivals(rng, 1, 16).repeat(6, axis=0)
@@ -82,7 +82,7 @@ def test_padding_is_filled_with_the_next_best_tokens() -> None:
     assert chosen.tolist() == [2, 1]
 
 
-def test_break_even_is_the_survival_below_which_nothing_is_drafted() -> None:
+def test_nothing_is_drafted_below_the_break_even_survival() -> None:
     seconds = 0.01 * (1 + 0.05 * np.arange(17))
     least = break_even(seconds, 8)
     assert least == pytest.approx(0.05 * 8)

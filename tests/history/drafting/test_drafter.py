@@ -1,4 +1,4 @@
-"""Drafting as an engine does it: replays of a text, in which a draft token is accepted iff it is the next one."""
+"""Drafting as in an engine: replays of a text, in which a draft token is accepted iff it is the next token."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -28,7 +28,7 @@ def publish(folder: Path, responses: Sequence[Text], *, key: int = 1, version: i
 
 
 class Engine:
-    """Rows that emit given responses, in step."""
+    """Rows that emit given responses, all in the same forwards."""
 
     def __init__(self, drafter: Drafter, responses: Sequence[Text], *, keys: Sequence[int] | None = None) -> None:
         self.drafter = drafter
@@ -103,7 +103,9 @@ def test_a_response_that_is_repeated_is_drafted_whole(tmp_path: Path, drafter: D
     assert stats.num_emitted == stats.num_rows + stats.num_accepted
 
 
-def test_drafts_never_cross_an_end_and_are_of_the_prompts_own_texts(tmp_path: Path, drafter: Drafter) -> None:
+def test_drafts_never_cross_the_end_of_a_response_and_come_from_the_same_prompt(
+    tmp_path: Path, drafter: Drafter
+) -> None:
     generator = np.random.default_rng(0)
     old, new = epochs(generator)
     publish(tmp_path, old)
@@ -138,7 +140,7 @@ def test_one_token_responses_empty_histories_and_short_prompts_are_drafted_from(
         ("deletion", lambda text: [*text[:40], *text[44:]]),
     ],
 )
-def test_the_cursor_finds_its_place_again(
+def test_the_cursor_realigns_after_edits(
     tmp_path: Path, drafter: Drafter, kind: str, edit: Callable[[Text], Text]
 ) -> None:
     # All contexts are repeated elsewhere with other continuations, so that matches alone cannot tell.
@@ -157,7 +159,7 @@ def test_the_cursor_finds_its_place_again(
     assert engine.forwards <= 30
 
 
-def test_siblings_are_drafted_from_while_they_run_and_others_hardly_where_that_has_brought_nothing() -> None:
+def test_running_siblings_are_drafted_from_and_useless_other_prompts_hardly() -> None:
     text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
 
     def forwards(keys: list[int]) -> int:
@@ -173,7 +175,7 @@ def test_siblings_are_drafted_from_while_they_run_and_others_hardly_where_that_h
     assert forwards([1, 2]) > 80
 
 
-def test_survival_is_calibrated(tmp_path: Path) -> None:
+def test_predicted_survival_is_calibrated(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     old, new = [], []
@@ -206,7 +208,7 @@ def test_each_proposal_is_scored_once(tmp_path: Path, drafter: Drafter) -> None:
     assert drafter._state.counts[:, 1].sum() == once
 
 
-def test_rows_may_move_and_rows_without_a_slot_or_room_get_nothing(tmp_path: Path) -> None:
+def test_rows_may_move_and_rows_without_draft_row_or_room_get_no_draft(tmp_path: Path) -> None:
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
     generator = np.random.default_rng(1)
     old, _ = epochs(generator)
@@ -224,7 +226,7 @@ def test_rows_may_move_and_rows_without_a_slot_or_room_get_nothing(tmp_path: Pat
     assert again == [straight[2], [], straight[3][:3], []]
 
 
-def test_a_damaged_segment_is_counted_and_costs_nothing_but_drafts(tmp_path: Path, drafter: Drafter) -> None:
+def test_a_damaged_segment_is_counted_and_only_disables_its_drafts(tmp_path: Path, drafter: Drafter) -> None:
     text = np.random.default_rng(0).integers(0, 600, size=120).tolist()
     path = publish(tmp_path, [text])
     whole = path.read_bytes()
@@ -238,9 +240,7 @@ def test_a_damaged_segment_is_counted_and_costs_nothing_but_drafts(tmp_path: Pat
     assert engine.forwards < 100, "the segment was not looked for again"
 
 
-def test_a_segment_that_comes_late_is_found_and_a_new_version_at_the_next_visit(
-    tmp_path: Path, drafter: Drafter
-) -> None:
+def test_a_late_segment_is_attached_and_a_new_version_at_the_next_visit(tmp_path: Path, drafter: Drafter) -> None:
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, 600, size=300).tolist() for _ in range(2))
     engine = Engine(drafter, [first])
@@ -269,7 +269,7 @@ def test_closing_frees_everything(tmp_path: Path, drafter: Drafter) -> None:
     assert len(process.open_files()) < 20
 
 
-def test_more_threads_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch in which rows share prompts, some rows have no draft row, and rows come and go."""
     monkeypatch.setattr("history.drafting.parallel.LEAST_ROWS", 4)
     generator = np.random.default_rng(3)
@@ -308,7 +308,7 @@ class FlatCosts(ForwardCostModel):
         return 1e-4 * (1.0 + self.cost * np.arange(max_tokens - num_rows + 1))
 
 
-def test_prices_decide_how_much_is_drafted(tmp_path: Path) -> None:
+def test_drafts_are_shorter_if_tokens_cost_more(tmp_path: Path) -> None:
     generator = np.random.default_rng(2)
     old, new = epochs(generator)
     publish(tmp_path, old)
@@ -325,7 +325,7 @@ def test_prices_decide_how_much_is_drafted(tmp_path: Path) -> None:
     assert drafted[-1] == 0
 
 
-def test_where_nothing_can_be_drafted_the_drafter_rests(tmp_path: Path) -> None:
+def test_the_drafter_searches_less_often_if_nothing_can_be_drafted(tmp_path: Path) -> None:
     generator = np.random.default_rng(2)
     old = [generator.integers(0, 300, size=500).tolist() for _ in range(4)]
     new = [generator.integers(300, 600, size=500).tolist() for _ in range(4)]
@@ -339,7 +339,7 @@ def test_where_nothing_can_be_drafted_the_drafter_rests(tmp_path: Path) -> None:
     assert stats.num_rows == stats.num_emitted > 0, "counted while it rests as well"
 
 
-def test_text_longer_than_announced_is_drafted_from_history_only(tmp_path: Path) -> None:
+def test_a_response_longer_than_announced_is_drafted_from_history_only(tmp_path: Path) -> None:
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
     text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
     publish(tmp_path, [text])
@@ -349,7 +349,7 @@ def test_text_longer_than_announced_is_drafted_from_history_only(tmp_path: Path)
     assert drafts == [text[100 : 100 + K]]
 
 
-def test_a_request_that_was_resumed_with_a_longer_prompt_stays_in_its_room(tmp_path: Path) -> None:
+def test_a_resumed_request_with_a_longer_prompt_stays_within_its_region(tmp_path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 600, size=200).tolist()
     publish(tmp_path, [text])
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
@@ -371,7 +371,7 @@ def sums_of(expected: float, survived: float) -> np.ndarray:
 
 
 def trusted(recent: np.ndarray, sums: np.ndarray) -> float:
-    """What becomes of a survival of a half."""
+    """Corrected value of a predicted survival of one half."""
     survivals = np.full((2, K), 0.5, dtype=np.float32)
     scale_to_observed_survival(recent, sums, survivals, np.array([3, 0], dtype=np.int32))
     assert (survivals[0, 3:] == 0.5).all() and (survivals[1] == 0.5).all()
@@ -379,7 +379,7 @@ def trusted(recent: np.ndarray, sums: np.ndarray) -> float:
     return found
 
 
-def test_drafts_are_trusted_until_far_fewer_survive_than_was_expected_and_again_when_they_do() -> None:
+def test_trust_falls_if_far_fewer_drafts_survive_than_predicted_and_recovers() -> None:
     recent, expected, survived = np.zeros(4), 0.0, 0.0
     for of_them, least, most in ((1.0, 0.5, 0.5), (0.7, 0.5, 0.5), (0.0, 0.0, 0.1), (1.0, 0.5, 0.5)):
         found = 0.0
@@ -389,14 +389,14 @@ def test_drafts_are_trusted_until_far_fewer_survive_than_was_expected_and_again_
         assert least <= found <= most
 
 
-def test_one_forward_alone_does_not_end_the_trust_of_a_large_batch() -> None:
+def test_a_single_forward_does_not_end_the_trust_in_a_large_batch() -> None:
     recent = np.zeros(4)
     for forward in range(1, 5):
         assert trusted(recent, sums_of(500.0 * forward, 500.0 * forward)) == 0.5
     assert trusted(recent, sums_of(2500.0, 2000.0)) == 0.5
 
 
-def test_trust_counts_from_nothing_when_statistics_are_drained(tmp_path: Path) -> None:
+def test_draining_statistics_restarts_the_count_for_trust(tmp_path: Path) -> None:
     text = list(range(1, 200))
     publish(tmp_path, [text])
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))

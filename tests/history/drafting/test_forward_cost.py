@@ -1,4 +1,4 @@
-"""The surface learns what forwards cost from noisy, spoiled and partial observations, and never gets stuck."""
+"""The cost surface is learned from noisy, outlying and partial observations, and never gets stuck."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ def feed(surface: ForwardCostModel, machine, forwards, rng: np.random.Generator,
 
 
 def draft_prices(surface: ForwardCostModel, num_rows: int, max_tokens: int, context: int = 0) -> np.ndarray:
-    """After the plain forwards that it may want to see first."""
+    """Draft prices, after the plain forwards that the surface may ask for."""
     for _ in range(5):
         prices = surface.seconds_by_tokens(num_rows, max_tokens, context)
     return prices
 
 
 def a_rollout(rng: np.random.Generator, num: int = 1200) -> list[tuple[int, int, int]]:
-    """Forwards of a batch that empties, a third of them without drafts."""
+    """Forwards of a batch that shrinks, a third of them without drafts."""
     found = []
     for i in range(num):
         b = max(1, int(64 * (1 - i / num)))
@@ -59,7 +59,7 @@ def test_plain_forwards_of_large_batches_price_the_drafts_of_small_ones() -> Non
 
 
 @pytest.mark.parametrize("position", [0, 1, 5, 30, 200])
-def test_a_compilation_or_a_swapped_out_process_does_not_poison_it(position: int) -> None:
+def test_outliers_do_not_distort_the_surface(position: int) -> None:
     rng = np.random.default_rng(3)
     surface, machine = ForwardCostModel(), MACHINES["compute-bound from 8"]
     forwards = a_rollout(rng, 400)
@@ -70,7 +70,7 @@ def test_a_compilation_or_a_swapped_out_process_does_not_poison_it(position: int
         assert surface.seconds(b, n) == pytest.approx(machine(b, n, 0), rel=0.12)
 
 
-def test_it_follows_a_machine_that_changes() -> None:
+def test_the_surface_follows_a_change_of_machine_speed() -> None:
     rng = np.random.default_rng(4)
     surface = ForwardCostModel()
     feed(surface, lambda b, n, c: 0.02 + 1e-5 * n, [(8, 8 + 4 * (i % 3), 0) for i in range(600)], rng)
@@ -98,7 +98,7 @@ def test_prices_never_fall_with_the_number_of_tokens(data: st.DataObject) -> Non
     assert (finite <= np.array(sober) * (1 + 1e-9)).all()
 
 
-def test_once_tried_the_price_of_drafting_is_the_estimate() -> None:
+def test_the_price_of_drafting_is_the_estimate_after_the_first_drafts() -> None:
     rng = np.random.default_rng(5)
     surface, machine = ForwardCostModel(), MACHINES["dear drafts"]
     feed(surface, machine, a_rollout(rng, 600), rng)
@@ -106,7 +106,7 @@ def test_once_tried_the_price_of_drafting_is_the_estimate() -> None:
     np.testing.assert_allclose(prices, [surface.seconds(8, n) for n in range(8, 41)])
 
 
-def test_a_plain_forward_is_asked_for_before_the_first_drafts_and_now_and_then() -> None:
+def test_a_plain_forward_is_requested_before_the_first_drafts_and_occasionally_later() -> None:
     surface = ForwardCostModel()
     asked = 0
     for _ in range(3000):
@@ -126,8 +126,8 @@ def test_padded_sizes_are_steps() -> None:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_drafting_by_learned_prices_is_close_to_drafting_by_the_true_ones(name: str) -> None:
-    """A whole loop, from knowing nothing: every observation comes from the lengths that were chosen."""
+def test_drafting_by_learned_prices_is_nearly_as_fast_as_by_true_prices(name: str) -> None:
+    """A whole loop without initial observations: every observation comes from chosen lengths."""
     rng = np.random.default_rng(6)
     machine, surface = MACHINES[name], ForwardCostModel()
     for b in (64, 8, 1):
@@ -150,8 +150,8 @@ def test_drafting_by_learned_prices_is_close_to_drafting_by_the_true_ones(name: 
     assert 0 < surface.num_explored < 60
 
 
-def test_drafts_come_back_when_they_begin_to_pay() -> None:
-    """A machine on which drafts were dear becomes one on which they are free."""
+def test_drafting_resumes_when_it_begins_to_pay() -> None:
+    """Drafts are expensive at first and then free."""
     rng = np.random.default_rng(7)
     surface = ForwardCostModel()
     table = np.full((4, 8), 0.9, dtype=np.float32) ** np.arange(1, 9, dtype=np.float32)
@@ -166,7 +166,7 @@ def test_drafts_come_back_when_they_begin_to_pay() -> None:
     assert np.mean(drafted[-500:]) > 0.9
 
 
-def test_a_table_is_a_prior_and_a_saved_surface_is_a_table(tmp_path: Path) -> None:
+def test_a_table_serves_as_prior_and_a_surface_is_saved_as_a_table(tmp_path: Path) -> None:
     machine = MACHINES["compute-bound from 8"]
     sizes = [(b, n, b * 100) for b in (1, 8, 64) for n in (1, 8, 16, 64, 128, 512) if n >= b]
     fields = ("num_rows", "num_tokens", "num_context_tokens", "seconds")
@@ -197,7 +197,7 @@ def test_a_bad_table_and_a_bad_forward_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_forward_is_ever_free() -> None:
-    """Forwards in proportion to their tokens leave nothing for the base; a single row was never seen."""
+    """Costs proportional to tokens leave no fixed cost; a single row was never observed."""
     surface = ForwardCostModel()
     for i in range(500):
         n = 64 + 32 * (i % 8)

@@ -1,4 +1,4 @@
-"""The living text against a list of what was remembered, in order."""
+"""Live text against a plain list of its tokens in order."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=
 
 
 class Naive:
-    """Texts of regions, and every position that has a successor in the order in which it got one."""
+    """Texts of regions, and all positions with a successor, in the order in which they got it."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, list[int]]] = []
@@ -60,7 +60,7 @@ class Naive:
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, st.integers(0, 1 << 30), st.sampled_from([BY_THREE, BY_ONE_AND_THREE, BY_ONE_THREE_FIVE]))
-def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int, contexts: int) -> None:
+def test_the_newest_positions_equal_those_of_a_list(texts: list[list[int]], seed: int, contexts: int) -> None:
     generator = np.random.default_rng(seed)
     live = np.full(2 + 30 * len(texts), SEPARATOR, dtype=np.int32)
     buckets = np.full((NUM_BUCKET, BUCKET), -1, dtype=np.int32)
@@ -82,7 +82,7 @@ def test_the_newest_places_are_those_of_a_list(texts: list[list[int]], seed: int
 
 
 @pytest.mark.parametrize("contexts", [BY_THREE, BY_ONE_AND_THREE, BY_ONE_THREE_FIVE])
-def test_indexing_again_keeps_what_is_newest_of_a_single_region(contexts: int) -> None:
+def test_indexing_again_keeps_the_newest_positions_of_a_single_region(contexts: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 6, size=400).astype(np.int32)
     live = np.full(500, SEPARATOR, dtype=np.int32)
     buckets = np.full((NUM_BUCKET, BUCKET), -1, dtype=np.int32)
@@ -92,7 +92,7 @@ def test_indexing_again_keeps_what_is_newest_of_a_single_region(contexts: int) -
     assert np.array_equal(again, buckets)
 
 
-def test_regions_of_a_group_are_apart_and_as_long_as_promised() -> None:
+def test_regions_of_a_group_are_disjoint_and_have_the_announced_length() -> None:
     group = DraftGroup(prompt_key=1, prompt_length=5, region_size=12, step=0)
     regions = [group.add_region() for _ in range(20)]
     assert all(stop - start == 10 for start, stop in regions)
@@ -106,7 +106,7 @@ def test_regions_of_a_group_are_apart_and_as_long_as_promised() -> None:
     assert row[NUM_BUCKETS] > before
 
 
-def test_a_cursor_moves_to_where_the_newest_tokens_fit_best_and_stays_in_its_response() -> None:
+def test_a_cursor_moves_to_the_best_match_of_the_newest_tokens_within_its_response() -> None:
     tokens = np.array([SEPARATOR, 50, 51, SEPARATOR, *range(10, 40), SEPARATOR, 60, 61, -2], dtype=np.int32)
 
     def shift(cursor: int, *newest: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Age and worth of past responses as features: binned as documented, learned, and used."""
+"""Age and reward of past responses as features: binned as documented, learned, and used."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.history.drafting.test_drafter import Engine, Text, edited
 NAN = float("nan")
 
 
-def test_an_origin_is_an_age_and_a_worth() -> None:
+def test_an_origin_encodes_age_and_reward() -> None:
     now = 40
     steps = [now, now - 1, now - 2, now - 3, now - 4, now - 7, now - 8, -500, now + 3]
     ages = origins(steps, [NAN] * len(steps), now)
@@ -31,7 +31,7 @@ def test_an_origin_is_an_age_and_a_worth() -> None:
     assert len(origins([], [], 3)) == 0
 
 
-def test_a_position_belongs_to_the_response_that_it_is_in() -> None:
+def test_a_position_has_the_origin_of_its_response() -> None:
     starts = np.array([1, 5, 6, 20], dtype=np.int32)
     found = np.array([7, 8, 9, 10], dtype=np.int32)
     naive = [found[np.flatnonzero(starts <= position)[-1]] for position in range(1, 40)]
@@ -40,7 +40,7 @@ def test_a_position_belongs_to_the_response_that_it_is_in() -> None:
 
 
 @pytest.mark.parametrize("truth", [0.5, 1.0, 2.0])
-def test_a_scale_goes_to_what_is_rejected_over_what_was_expected(truth: float) -> None:
+def test_a_scale_converges_to_the_ratio_of_actual_to_expected_rejections(truth: float) -> None:
     sums, scales = np.zeros((NUM_ORIGINS, 2), np.float32), np.ones(NUM_ORIGINS, np.float32)
     generator = np.random.default_rng(0)
     for _ in range(30_000):
@@ -52,8 +52,8 @@ def test_a_scale_goes_to_what_is_rejected_over_what_was_expected(truth: float) -
     assert scaled(0.1, 4.0) == 0.0
 
 
-def test_what_is_drafted_from_better_responses_is_trusted_more(tmp_path: Path) -> None:
-    """Of every prompt the policy repeats what was paid, and half forgets what was not."""
+def test_drafts_from_responses_with_higher_reward_get_higher_survival(tmp_path: Path) -> None:
+    """The policy repeats rewarded responses of every prompt and half forgets the others."""
     generator = np.random.default_rng(1)
     drafter = Drafter(max_draft_tokens=8, segments_dir=str(tmp_path))
     for key in range(1, 25):
@@ -68,7 +68,7 @@ def test_what_is_drafted_from_better_responses_is_trusted_more(tmp_path: Path) -
         Engine(drafter, new, keys=[key] * 4).run()
     scales = drafter._state.origin_scales
     better, worse = (int(one) for one in origins([0, 0], [1.0, 0.0], 0))
-    # most of it shows in how long matches are; this is what they do not tell
+    # match lengths show most of the difference; this is the rest
     assert scales[better] < 0.97
     assert scales[worse] > 1.03
     assert drafter.drain().calibration_error() < 0.05

@@ -1,4 +1,4 @@
-"""The ring of other prompts' texts: what is in it is what was kept, and drafts come from it where prompts are alike."""
+"""The ring of other prompts' texts: its content, and drafts from it if prompts are alike."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def ring_of(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=30))
-def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> None:
+def test_the_ring_holds_the_newest_texts_completely_and_separately(texts: list[list[int]]) -> None:
     ring, buckets, end = ring_of(100)
     for text in texts:
         append_finished(ring, buckets, end, np.array(text, dtype=np.int32), 0, len(text))
@@ -37,12 +37,12 @@ def test_the_newest_texts_are_there_whole_and_apart(texts: list[list[int]]) -> N
         last = len(context) - 1
         places = np.zeros(BUCKET, dtype=np.int32)
         count, _ = newest_places(ring, buckets, context, last, len(context), BY_THREE, places)
-        # a position that was written over may be found, if the same stands there now; it is never another text
+        # an overwritten position may match if its new text is the same; it never gives another text
         assert all(ring[place - 1] == context[-1] for place in places[:count])
         assert at - 1 in places[:count].tolist() or count == BUCKET or len(set(newest)) < len(newest)
 
 
-def test_of_a_long_text_the_newest_tokens_are_kept() -> None:
+def test_the_ring_keeps_the_newest_tokens_of_a_long_text() -> None:
     ring, buckets, end = ring_of(3 * MAX_FINISHED_TOKENS)
     text = np.arange(2 * MAX_FINISHED_TOKENS, dtype=np.int32)
     append_finished(ring, buckets, end, text, 0, len(text))
@@ -50,7 +50,7 @@ def test_of_a_long_text_the_newest_tokens_are_kept() -> None:
     assert end[0] == 1 + MAX_FINISHED_TOKENS
 
 
-def test_a_prompt_without_history_is_drafted_from_what_others_said(tmp_path: Path) -> None:
+def test_a_prompt_without_history_is_drafted_from_other_prompts_responses(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     phrases = [generator.integers(0, 600, size=30).tolist() for _ in range(4)]
 
@@ -67,7 +67,7 @@ def test_a_prompt_without_history_is_drafted_from_what_others_said(tmp_path: Pat
     assert stats.accepted_by_source[2] > 0.5 * stats.num_accepted
 
 
-def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -> None:
+def test_the_ring_is_searched_seldom_if_prompts_have_nothing_in_common(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     for key in range(1, 4):
@@ -78,8 +78,8 @@ def test_where_prompts_have_nothing_in_common_one_looks_seldom(tmp_path: Path) -
     assert 0 < sum(looked) < 0.2 * len(looked)
 
 
-def test_what_the_own_history_says_as_well_is_no_reason_to_look(tmp_path: Path) -> None:
-    """Everybody says the same, so the ring is right as often as the history of the prompt, and adds nothing."""
+def test_the_ring_is_searched_seldom_if_the_prompts_history_is_as_good(tmp_path: Path) -> None:
+    """All prompts have the same responses, so the ring adds nothing to the history of the prompt."""
     said = np.random.default_rng(0).integers(0, 600, size=60).tolist()
 
     def looks(*, history: bool) -> list[int]:
@@ -97,7 +97,7 @@ def test_what_the_own_history_says_as_well_is_no_reason_to_look(tmp_path: Path) 
     assert np.mean(looks(history=True)) < 0.1
 
 
-def test_one_bad_stretch_does_not_end_what_has_paid_for_long(tmp_path: Path) -> None:
+def test_a_short_bad_stretch_does_not_end_searches_that_paid_for_long(tmp_path: Path) -> None:
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
 
     def judge(gained: float) -> bool:
@@ -110,7 +110,7 @@ def test_one_bad_stretch_does_not_end_what_has_paid_for_long(tmp_path: Path) -> 
     assert not (judge(0.0) and judge(0.0))
 
 
-def test_a_large_batch_knows_sooner_whether_the_ring_adds_anything(tmp_path: Path) -> None:
+def test_a_large_batch_decides_sooner_whether_the_ring_pays(tmp_path: Path) -> None:
     said = np.random.default_rng(0).integers(0, 600, size=400).tolist()
     publish(tmp_path, [said], key=1)
     num_rows, looked = 40, []
@@ -123,8 +123,8 @@ def test_a_large_batch_knows_sooner_whether_the_ring_adds_anything(tmp_path: Pat
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=30))
-def test_running_responses_stand_in_the_ring_as_they_were_emitted(steps: list[tuple[int, int]]) -> None:
-    """Four responses grow in any order, of tokens that say whose they are and where."""
+def test_the_ring_holds_running_responses_as_emitted(steps: list[tuple[int, int]]) -> None:
+    """Four responses grow in any order; their tokens encode response and position."""
     size = 4000
     ring = np.full(size, SEPARATOR, dtype=np.int32)
     buckets, end = np.full((NUM_BUCKETS, NUM_PLACES), -1, dtype=np.int32), np.zeros(1, dtype=np.int64)
@@ -143,8 +143,8 @@ def test_running_responses_stand_in_the_ring_as_they_were_emitted(steps: list[tu
     assert (ring[1:][follows] == ring[:-1][follows] + 1).all()
 
 
-def test_what_another_prompt_is_saying_is_drafted_before_it_has_ended(tmp_path: Path) -> None:
-    """Two prompts say the same, one of them twenty tokens later."""
+def test_a_running_response_of_another_prompt_is_drafted_from(tmp_path: Path) -> None:
+    """Two prompts have the same response, one twenty tokens later."""
     said = np.random.default_rng(0).integers(0, 600, size=200).tolist()
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [said, said], keys=[1, 2])
@@ -159,7 +159,7 @@ def test_what_another_prompt_is_saying_is_drafted_before_it_has_ended(tmp_path: 
     assert num_forwards < 60 - 10
 
 
-def test_a_response_that_could_not_be_shared_for_a_while_is_not_followed_over_the_gap(tmp_path: Path) -> None:
+def test_drafts_do_not_continue_over_a_gap_of_a_response_in_the_ring(tmp_path: Path) -> None:
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [list(range(100, 130))], keys=[1])
     for step in range(12):

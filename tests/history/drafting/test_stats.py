@@ -10,7 +10,7 @@ def bins(**values: float) -> tuple[float, ...]:
     return tuple(values.get(f"b{number}", 0) for number in range(CALIBRATION_BINS))
 
 
-def test_reports_add_field_by_field() -> None:
+def test_stats_are_added_field_by_field() -> None:
     one = DraftStats(num_rows=2, num_emitted=6, num_drafted=8, num_accepted=4, accepted_by_source=(3, 1, 0, 0))
     two = DraftStats(num_rows=4, num_emitted=6, num_drafted=4, num_accepted=2, accepted_by_source=(0, 0, 0, 2))
     both = one + two
@@ -20,7 +20,7 @@ def test_reports_add_field_by_field() -> None:
     assert both.metrics()["history/accepted_share/history"] == 0.5
 
 
-def test_nothing_drafted_has_finite_metrics() -> None:
+def test_metrics_without_drafts_are_finite() -> None:
     assert all(value == 0.0 for value in DraftStats().metrics().values())
 
 

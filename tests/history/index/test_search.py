@@ -21,7 +21,7 @@ def segment_of(responses: list[list[int]]) -> HistorySegment:
 
 
 def find(segment: HistorySegment, prompt: list[int], output: list[int]) -> tuple[list[int], int]:
-    """Places and match as the drafter finds them."""
+    """Positions and match length as computed by the drafter."""
     text = np.array(prompt + output, dtype=np.int32)
     last, limit = len(text) - 1, len(output)
     tokens, order = segment.tokens, segment.order
@@ -35,7 +35,7 @@ def find(segment: HistorySegment, prompt: list[int], output: list[int]) -> tuple
 
 
 def naive(segment: HistorySegment, output: list[int]) -> tuple[list[int], int]:
-    """All places behind the longest match, and its length; the beginning of a response is a token."""
+    """All positions after the longest match, and its length; the start of a response counts as a token."""
     context = ([SEPARATOR, *output])[::-1][:DEPTH]
     matches = {}
     for position in range(len(segment.tokens)):
@@ -53,7 +53,9 @@ def naive(segment: HistorySegment, output: list[int]) -> tuple[list[int], int]:
 @example([[0] * 50] * 6, [0] * 40, [])
 @example([[1]], [2], [1])
 @example([], [1], [])
-def test_the_longest_match_is_that_of_a_scan(responses: list[list[int]], output: list[int], prompt: list[int]) -> None:
+def test_the_longest_match_equals_that_of_a_scan(
+    responses: list[list[int]], output: list[int], prompt: list[int]
+) -> None:
     segment = segment_of(responses)
     found, matched = find(segment, prompt, output)
     expected, best = naive(segment, output)
@@ -67,23 +69,23 @@ def test_the_longest_match_is_that_of_a_scan(responses: list[list[int]], output:
         assert found == expected
 
 
-def test_before_the_first_token_the_beginnings_match() -> None:
+def test_all_response_starts_match_before_the_first_token() -> None:
     segment = segment_of([[4, 5], [4, 6]])
     assert find(segment, [9, 9], []) == ([1, 4], 1)
 
 
-def test_a_prompt_is_never_compared() -> None:
+def test_prompt_tokens_are_never_matched() -> None:
     segment = segment_of([[7, 8, 5, 6]])
     assert find(segment, [7, 8], [5]) == ([4], 1)
 
 
-def test_large_ids_that_share_a_fence_are_told_apart() -> None:
+def test_large_ids_in_the_same_fence_are_distinguished() -> None:
     large = (1 << 21) + 5
     segment = segment_of([[large + i, large + i + 1, i] for i in range(40)])
     assert find(segment, [], [1, large + 7, large + 8]) == ([3 + 4 * 7], 2)
 
 
-def test_a_match_is_cut_at_the_depth() -> None:
+def test_a_match_ends_at_the_maximum_depth() -> None:
     segment = segment_of([list(range(100))])
     found, matched = find(segment, [5], [7, *range(1, 90)])
     assert (found, matched) == ([91], DEPTH)
@@ -91,7 +93,7 @@ def test_a_match_is_cut_at_the_depth() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(0, 1 << 30), st.integers(1, 8))
-def test_a_chain_is_what_most_of_the_agreeing_places_say(text: list[int], seed: int, count: int) -> None:
+def test_a_chain_follows_the_majority_of_matching_positions(text: list[int], seed: int, count: int) -> None:
     tokens = np.array([SEPARATOR, *text, SEPARATOR], dtype=np.int32)
     places = np.random.default_rng(seed).integers(1, len(tokens), size=count).astype(np.int32)
     chain, votes = np.zeros(6, dtype=np.int32), np.zeros((6, 2), dtype=np.int32)
@@ -111,7 +113,7 @@ def test_a_chain_is_what_most_of_the_agreeing_places_say(text: list[int], seed: 
     assert anchor in places
 
 
-def test_contexts_are_equal_over_what_both_responses_have() -> None:
+def test_contexts_are_compared_over_the_length_that_both_responses_have() -> None:
     tokens = np.array([SEPARATOR, 1, 2, 3], dtype=np.int32)
     text = np.array([9, 1, 2, 3], dtype=np.int32)
     assert num_equal(tokens, 3, text, 3, 3) == 4

@@ -26,7 +26,7 @@ def example(version: int = 1) -> HistorySegment:
     return build_segment(77, version, [response(5, 6, 7, reward=0.5), response(5, 6, 8, 9, sample=1)])
 
 
-def test_what_was_written_is_attached(tmp_path: Path) -> None:
+def test_an_attached_segment_equals_the_written_one(tmp_path: Path) -> None:
     path = write_segment(tmp_path, example())
     found = attach_segment(tmp_path, 77)
     assert found is not None
@@ -40,7 +40,7 @@ def test_what_was_written_is_attached(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_nothing_that_is_attached_can_be_changed(tmp_path: Path) -> None:
+def test_attached_arrays_are_read_only(tmp_path: Path) -> None:
     write_segment(tmp_path, example())
     attached = attach_segment(tmp_path, 77)
     assert attached is not None
@@ -50,11 +50,11 @@ def test_nothing_that_is_attached_can_be_changed(tmp_path: Path) -> None:
                 array[0] = 0
 
 
-def test_no_file_is_no_segment(tmp_path: Path) -> None:
+def test_a_missing_file_gives_no_segment(tmp_path: Path) -> None:
     assert attach_segment(tmp_path, 77) is None
 
 
-def test_a_newer_version_replaces_the_file_and_leaves_the_old_one_to_who_has_it(tmp_path: Path) -> None:
+def test_a_newer_version_replaces_the_file_and_readers_keep_the_old_one(tmp_path: Path) -> None:
     write_segment(tmp_path, example())
     old = attach_segment(tmp_path, 77)
     write_segment(tmp_path, build_segment(77, 2, [response(1)]))
@@ -81,7 +81,7 @@ def test_two_threads_publish_one_prompt_together_and_leave_no_temporary_file(tmp
     assert [file.name for file in tmp_path.iterdir()] == [segment_path(tmp_path, 77).name]
 
 
-def test_no_responses_and_empty_ones_make_an_empty_segment(tmp_path: Path) -> None:
+def test_no_responses_or_empty_ones_give_an_empty_segment(tmp_path: Path) -> None:
     write_segment(tmp_path, build_segment(5, 1, [response()]))
     found = attach_segment(tmp_path, 5)
     assert found is not None
@@ -107,7 +107,7 @@ def test_a_damaged_header_or_size_is_refused_and_named(tmp_path: Path, damage: s
         attach_segment(tmp_path, key)
 
 
-def test_every_damaged_byte_of_the_body_is_found_by_the_full_check(tmp_path: Path) -> None:
+def test_the_full_check_detects_every_damaged_byte_of_the_body(tmp_path: Path) -> None:
     path = write_segment(tmp_path, example())
     whole = path.read_bytes()
     for place in range(64, len(whole), 3):
@@ -119,7 +119,7 @@ def test_every_damaged_byte_of_the_body_is_found_by_the_full_check(tmp_path: Pat
 
 
 @pytest.mark.parametrize("field", ["tokens", "order", "fences", "starts", "lengths"])
-def test_check_integrity_notices_arrays_that_do_not_fit(field: str) -> None:
+def test_check_integrity_detects_inconsistent_arrays(field: str) -> None:
     arrays = {name: getattr(example(), name) for name in HistorySegment.__slots__}
     arrays[field] = arrays[field].copy()
     arrays[field][0] += 1
@@ -132,7 +132,7 @@ def test_ids_below_zero_are_refused() -> None:
         build_segment(1, 1, [response(5, -3)])
 
 
-def test_a_large_segment_is_mapped_not_read(tmp_path: Path) -> None:
+def test_a_large_segment_is_mapped_and_not_read(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 30_000, size=200_000).astype(np.int32)
     write_segment(tmp_path, build_segment(1, 1, [PastResponse(token_ids=tokens, step=0, sample=0)]))
     found = attach_segment(tmp_path, 1)

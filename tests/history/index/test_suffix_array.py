@@ -33,7 +33,7 @@ def context(tokens: np.ndarray[Any, np.dtype[np.int32]], position: int) -> list[
 
 @settings(max_examples=200, deadline=None)
 @given(RESPONSES)
-def test_the_order_is_that_of_naive_sorting(responses: list[list[int]]) -> None:
+def test_the_suffix_array_equals_naive_sorting(responses: list[list[int]]) -> None:
     tokens = joined(responses)
     order = sort_by_left_context(tokens)
     assert sorted(order) == list(range(len(tokens)))
@@ -51,7 +51,7 @@ def test_long_repeats_and_large_ids_are_sorted() -> None:
         assert is_sorted(tokens, order)
 
 
-def test_an_unsorted_order_is_noticed() -> None:
+def test_an_unsorted_suffix_array_is_detected() -> None:
     tokens = joined([[1, 2, 3, 1, 2, 4]])
     order = sort_by_left_context(tokens)
     for i in range(len(order) - 1):
@@ -60,7 +60,7 @@ def test_an_unsorted_order_is_noticed() -> None:
         assert not is_sorted(tokens, swapped)
 
 
-def test_fences_sort_as_contexts_do() -> None:
+def test_fences_sort_like_contexts() -> None:
     triples = [(a, b, c) for a in (-2, -1, 0, 5, 1 << 20) for b in (-1, 0, 5) for c in (-1, 0, 1 << 20)]
     large = [fence(1 << 22, 5, 7), fence(1 << 23, -1, 0), fence(1 << 30, 1 << 30, 1)]
     assert large[0] == large[1] == large[2] > max(fence(*triple) for triple in triples)
@@ -72,7 +72,7 @@ def test_fences_sort_as_contexts_do() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 700), st.integers(1, 40), st.integers(0, 1 << 30))
-def test_the_search_tree_counts_like_a_scan(length: int, vocabulary: int, seed: int) -> None:
+def test_the_search_tree_gives_the_counts_of_a_scan(length: int, vocabulary: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     tokens = joined([list(generator.integers(0, vocabulary, size=length))])
     order = sort_by_left_context(tokens)

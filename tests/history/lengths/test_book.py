@@ -19,7 +19,7 @@ def book_of(visits) -> LengthBook:
 
 
 @given(visits=VISITS)
-def test_what_is_expected_is_the_mean_of_the_estimate_and_the_prior_that_of_all_that_is_kept(visits):
+def test_the_expected_length_is_the_mean_of_the_estimate_with_all_lengths_as_prior(visits):
     book = book_of(visits)
     book.check_integrity()
     for key in range(7):
@@ -27,7 +27,7 @@ def test_what_is_expected_is_the_mean_of_the_estimate_and_the_prior_that_of_all_
 
 
 @given(visits=VISITS)
-def test_a_saved_book_expects_the_same_to_the_last_bit(visits, tmp_path_factory):
+def test_a_saved_book_has_bitwise_equal_expectations(visits, tmp_path_factory):
     path = tmp_path_factory.mktemp("book") / "lengths.npz"
     book, again = book_of(visits), LengthBook()
     book.save(path)
@@ -36,7 +36,7 @@ def test_a_saved_book_expects_the_same_to_the_last_bit(visits, tmp_path_factory)
     assert [again.expected(key) for key in range(7)] == [book.expected(key) for key in range(7)]
 
 
-def test_a_prompt_that_was_never_seen_is_expected_to_be_like_the_others():
+def test_an_unseen_prompt_has_the_expectation_of_the_others():
     book = LengthBook()
     assert book.expected(1) == PRIOR_MEAN
     book.observe(1, 0, [100, 300])
@@ -52,7 +52,7 @@ def test_the_last_visit_counts_most_and_old_ones_are_forgotten():
     assert book.estimate(7).num_observations == 8 * KEPT_VISITS
 
 
-def test_good_forecasts_are_told_from_bad_ones():
+def test_forecast_quality_is_measured():
     generator = np.random.default_rng(0)
     known, unknown = LengthBook(), LengthBook()
     own = generator.lognormal(6, 0.8, 200)

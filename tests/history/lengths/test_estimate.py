@@ -1,4 +1,4 @@
-"""What is expected of a length agrees with the lengths seen, and grows beyond them."""
+"""Expected lengths agree with observed lengths, and grow beyond them."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from history.lengths.estimate import LengthEstimate
 LENGTHS = st.lists(st.integers(1, 40_000), max_size=24)
 
 
-def test_of_many_lengths_the_figures_are_those_of_the_sample() -> None:
+def test_the_estimate_of_many_lengths_has_the_samples_statistics() -> None:
     lengths = np.random.default_rng(0).lognormal(7, 0.9, 4000).astype(int) + 1
     found = LengthEstimate.of(lengths.tolist())
     assert found.num_observations == 4000
@@ -23,13 +23,13 @@ def test_of_many_lengths_the_figures_are_those_of_the_sample() -> None:
         assert found.remaining(emitted) == pytest.approx(rest.mean(), rel=0.01)
 
 
-def test_beyond_the_longest_a_response_is_expected_to_go_on_in_proportion() -> None:
+def test_expected_remaining_tokens_beyond_the_longest_response_grow_in_proportion() -> None:
     found = LengthEstimate.of([100, 120, 150], prior_mean=100)
     assert found.remaining(149) < found.remaining(1000) == 500
     assert found.remaining(4000) == 2000
 
 
-def test_without_observations_the_prior_speaks() -> None:
+def test_the_estimate_without_observations_is_the_prior() -> None:
     found = LengthEstimate.of([], prior_mean=700)
     assert (found.num_observations, found.mean, found.max) == (0, 700, 0)
     assert found.remaining(0) == 700
@@ -57,6 +57,6 @@ def test_every_figure_is_finite_and_quantiles_rise(lengths: list[int], emitted: 
 @pytest.mark.parametrize(
     ("lengths", "steps", "prior"), [([0], [], 1.0), ([5], [1, 2], 1.0), ([5], [], 0.0), ([5], [], float("nan"))]
 )
-def test_nonsense_is_refused(lengths: list[int], steps: list[int], prior: float) -> None:
+def test_invalid_lengths_are_refused(lengths: list[int], steps: list[int], prior: float) -> None:
     with pytest.raises(ValueError, match=r"positive|steps"):
         LengthEstimate.of(lengths, steps=steps, prior_mean=prior)

@@ -30,7 +30,7 @@ def test_reusable_share_equals_the_naive_one(before: list[list[int]], now: list[
     assert reusable_share(past(*before), past(*now)) == naive_share(before, now)
 
 
-def test_tokens_count_only_inside_runs_that_came_before() -> None:
+def test_tokens_count_as_reused_only_inside_earlier_runs() -> None:
     before = past([1, 2, 3, 4, 5], [7, 8])
     assert reusable_share(before, past([9, 2, 3, 4, 5, 9])) == pytest.approx(4 / 6)
     assert reusable_share(before, past([2, 3, 4, 9])) == 0.0
@@ -38,12 +38,12 @@ def test_tokens_count_only_inside_runs_that_came_before() -> None:
     assert reusable_share(before, past([4, 5, 7, 8])) == 0.0
 
 
-def test_nothing_is_reusable_before_the_first_visit_and_of_no_tokens() -> None:
+def test_reuse_is_zero_before_the_first_visit_and_without_tokens() -> None:
     assert reusable_share([], past([1, 2, 3, 4])) == 0.0
     assert reusable_share(past([1, 2, 3, 4]), past([])) == 0.0
 
 
-def test_generated_reuse_is_found_again() -> None:
+def test_the_reuse_of_generated_traces_is_recovered() -> None:
     traces = generate(reuse=0.87, num_tokens=1000, num_prompts=1).traces
     visits = [past(*(trace.response_ids.tolist() for trace in traces if trace.step == step)) for step in (0, 1)]
     assert 0.75 < reusable_share(*visits) < 0.95
@@ -63,7 +63,7 @@ def test_rank_correlation_equals_the_naive_one(pairs: list[tuple[int, int]]) -> 
         assert found == pytest.approx(float((deviations[0] * deviations[1]).sum()) / spread)
 
 
-def test_rank_correlation_sees_order_alone() -> None:
+def test_rank_correlation_depends_on_order_alone() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 300, 4000]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert math.isnan(rank_correlation([1], [1]))

@@ -1,4 +1,4 @@
-"""A shard's memory: the last visits, under a budget, whatever order things come in and from whichever thread."""
+"""A shard's store: the last visits within a byte budget, for any order of calls and any thread."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ def pay(found: PromptStore, key: int, step: int, *, num_samples: int = 4) -> Non
     found.note_rewards(key, step, [float(sample) for sample in range(num_samples)])
 
 
-def test_half_a_visit_does_not_push_the_one_before_it_out_and_a_whole_one_does():
+def test_only_a_complete_visit_replaces_the_one_before_it():
     kept = store()
     kept.append(1, visit(1, 0))
     pay(kept, 1, 0)
@@ -40,7 +40,7 @@ def test_half_a_visit_does_not_push_the_one_before_it_out_and_a_whole_one_does()
 
 
 @given(st.permutations(range(6)), st.integers(0, 6))
-def test_rewards_and_responses_may_come_in_any_order_and_twice(order, when):
+def test_rewards_and_responses_may_arrive_in_any_order_and_twice(order, when):
     kept = store()
     kept.append(1, visit(1, 0))
     pay(kept, 1, 0)
@@ -57,14 +57,14 @@ def test_rewards_and_responses_may_come_in_any_order_and_twice(order, when):
     kept.check_integrity()
 
 
-def test_visits_that_nobody_rewards_are_bounded_too():
+def test_visits_without_rewards_are_bounded_too():
     kept = store(kept_steps=2)
     for step in range(10):
         kept.append(1, visit(1, step))
     assert {step for step, _ in steps_and_samples(kept, 1)} == {7, 8, 9}
 
 
-def test_what_the_caller_does_with_its_array_afterwards_changes_nothing():
+def test_the_store_copies_the_callers_arrays():
     kept = store()
     ids = np.arange(5, dtype=np.int32)
     kept.append(1, [PastResponse(token_ids=ids, step=0, sample=0)])
@@ -75,7 +75,7 @@ def test_what_the_caller_does_with_its_array_afterwards_changes_nothing():
         found.token_ids[0] = 1
 
 
-def test_a_stamp_changes_with_the_responses_and_saves_sending_them_again():
+def test_a_stamp_changes_with_the_responses_and_avoids_sending_them_again():
     kept = store()
     kept.append(1, visit(1, 0))
     first, past = kept.fetch([1, 2])[1]
@@ -94,7 +94,7 @@ def test_empty_responses_are_left_out():
     kept.check_integrity()
 
 
-def test_the_bytes_of_a_response_are_counted_as_they_are():
+def test_counted_bytes_equal_the_bytes_of_responses():
     import tracemalloc
 
     kept = store()
@@ -109,7 +109,7 @@ def test_the_bytes_of_a_response_are_counted_as_they_are():
 
 
 def shuffled_walk(kept: PromptStore, *, num_prompts: int, epochs: int, per_step: int, seed: int) -> float:
-    """Share of visits, from the second epoch on, whose prompt was still there."""
+    """Share of visits from the second epoch on whose prompt is still stored."""
     generator, hits, step = random.Random(seed), [], 0
     for epoch in range(epochs):
         order = generator.sample(range(num_prompts), num_prompts)
@@ -125,7 +125,7 @@ def shuffled_walk(kept: PromptStore, *, num_prompts: int, epochs: int, per_step:
 
 
 @pytest.mark.parametrize("room", [0.25, 0.5])
-def test_half_the_room_keeps_about_half_the_hits_where_least_recently_used_would_keep_far_fewer(room):
+def test_half_the_budget_keeps_about_half_the_hits_unlike_least_recently_used(room):
     num_prompts, one = 400, 4 * (48 + RESPONSE_BYTES)
     kept = store(budget_bytes=int(room * num_prompts * one))
     rate = shuffled_walk(kept, num_prompts=num_prompts, epochs=5, per_step=8, seed=1)
@@ -135,7 +135,7 @@ def test_half_the_room_keeps_about_half_the_hits_where_least_recently_used_would
     assert kept.stats().num_evictions > 0
 
 
-def test_what_repeats_itself_is_kept_and_what_never_does_goes_first():
+def test_prompts_that_repeat_themselves_are_evicted_last():
     one = 4 * (4 * 13 + RESPONSE_BYTES)
     kept = store(budget_bytes=41 * one, reuse_share=lambda before, now: float(len(now[0].token_ids) - 12))
     for step in range(2):
@@ -162,8 +162,8 @@ def test_the_expected_wait_is_that_of_two_shuffled_epochs(age):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=60))
-def test_a_store_with_room_is_a_dictionary_of_the_last_visits(orders):
-    """Against a plain model: every response ever, of which a prompt's newest visits are to be found."""
+def test_a_store_within_budget_equals_a_dictionary_of_the_last_visits(orders):
+    """Against a plain model that holds every response; the store must return the newest visits of a prompt."""
     kept, model, paid = store(), {}, set()
     for key, step, sample, reward in orders:
         if reward:
@@ -185,7 +185,7 @@ def test_a_store_with_room_is_a_dictionary_of_the_last_visits(orders):
         assert all(is_right(key, one) for _, past in kept.fetch([key]).values() for one in past)
 
 
-def test_a_batch_gives_back_what_went_in_and_splits_by_owner():
+def test_a_batch_round_trips_and_splits_by_owner():
     entries = [(key, one) for key in (5, 2, 9, 2) for one in visit(key, key)[: key % 4 + 1]]
     batch = ResponseBatch.of(entries)
     assert len(batch) == len(entries)

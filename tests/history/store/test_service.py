@@ -1,4 +1,4 @@
-"""Shards and readers as Ray actors: what is sent comes back as segments; what dies costs drafts and is mended."""
+"""Shards and readers as Ray actors: responses return as segments; a dead actor costs drafts and is restarted."""
 
 import os
 import signal
@@ -24,23 +24,25 @@ pytestmark = pytest.mark.usefixtures("running")
 KEYS = [prompt_key(f"test/{number}") for number in range(12)]
 
 
-class Said(list):
+class Log(list):
     def __call__(self, line: str) -> None:
         self.append(line)
 
 
 @pytest.fixture
-def said() -> Said:
-    return Said()
+def log_lines() -> Log:
+    return Log()
 
 
 @pytest.fixture
-def started(said):
+def started(log_lines):
     services = []
 
     def start(name: str, **changes) -> HistoryService:
         config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, **changes})
-        services.append(start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=said))
+        services.append(
+            start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=log_lines)
+        )
         return services[-1]
 
     yield start
@@ -80,7 +82,7 @@ def kill(actor: ray.actor.ActorHandle) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_what_is_wanted_is_published_with_the_right_tokens_and_all_else_is_removed(started, said):
+def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_removed(started, log_lines):
     service = started("wanted")
     remember(service, 0)
     service.note_rewards(0, {key: [0.0, 1.0, 0.5, 0.25] for key in KEYS})
@@ -102,10 +104,10 @@ def test_what_is_wanted_is_published_with_the_right_tokens_and_all_else_is_remov
     assert report.num_segments == 4
     assert len(report.returns) == 7
     assert report.num_lost_calls == 0
-    assert said == []
+    assert log_lines == []
 
 
-def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapshot(started, said, tmp_path):
+def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_snapshot(started, log_lines, tmp_path):
     service = started("shard", num_shards=1)
     remember(service, 0)
     service.save(tmp_path / "history")
@@ -113,9 +115,9 @@ def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapsh
     remember(service, 1, KEYS[:1])
     service.report()
     kill(service.shards[0])
-    until(lambda: service.report() and any("died" in line for line in said))
+    until(lambda: service.report() and any("died" in line for line in log_lines))
     until(lambda: service.report().stats.num_prompts == len(KEYS))
-    assert [line for line in said if "died" in line] == [
+    assert [line for line in log_lines if "died" in line] == [
         "history shard 0 died and was restarted; engines draft from the remaining history"
     ]
     assert service.report().num_lost_calls >= 1
@@ -128,7 +130,7 @@ def test_a_killed_shard_is_noticed_said_once_and_refilled_from_the_newest_snapsh
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
-def test_a_shard_that_came_back_empty_does_not_replace_a_snapshot(started, said, tmp_path):
+def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, log_lines, tmp_path):
     service = started("unsaved", num_shards=1)
     remember(service, 0)
     service.save(tmp_path / "0")
@@ -142,10 +144,10 @@ def test_a_shard_that_came_back_empty_does_not_replace_a_snapshot(started, said,
         assert attempts < 1000
     manifest = read_manifest(tmp_path / f"{attempts}")
     assert sum(file.num_tokens for file in manifest.files) == 12 * 48
-    assert any("could not be saved" in line for line in said) or attempts == 1
+    assert any("could not be saved" in line for line in log_lines) or attempts == 1
 
 
-def test_a_killed_reader_publishes_again_what_was_wanted_last(started, said):
+def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, log_lines):
     service = started("reader")
     remember(service, 0)
     service.publish_segments(KEYS[:3])
@@ -153,12 +155,12 @@ def test_a_killed_reader_publishes_again_what_was_wanted_last(started, said):
     service.report()
     (reader,) = service._readers
     kill(reader)
-    until(lambda: service.report() and any("reader 0 died" in line for line in said))
+    until(lambda: service.report() and any("reader 0 died" in line for line in log_lines))
     until(lambda: published(service) == set(KEYS[:3]))
     until(lambda: service.report().num_segments == 3)
 
 
-def test_orders_to_a_dead_shard_are_lost_and_counted_and_nobody_waits(started):
+def test_calls_to_a_dead_shard_are_counted_as_lost_without_blocking(started):
     service = started("orders", num_shards=1)
     service.report()
     for shard in service.shards:
@@ -175,7 +177,7 @@ def test_orders_to_a_dead_shard_are_lost_and_counted_and_nobody_waits(started):
     until(lambda: published(service) == set(KEYS))
 
 
-def test_a_snapshot_goes_to_as_many_shards_as_there_are(started, tmp_path):
+def test_a_snapshot_is_restored_to_any_number_of_shards(started, tmp_path):
     folder = tmp_path / "history"
     service = started("saved", num_shards=1)
     remember(service, 4)
@@ -203,7 +205,7 @@ def test_a_damaged_snapshot_or_one_of_another_tokenizer_is_refused_and_named(sta
         service.warm_start(folder, KEYS)
 
 
-def test_what_a_killed_run_left_in_shared_memory_is_swept_and_what_lives_is_not(started):
+def test_shared_memory_of_killed_runs_is_swept_and_that_of_live_runs_is_not(started):
     service = started("living", num_shards=1)
     until(Path(service.directory).exists)
     code = (
@@ -217,7 +219,7 @@ def test_what_a_killed_run_left_in_shared_memory_is_swept_and_what_lives_is_not(
     assert Path(service.directory).exists()
 
 
-def test_nobody_who_only_holds_the_service_imports_numba():
+def test_the_service_handle_does_not_import_numba():
     code = "import history.store.service, sys; print([name for name in ('numba', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""A snapshot gives back exactly what was saved, costs what has changed, and is refused when a byte is wrong."""
+"""A snapshot restores exactly the saved store, writes only changes, and is refused if a byte is wrong."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def pay(kept: PromptStore, key: int, step: int) -> None:
     st.integers(1, 3),
     st.integers(1, 3),
 )
-def test_whatever_was_saved_in_between_the_newest_snapshot_holds_the_store_exactly(
+def test_the_newest_snapshot_equals_the_store_after_any_sequence_of_saves(
     tmp_path_factory, rounds, shards, wanted_shards
 ):
     base = tmp_path_factory.mktemp("saves")
@@ -77,7 +77,7 @@ def test_whatever_was_saved_in_between_the_newest_snapshot_holds_the_store_exact
     assert content(*restored(previous, wanted_shards)) == content(*stores)
 
 
-def test_a_save_costs_what_has_changed_and_files_that_are_mostly_old_are_merged(tmp_path):
+def test_a_save_writes_only_changes_and_merges_files_that_are_mostly_stale(tmp_path):
     kept, writer = store(), SnapshotWriter(0, 1)
     for key in range(100):
         kept.append(key, visit(key, 0))
@@ -101,7 +101,7 @@ def test_a_save_costs_what_has_changed_and_files_that_are_mostly_old_are_merged(
     assert content(*restored(tmp_path / "3", 1)) == content(kept)
 
 
-def test_a_save_without_its_predecessor_is_whole_again(tmp_path):
+def test_a_save_without_its_predecessor_is_complete(tmp_path):
     kept, writer = store(), SnapshotWriter(0, 1)
     kept.append(1, visit(1, 0))
     save(tmp_path / "0", [kept], [writer], None)
@@ -110,7 +110,7 @@ def test_a_save_without_its_predecessor_is_whole_again(tmp_path):
     assert content(*restored(tmp_path / "1", 1)) == content(kept)
 
 
-def test_a_restored_store_goes_on_saving_only_what_changes(tmp_path):
+def test_a_restored_store_saves_only_changes(tmp_path):
     kept, writer = store(), SnapshotWriter(0, 1)
     for key in range(10):
         kept.append(key, visit(key, 0))
@@ -125,7 +125,7 @@ def test_a_restored_store_goes_on_saving_only_what_changes(tmp_path):
     assert new.name != old.name
 
 
-def test_what_a_store_remembers_already_is_newer_than_a_snapshot(tmp_path):
+def test_existing_visits_of_a_store_count_as_newer_than_a_snapshot(tmp_path):
     kept, writer = store(), SnapshotWriter(0, 1)
     kept.append(1, visit(1, 0))
     kept.append(2, visit(2, 0))
@@ -149,7 +149,7 @@ def test_another_runs_history_precedes_this_runs_first_step(tmp_path):
     assert {one[0] for one in content(adopted)[3]} == {0}
 
 
-def test_every_changed_byte_is_found_and_its_file_is_named(tmp_path):
+def test_every_changed_byte_is_detected_and_its_file_is_named(tmp_path):
     kept = store()
     kept.append(1, visit(1, 0))
     folder = save(tmp_path / "0", [kept], [SnapshotWriter(0, 1)], None)

@@ -1,4 +1,4 @@
-"""Recorded responses come back as they were written, and a torn file is read up to the tear."""
+"""Recorded responses are read back as written; an incomplete file is read up to its last complete line."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def trace(step: int, sample: int) -> Trace:
     return Trace(step=step, prompt_id="train/3", sample=sample, prompt_ids=ids, response_ids=ids * 2, reward=0.5)
 
 
-def test_traces_come_back_in_the_order_they_were_appended(tmp_path: Path) -> None:
+def test_traces_are_read_in_the_order_they_were_appended(tmp_path: Path) -> None:
     path = tmp_path / "step-0.jsonl"
     write_traces(path, [trace(0, 0), trace(0, 1)])
     write_traces(path, [trace(1, 0)])

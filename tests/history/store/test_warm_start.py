@@ -1,4 +1,4 @@
-"""Traces of another run: the last visit of this run's prompts, older than anything new, by the same tokenizer."""
+"""Traces of another run: the last visit of this run's prompts, older than new visits, with the same tokenizer."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def trace(row: int, step: int, sample: int, *, prompt_ids=None) -> Trace:
     )
 
 
-def test_the_last_visit_of_each_prompt_is_taken_with_steps_below_zero(tmp_path):
+def test_the_last_visit_of_each_prompt_is_loaded_with_steps_below_zero(tmp_path):
     for step in (0, 1, 2, 10):
         rows = {0: (0, 1), 1: (2, 3), 2: (0, 2), 10: (1, 8)}[step]
         write_traces(tmp_path / f"step-{step}.jsonl", [trace(row, step, sample) for row in rows for sample in range(3)])
@@ -40,7 +40,7 @@ def test_the_last_visit_of_each_prompt_is_taken_with_steps_below_zero(tmp_path):
     assert response.reward == 0.5
 
 
-def test_many_tokens_come_in_several_batches(tmp_path, monkeypatch):
+def test_many_tokens_are_loaded_in_several_batches(tmp_path, monkeypatch):
     monkeypatch.setattr("history.store.warm_start._TOKENS_PER_BATCH", 40)
     write_traces(tmp_path / "t.jsonl", [trace(row, 0, sample) for row in range(6) for sample in range(4)])
     batches = read_warm_start(tmp_path / "t.jsonl", PROMPTS)
@@ -49,7 +49,7 @@ def test_many_tokens_come_in_several_batches(tmp_path, monkeypatch):
     assert {key for batch in batches for key, _ in batch.entries()} == {prompt_key(name) for name in PROMPTS}
 
 
-def test_another_tokenizers_traces_are_refused_and_an_edited_prompt_is_only_left_out(tmp_path):
+def test_traces_of_another_tokenizer_are_refused_and_an_edited_prompt_is_left_out(tmp_path):
     other = np.array([99], dtype=np.int32)
     write_traces(tmp_path / "other.jsonl", [trace(row, 0, 0, prompt_ids=other) for row in range(6)])
     with pytest.raises(ValueError, match=r"another tokenizer or chat template: 6 prompts .* the first is math/0"):
@@ -59,7 +59,7 @@ def test_another_tokenizers_traces_are_refused_and_an_edited_prompt_is_only_left
     assert {key for key, _ in batch.entries()} == {prompt_key(name) for name in PROMPTS} - {prompt_key("math/2")}
 
 
-def test_traces_of_other_prompts_and_lines_that_are_none_are_refused(tmp_path):
+def test_traces_of_other_prompts_and_invalid_lines_are_refused(tmp_path):
     write_traces(tmp_path / "t.jsonl", [trace(8, 0, 0)])
     with pytest.raises(ValueError, match="none of its prompts is one of this run's 6"):
         read_warm_start(tmp_path / "t.jsonl", PROMPTS)
@@ -68,7 +68,7 @@ def test_traces_of_other_prompts_and_lines_that_are_none_are_refused(tmp_path):
         read_warm_start(tmp_path / "bad.jsonl", PROMPTS)
 
 
-def test_a_path_without_history_is_a_problem(tmp_path):
+def test_a_path_without_history_is_refused(tmp_path):
     assert "neither a folder with a manifest.json" in warm_start_problems(tmp_path)[0]
     assert warm_start_problems(tmp_path / "missing.jsonl")
     (tmp_path / "t.jsonl").touch()

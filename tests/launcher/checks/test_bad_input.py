@@ -22,7 +22,7 @@ Change = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One mistake and what has to be said of it."""
+    """One mistake and the texts required in its message."""
 
     said: tuple[str, ...]
     change: Change = lambda work: None
@@ -41,7 +41,7 @@ def edit(old: str, new: str) -> Change:
 
 
 def write(name: str, content: str | bytes) -> Change:
-    """Write a file of the folder."""
+    """Write a file in the folder."""
     return lambda work: (work / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
@@ -57,7 +57,7 @@ def config_json(**changes: object) -> Change:
 
 
 def header(edited: Callable[[dict[str, dict[str, object]]], object]) -> Change:
-    """Change the header of the weights and leave their bytes as they are."""
+    """Change the header of the weights and keep their bytes."""
 
     def change(work: Path) -> None:
         path = work / "model" / "model.safetensors"
@@ -72,7 +72,7 @@ def header(edited: Callable[[dict[str, dict[str, object]]], object]) -> Change:
 
 
 def weights(change: Callable[[bytes], bytes]) -> Change:
-    """Change the bytes of the weights' file."""
+    """Change the bytes of the weight file."""
 
     def changed(work: Path) -> None:
         path = work / "model" / "model.safetensors"
@@ -237,7 +237,7 @@ CASES = {
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says that is refused: one screen, on standard error, without traceback."""
+    """Message of a refused command: one screen on standard error, without traceback."""
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
@@ -259,11 +259,11 @@ def test_a_configuration_that_is_a_directory_is_refused(tmp_path: Path, capsys: 
     assert f"`{tmp_path}` is a directory; name the YAML file in it" in refused(["run", str(tmp_path)], capsys)
 
 
-def test_a_configuration_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no configuration file `nowhere.yaml`: no such file (started in" in refused(["sft", "nowhere.yaml"], capsys)
 
 
-def test_a_word_that_is_no_override_is_refused_with_the_usage(
+def test_an_argument_that_is_not_an_override_is_refused_with_the_usage(
     write_config: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:
@@ -272,7 +272,7 @@ def test_a_word_that_is_no_override_is_refused_with_the_usage(
     assert "unrecognized arguments: num_steps (an override is key=value)" in capsys.readouterr().err
 
 
-def test_a_reward_module_that_is_not_python_is_refused_without_being_run(
+def test_a_reward_module_with_a_syntax_error_is_refused_without_running_it(
     write_config: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -284,7 +284,7 @@ def test_a_reward_module_that_is_not_python_is_refused_without_being_run(
     assert "my_reward.py is not Python: expected ':' (my_reward.py, line 1)" in text
 
 
-def test_a_run_directory_that_another_process_holds_is_refused(
+def test_a_run_directory_locked_by_another_process_is_refused(
     write_config: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -316,14 +316,14 @@ def test_a_damaged_checkpoint_is_refused(
     assert said in refused(["run", str(write_config(""))], capsys)
 
 
-def test_an_export_of_a_run_without_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exporting_a_run_without_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(["export", str(tmp_path), str(tmp_path / "out")], capsys)
     assert f"{tmp_path} holds no checkpoint; name the directory of a run that saved one" in text
     text = refused(["export", str(tmp_path), str(tmp_path / "out"), "--step", "-3"], capsys)
     assert "--step = -3: checkpoints are numbered from 0" in text
 
 
-def test_an_export_over_something_is_refused(
+def test_exporting_to_an_existing_path_is_refused(
     write_config: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
@@ -341,7 +341,7 @@ def test_an_export_over_something_is_refused(
         ({"data": {"path": "wrong.jsonl"}}, "line 1: a row must be an object with `prompt` and `response`"),
     ],
 )
-def test_a_warm_start_that_cannot_end_well_is_refused(
+def test_a_warm_start_with_invalid_paths_or_rows_is_refused(
     changes: dict[str, object],
     said: str,
     model_dir: Path,
@@ -358,7 +358,7 @@ def test_a_warm_start_that_cannot_end_well_is_refused(
     assert said in refused(["sft", "sft.yaml", "data.max_tokens=64"], capsys)
 
 
-def test_an_evaluation_that_could_not_write_its_result_is_refused(
+def test_an_evaluation_whose_result_cannot_be_written_is_refused(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')

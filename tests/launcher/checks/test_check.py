@@ -20,7 +20,7 @@ def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
     return str(refused.value)
 
 
-def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) -> None:
+def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) -> None:
     memory = check_run(load(RunConfig, write_config("")), node).memory
     assert 0 < memory.total_bytes < node.available_bytes
 
@@ -72,7 +72,7 @@ def test_a_sound_configuration_passes(write_config: Write, node: NodeResources) 
         (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
     ],
 )
-def test_what_cannot_run_is_refused_naming_both_values(
+def test_impossible_combinations_are_refused_naming_both_values(
     write_config: Write, node: NodeResources, overrides: list[str], said: list[str]
 ) -> None:
     text = refusal(write_config(""), node, *overrides)
@@ -80,7 +80,7 @@ def test_what_cannot_run_is_refused_naming_both_values(
     assert len(text.splitlines()) < 24
 
 
-def test_every_problem_is_found_in_one_go(write_config: Write, node: NodeResources) -> None:
+def test_all_problems_are_reported_at_once(write_config: Write, node: NodeResources) -> None:
     text = refusal(
         write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl"
     )
@@ -88,7 +88,7 @@ def test_every_problem_is_found_in_one_go(write_config: Write, node: NodeResourc
     assert all(key in text for key in ("top_p", "tensor = 3", "x.jsonl"))
 
 
-def test_too_little_memory_is_refused_naming_the_largest_knob(write_config: Write, node: NodeResources) -> None:
+def test_too_little_memory_is_refused_naming_the_largest_setting(write_config: Write, node: NodeResources) -> None:
     small = replace(node, available_bytes=4 << 30)
     text = refusal(write_config(""), small, "engine.kv_cache_bytes=8589934592")
     assert "4.00 GiB are available" in text
@@ -134,14 +134,14 @@ def test_a_directory_without_weights_or_tokenizer_is_refused(
     assert "holds no tokenizer" in text
 
 
-def test_making_room_where_there_is_none_to_make_is_refused(write_config: Write, node: NodeResources) -> None:
+def test_offloading_and_sleep_are_refused_on_a_cpu(write_config: Write, node: NodeResources) -> None:
     text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true")
     assert "`engine.sleep_level` = 2: only engines on GPUs sleep" in text
     assert "`trainer.offload` = all: a trainer on a CPU cannot be offloaded" in text
     assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
 
 
-def test_experts_over_tensor_ranks_are_not_spread_on_a_cpu(
+def test_experts_are_not_distributed_over_tensor_ranks_on_a_cpu(
     write_config: Write, node: NodeResources, model_dir: Path
 ) -> None:
     config = json.loads((model_dir / "config.json").read_text())
@@ -176,7 +176,7 @@ def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
     assert "has ids up to 256, but the model's vocab_size is 256" in refusal(path, node)
 
 
-def test_a_remote_complaint_about_the_users_input_is_one_screen() -> None:
+def test_a_remote_error_about_the_users_input_is_one_screen() -> None:
     class RemoteError(ValueError):
         def __init__(self) -> None:
             super().__init__("ray::TextActor()\nTraceback ...\nValueError: row 3 is bad")

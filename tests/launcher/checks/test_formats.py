@@ -1,4 +1,4 @@
-"""8-bit formats that no engine could hold are refused with the fix, and those that hardly pay are warned of."""
+"""8-bit formats that no engine supports are refused with the fix; formats that hardly pay cause a warning."""
 
 from dataclasses import replace
 
@@ -49,11 +49,11 @@ def problems(spec: ModelSpec = QWEN_7B, node: NodeResources = GPU, **keys: objec
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
-def test_a_common_model_is_taken_in_every_format(format: str) -> None:
+def test_a_common_model_is_accepted_in_every_format(format: str) -> None:
     assert problems(format=format, tensor_parallel=4) == []
 
 
-def test_blocks_that_two_ranks_would_share_are_refused_by_tensor_and_ranks() -> None:
+def test_blocks_shared_by_two_ranks_are_refused_naming_tensor_and_ranks() -> None:
     spec = replace(QWEN_7B, num_heads=32, num_kv_heads=8, ffn_size=18944 - 256)
     (found,) = [one for one in problems(spec, format="fp8_block", tensor_parallel=8) if "down_proj" in one]
     assert "`engine.tensor_parallel` = 8" in found and "2336 columns of model.layers.1.mlp.down_proj.weight" in found
@@ -66,19 +66,19 @@ def test_on_one_rank_only_the_last_of_fused_matrices_may_end_within_a_block() ->
     assert ["k_proj" in one or "gate_proj" in one for one in found] == [True, True]
 
 
-def test_exceptions_that_leave_nothing_are_refused() -> None:
+def test_exceptions_that_leave_no_8_bit_matrix_are_refused() -> None:
     (found,) = problems(replace(QWEN_7B, num_layers=2), format="int8")
     assert "1 + 1 leave none of the model's 2 layers" in found
     assert problems(replace(QWEN_7B, num_layers=2), format="bf16") == []
 
 
-def test_a_part_of_a_fused_matrix_cannot_be_excepted() -> None:
+def test_an_exception_for_a_part_of_a_fused_matrix_is_refused() -> None:
     (found,) = problems(format="int8", bf16_modules=("*.q_proj",))
     assert "excepts q_proj of model.layers.1.self_attn" in found
     assert problems(format="int8", bf16_modules=("*.q_proj", "*.k_proj", "*.v_proj", "*.down_proj")) == []
 
 
-def test_experts_are_excepted_together_and_cut_into_whole_blocks() -> None:
+def test_experts_are_excepted_together_and_need_whole_blocks() -> None:
     for format in ("int8", "fp8_channel", "fp8_block"):
         assert problems(QWEN_30B_A3B, format=format, tensor_parallel=2) == []
         (found,) = problems(QWEN_30B_A3B, CPU, format=format)
@@ -95,12 +95,12 @@ def test_experts_are_excepted_together_and_cut_into_whole_blocks() -> None:
     assert any("192 columns of model.layers.1.mlp.experts.down_proj.weight" in one for one in found)
 
 
-def test_a_name_of_nothing_is_refused_with_the_nearest() -> None:
+def test_a_name_that_matches_no_matrix_is_refused_naming_the_nearest() -> None:
     (found,) = problems(format="int8", bf16_modules=("*.down_prj",))
     assert "'*.down_prj'" in found and "did you mean '*.down_proj'" in found
 
 
-def test_small_models_on_gpus_and_emulation_on_cpus_are_warned_of() -> None:
+def test_small_models_on_gpus_and_emulation_on_cpus_cause_a_warning() -> None:
     def warnings(format: str, node: NodeResources, spec: ModelSpec = QWEN_7B) -> list[str]:
         return weight_format_warnings(spec, WeightFormat.of(EngineConfig.model_validate({"format": format})), node)
 

@@ -1,4 +1,4 @@
-"""What `trainer.fp8` cannot be combined with is refused with both values; what will be rounded twice is said."""
+"""Impossible combinations with `trainer.fp8` are refused naming both values; double rounding causes a warning."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ def problems(node: NodeResources = HOPPER, spec: ModelSpec = QWEN_7B, **keys: ob
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("spec", [QWEN_7B, QWEN_30B_A3B])
 @pytest.mark.parametrize("fp8", ["none", "blockwise", "blockwise_param"])
-def test_common_models_are_trained_in_fp8(fp8: str, spec: ModelSpec, tensor: int) -> None:
+def test_fp8_training_of_common_models_is_accepted(fp8: str, spec: ModelSpec, tensor: int) -> None:
     assert problems(spec=spec, fp8=fp8, optimizer=DISTRIBUTED, parallel={"tensor": tensor}) == []
     assert problems(GPU, spec=spec, fp8=fp8, optimizer=DISTRIBUTED) == [], "of an unknown GPU nothing is said"
 
@@ -49,14 +49,14 @@ def test_common_models_are_trained_in_fp8(fp8: str, spec: ModelSpec, tensor: int
         (HOPPER, {"megatron": {"fp8": "e4m3", "fp8_param": True}}, ["fp8_param` = True", "`trainer.fp8`"]),
     ],
 )
-def test_what_fp8_cannot_be_combined_with_is_refused(
+def test_impossible_combinations_with_fp8_are_refused(
     node: NodeResources, keys: dict[str, object], said: list[str]
 ) -> None:
     (found,) = problems(node, **keys)
     assert all(part in found for part in said), found
 
 
-def test_other_recipes_of_compute_pass_through() -> None:
+def test_other_compute_recipes_are_accepted() -> None:
     assert problems(megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"}) == []
 
 
@@ -74,7 +74,7 @@ def test_hidden_sizes_that_cannot_be_gathered_in_blocks_are_refused_under_tensor
     assert "`trainer.parallel.tensor` = 2" in found and "hidden size 3648" in found
 
 
-def test_a_run_on_a_cpu_is_refused_with_the_rest(write_config: Callable[[str], Path], node: NodeResources) -> None:
+def test_the_checks_of_a_run_refuse_fp8_on_a_cpu(write_config: Callable[[str], Path], node: NodeResources) -> None:
     with pytest.raises(ConfigError, match=r"`trainer\.fp8` = blockwise: a trainer on a CPU has no FP8 products"):
         check_run(load(RunConfig, write_config(""), ["trainer.fp8=blockwise"]), node)
 
@@ -84,7 +84,7 @@ def warnings(format: Format, fp8: str = "blockwise_param", spec: ModelSpec = QWE
     return fp8_warnings(spec, trainer, WeightFormat(name=format))
 
 
-def test_weights_that_are_rounded_twice_are_warned_of() -> None:
+def test_weights_that_are_rounded_twice_cause_a_warning() -> None:
     assert warnings("bf16") == warnings("fp8_block") == warnings("int8", fp8="blockwise") == []
     (found,) = warnings("int8")
     assert "`engine.format` = int8" in found and "fp8_block sends" in found

@@ -34,7 +34,7 @@ def plan_of(config: RunConfig, spec: ModelSpec, node: NodeResources) -> MemoryPl
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-def test_parameters_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+def test_the_number_of_parameters_equals_that_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, family: str, tied:
     assert num_parameters(read_model_spec(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_int8_halves_the_linears_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_int8_halves_the_linear_layers_and_nothing_else(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     linear = 3 * (64 * (4 + 2 + 2 + 4) * 32 + 3 * 64 * 96)
     scales = 3 * 4 * ((4 + 2 + 2) * 32 + 64 + 2 * 96 + 64)
@@ -59,12 +59,12 @@ def test_int8_halves_the_linears_and_leaves_the_rest(tmp_path: Path) -> None:
     assert bf16 - weight_bytes(spec, but_one) == (linear - scales) * 2 / 3
 
 
-def test_keys_and_values_of_a_token(tmp_path: Path) -> None:
+def test_keys_and_values_of_a_token_have_the_expected_bytes(tmp_path: Path) -> None:
     assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=1) == 3 * 2 * 2 * 32 * 2
     assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=2) == 3 * 2 * 1 * 32 * 2
 
 
-def test_each_knob_named_shrinks_its_item(tmp_path: Path) -> None:
+def test_each_named_setting_shrinks_its_item(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     base = TrainerConfig(parallel=ParallelConfig(data=2), max_micro_batch_tokens=4096)
 
@@ -89,7 +89,7 @@ def test_fp32_training_of_the_model_holds_sixteen_bytes_a_parameter(tmp_path: Pa
     assert held == 16 * num_parameters(spec)
 
 
-def test_fp8_parameters_weigh_what_bf16_weighs_and_fp8_copies_beside_them_as_much_again(tmp_path: Path) -> None:
+def test_fp8_parameters_need_the_bytes_of_bf16_and_fp8_copies_need_them_again(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, hidden_size=1024, intermediate_size=4096)
     linear = 3 * (1024 * (4 + 2 + 2 + 4) * 32 + 3 * 1024 * 4096)
     scales = 2 * 4 * linear // (128 * 128)
@@ -104,7 +104,7 @@ def test_fp8_parameters_weigh_what_bf16_weighs_and_fp8_copies_beside_them_as_muc
     assert parameters("blockwise", tensor=2) - parameters("none", tensor=2) == (2 * linear + scales) // 2
 
 
-def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
+def test_the_memory_bound_on_gpus_is_that_of_a_device(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}, "engine": {"num_engines": 4}}
     )
@@ -116,7 +116,7 @@ def test_on_gpus_the_bound_is_a_device(tmp_path: Path) -> None:
 
 
 def phases_of(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
-    """Bytes by phase and item, of a trainer rank and an engine rank on a device of their own number."""
+    """Bytes by phase and item, for a trainer rank and an engine rank that share a device."""
     base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
     config = RunConfig.model_validate({**base, **parts})
     spec = spec_of(tmp_path)
@@ -131,7 +131,7 @@ def phases_of(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
 SAMPLES, TRAINS, TRAVELS = "while engines sample", "while the trainer trains", "during a publish"
 
 
-def test_whoever_makes_room_is_not_on_the_device_when_the_other_works(tmp_path: Path) -> None:
+def test_an_offloaded_side_is_not_on_the_device_while_the_other_works(tmp_path: Path) -> None:
     beside = phases_of(tmp_path)
     assert {"trainer optimizer", "engine keys and values"} <= set(beside[SAMPLES]) & set(beside[TRAINS])
     in_turns = phases_of(tmp_path, engine={"sleep_level": 2}, trainer={"offload": "all"})
@@ -143,7 +143,7 @@ def test_whoever_makes_room_is_not_on_the_device_when_the_other_works(tmp_path: 
         assert sum(in_turns[phase].values()) < sum(beside[phase].values())
 
 
-def test_what_travels_is_staged_or_two_buckets_and_what_changes_only_is_kept_twice(tmp_path: Path) -> None:
+def test_a_publish_needs_a_staged_copy_or_two_buckets_and_deltas_need_baselines(tmp_path: Path) -> None:
     staged = phases_of(tmp_path)[TRAVELS]
     assert staged["weights in transit"] == staged["engine weights"]
     assert "weights in transit" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
@@ -156,7 +156,7 @@ def test_what_travels_is_staged_or_two_buckets_and_what_changes_only_is_kept_twi
     assert not any(what.startswith("engine") for what in apart["a trainer rank's device"])
 
 
-def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_path: Path) -> None:
+def test_a_model_that_fits_only_with_offloading_is_refused_naming_the_largest_item(tmp_path: Path) -> None:
     base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
     spec = spec_of(tmp_path, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=150_000)
     node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(140 << 30,))
@@ -169,7 +169,7 @@ def test_a_model_that_fits_in_turns_only_is_refused_naming_what_is_largest(tmp_p
     assert plan_of(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
 
 
-def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(tmp_path: Path) -> None:
+def test_the_history_is_planned_with_its_budget_or_all_tokens_of_a_short_run(tmp_path: Path) -> None:
     node = NodeResources(cpu_cores=2, available_bytes=1 << 40, gpu_bytes=())
 
     def items(**more: object) -> dict[str, int]:
@@ -189,7 +189,7 @@ def test_the_history_is_planned_with_its_budget_or_all_that_a_short_run_can_say(
 
 
 @pytest.mark.parametrize("num_engines", [1, 4])
-def test_the_trainer_and_every_engine_keep_the_last_publish_for_deltas(tmp_path: Path, num_engines: int) -> None:
+def test_trainer_and_engines_hold_the_last_publish_for_deltas(tmp_path: Path, num_engines: int) -> None:
     base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
     config = RunConfig.model_validate({**base, "publish": {"delta": True}, "engine": {"num_engines": num_engines}})
     spec = spec_of(tmp_path)

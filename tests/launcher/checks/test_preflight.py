@@ -13,7 +13,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.mark.slow
-def test_this_machine_is_fit_and_every_check_is_one_line(tmp_path: Path) -> None:
+def test_this_machine_passes_and_every_check_is_one_line(tmp_path: Path) -> None:
     checks = preflight.machine_checks(tmp_path / "not" / "there")
     assert [check.problem for check in checks] == [""] * 6
     assert all(len(str(check).splitlines()) == 1 for check in checks)

@@ -8,20 +8,20 @@ import pytest
 from launcher.cluster import node as environment
 
 
-def test_the_description_is_json_and_names_versions_and_machine() -> None:
+def test_the_description_is_json_with_versions_and_machine() -> None:
     described = json.loads(json.dumps(environment.describe()))
     assert described["packages"]["ray"] == "2.60.0"
     assert described["machine"]["total_bytes"] == psutil.virtual_memory().total
     assert len(described["commit"]) in (0, 40, 41)
 
 
-def test_resources_are_what_this_process_may_use() -> None:
+def test_resources_are_those_that_this_process_may_use() -> None:
     node = environment.node_resources()
     assert node.cpu_cores == len(os.sched_getaffinity(0))
     assert 0 < node.available_bytes <= psutil.virtual_memory().total
 
 
-def test_devices_are_read_from_the_driver_and_narrowed_by_the_environment(
+def test_devices_come_from_the_driver_and_are_limited_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"

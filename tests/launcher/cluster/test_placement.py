@@ -21,7 +21,7 @@ def run_config(**parts: object) -> RunConfig:
 
 
 def device_load(placement: Placement, devices: int) -> list[float]:
-    """Sum of fractions per device, with ranks laid over devices in order."""
+    """Sum of fractions per device, with ranks assigned to devices in order."""
     load = [0.0] * devices
     for slot in placement.trainers:
         load[slot.rank % devices] += slot.num_gpus
@@ -32,14 +32,16 @@ def device_load(placement: Placement, devices: int) -> list[float]:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_every_place_of_the_grid_has_exactly_one_rank_tensor_fastest(tensor: int, pipeline: int, data: int) -> None:
+def test_every_position_of_the_grid_has_one_rank_with_tensor_rank_varying_fastest(
+    tensor: int, pipeline: int, data: int
+) -> None:
     slots = trainer_ranks(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data), cpu_threads=1)
     places = [(slot.pipeline_rank, slot.data_rank, slot.tensor_rank) for slot in slots]
     assert places == [(p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)]
     assert [slot.rank for slot in slots] == list(range(tensor * pipeline * data))
 
 
-def test_a_cpu_run_takes_threads_and_no_device(node: NodeResources) -> None:
+def test_a_cpu_run_gets_threads_and_no_device(node: NodeResources) -> None:
     placement = plan(run_config(trainer={"parallel": {"tensor": 2}}, engine={"num_engines": 2}), node)
     assert [slot.engine_id for slot in placement.engines] == [0, 1]
     assert {slot.num_gpus for slot in (*placement.engines, *placement.trainers)} == {0}
@@ -51,13 +53,13 @@ def test_more_threads_in_one_process_than_cores_are_refused(node: NodeResources)
         plan(run_config(engine={"cpu_cores": 3}), node)
 
 
-def test_more_processes_than_cores_are_allowed_and_said(node: NodeResources) -> None:
+def test_more_processes_than_cores_are_allowed_with_a_note(node: NodeResources) -> None:
     placement = plan(run_config(trainer={"parallel": {"tensor": 2, "pipeline": 2}}), node)
     assert "trainer 4 threads on 2 cores" in placement.lines()[-1]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.sampled_from([1, 2]))
-def test_no_device_is_promised_more_than_once(devices: int, num_engines: int, tensor: int) -> None:
+def test_no_device_is_assigned_more_than_once(devices: int, num_engines: int, tensor: int) -> None:
     node = NodeResources(cpu_cores=16, available_bytes=1 << 36, gpu_bytes=(80 << 30,) * devices)
     config = run_config(
         engine={"num_engines": num_engines, "tensor_parallel": min(tensor, devices)},
@@ -73,7 +75,7 @@ def test_a_trainer_larger_than_the_node_is_refused_naming_its_grid(node: NodeRes
         plan(run_config(trainer={"parallel": {"tensor": 2, "data": 2}}), replace(node, gpu_bytes=(1 << 36,) * 2))
 
 
-def test_the_history_is_named_where_engines_draft_and_takes_no_logical_cpu(node: NodeResources) -> None:
+def test_the_history_is_placed_if_engines_draft_and_uses_no_logical_cpu(node: NodeResources) -> None:
     drafting = plan(run_config(history={"num_shards": 2}), node)
     assert "history: 2 shard(s) and 1 reader" in drafting.lines()
     stock = plan(run_config(history={"drafts": False}), node)
@@ -96,7 +98,7 @@ def test_the_history_is_named_where_engines_draft_and_takes_no_logical_cpu(node:
         ({"transport": "nccl"}, "local", 4, 2, "nccl"),
     ],
 )
-def test_weights_travel_the_fastest_way_that_reaches_every_engine(
+def test_the_fastest_transport_that_reaches_every_engine_is_chosen(
     node: NodeResources, publish: dict[str, object], address: str, devices: int, trainers: int, chosen: str
 ) -> None:
     config = run_config(
@@ -109,7 +111,7 @@ def test_weights_travel_the_fastest_way_that_reaches_every_engine(
     assert plan(config, replace(node, gpu_bytes=(1 << 36,) * devices)).transport == chosen
 
 
-def test_two_sides_that_work_at_once_share_the_cores_and_ones_that_never_do_are_said(node: NodeResources) -> None:
+def test_notes_tell_of_cores_shared_at_once_and_of_idle_engines(node: NodeResources) -> None:
     apart = {"placement": {"mode": "disaggregated"}, "engine": {"cpu_cores": 2}}
     (crowded,) = plan(run_config(**apart, planner=AHEAD), node).notes
     assert crowded == "trainer and engines 3 threads on 2 cores: expect waiting"
@@ -118,7 +120,7 @@ def test_two_sides_that_work_at_once_share_the_cores_and_ones_that_never_do_are_
     assert plan(run_config(engine={"cpu_cores": 2}, planner=AHEAD), node).notes == ()
 
 
-def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
+def test_placement_names_devices_and_whether_they_are_shared(node: NodeResources) -> None:
     four = replace(node, gpu_bytes=(1 << 36,) * 4)
     parts = {"engine": {"num_engines": 1, "tensor_parallel": 2}, "trainer": {"parallel": {"tensor": 2}}}
     shared = plan(run_config(**parts), four)
@@ -136,7 +138,7 @@ def test_devices_are_named_and_shared_or_not(node: NodeResources) -> None:
     assert {slot.num_gpus for slot in (*apart.engines, *apart.trainers)} == {1.0}
 
 
-def test_a_transport_that_the_devices_cannot_have_is_refused(node: NodeResources) -> None:
+def test_a_transport_that_the_devices_do_not_support_is_refused(node: NodeResources) -> None:
     two = replace(node, gpu_bytes=(1 << 36,) * 2)
     with pytest.raises(
         ConfigError, match=r"disaggregated needs devices for 1 trainer rank\(s\) and 2 engine rank\(s\)"

@@ -1,4 +1,4 @@
-"""What processes are started with."""
+"""Environment of started processes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rollout.processes import HEAP, ProcessEnv
 ENVIRONMENT = ProcessEnv(single_node=True)
 
 
-def test_how_a_run_is_told_to_allocate_goes_before_what_engines_do_by_themselves(
+def test_allocator_settings_of_the_environment_override_the_defaults_of_engines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in HEAP:

@@ -1,4 +1,4 @@
-"""Which engines of a run draft, and with which history it begins."""
+"""Drafting engines of a run, and its initial history."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ PROMPT = Prompt(
 )
 
 
-class Stand:
-    """Stands for `Processes` and for the service that it starts."""
+class StandIn:
+    """StandIn-in for `Processes` and for the service that it starts."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -54,7 +54,7 @@ def run_config(**parts: object) -> RunConfig:
     )
 
 
-def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
+def start(stand: StandIn, config: RunConfig, *, snapshot: str = "") -> tuple[object, list[str]]:
     said: list[str] = []
     prompts = {PROMPT.prompt_id: PROMPT}
     service = start_history(config, stand, FACTS, run_id="x", say=said.append)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def start(stand: Stand, config: RunConfig, *, snapshot: str = "") -> tuple[objec
     return service, said
 
 
-def test_engines_draft_by_default_into_one_folder_and_stock_ones_do_not():
+def test_engines_draft_by_default_from_one_folder_and_baseline_engines_do_not():
     config = run_config(engine={"num_engines": 3}, history={"baseline_engines": [1], "max_draft_tokens": 8})
     first, stock, last = (draft_spec(config, number, "run") for number in range(3))
     assert stock is None
@@ -81,8 +81,8 @@ def test_engines_draft_by_default_into_one_folder_and_stock_ones_do_not():
         ({"history": {"baseline_engines": [0]}}, ""),
     ],
 )
-def test_without_drafts_nothing_is_started_and_a_deterministic_run_says_why(parts, line):
-    config, stand = run_config(**parts), Stand()
+def test_without_drafts_no_history_is_started_and_a_deterministic_run_tells_why(parts, line):
+    config, stand = run_config(**parts), StandIn()
     service, said = start(stand, config)
     assert service is None
     assert stand.calls == []
@@ -90,30 +90,30 @@ def test_without_drafts_nothing_is_started_and_a_deterministic_run_says_why(part
     assert [one.startswith(line) for one in said] == ([True] if line else [])
 
 
-def test_a_resumed_run_takes_its_own_snapshot_and_not_the_warm_start():
-    stand = Stand()
+def test_a_resumed_run_loads_its_own_snapshot_and_not_the_warm_start():
+    stand = StandIn()
     start(stand, run_config(history={"warm_start": "elsewhere"}), snapshot="checkpoints/3/history")
     assert stand.calls == [("start", "abc-50"), ("restore", Path("checkpoints/3/history"))]
 
 
-def test_a_damaged_snapshot_is_named_and_the_run_goes_on():
-    _, said = start(Stand(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
+def test_a_damaged_snapshot_is_named_and_the_run_continues():
+    _, said = start(StandIn(SnapshotError("checkpoints/3/history/shard-0: is damaged")), run_config(), snapshot="c")
     assert said == ["the run continues without its history: checkpoints/3/history/shard-0: is damaged"]
 
 
-def test_a_warm_start_of_another_tokenizer_is_refused_and_a_damaged_one_is_said(tmp_path):
+def test_a_warm_start_with_another_tokenizer_is_refused_and_a_damaged_one_is_reported(tmp_path):
     (tmp_path / "manifest.json").touch()
     config = run_config(history={"warm_start": str(tmp_path)})
     with pytest.raises(ValueError, match=r"history\.warm_start.*other words; leave it out"):
-        start(Stand(OtherTokenizerError("other words")), config)
-    _, said = start(Stand(SnapshotError("torn")), config)
+        start(StandIn(OtherTokenizerError("other words")), config)
+    _, said = start(StandIn(SnapshotError("torn")), config)
     assert said == ["the run starts without the history of `history.warm_start`: torn"]
 
 
-def test_traces_are_a_warm_start_too(tmp_path):
+def test_traces_are_accepted_as_warm_start(tmp_path):
     ids = np.array([7, 8, 9], dtype=np.int32)
     trace = Trace(step=3, prompt_id="math/0", sample=0, prompt_ids=PROMPT.token_ids, response_ids=ids, reward=1.0)
     write_traces(tmp_path / "step-3.jsonl", [trace])
-    stand = Stand()
+    stand = StandIn()
     start(stand, run_config(history={"warm_start": str(tmp_path)}))
     assert stand.calls == [("start", "abc-50"), ("append", 1)]

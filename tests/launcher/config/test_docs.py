@@ -3,7 +3,7 @@ from launcher.config.loading import dotted_keys, nested_class
 from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
 
 
-def test_the_page_in_the_tree_is_what_the_classes_say() -> None:
+def test_the_committed_configuration_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == generate(), "run: python -m launcher.config.docs --write"
 
 
@@ -18,6 +18,6 @@ def test_every_field_of_every_class_is_documented() -> None:
                 kinds.append(inner)  # type: ignore[arg-type]
 
 
-def test_every_key_that_an_override_can_name_is_on_the_page() -> None:
+def test_every_overridable_key_is_on_the_page() -> None:
     page = generate()
     assert [key for key in dotted_keys(RunConfig) if f"`{key}`" not in page] == []

@@ -10,7 +10,7 @@ from launcher.errors import ConfigError
 Write = Callable[[str], Path]
 
 
-def test_defaults_fill_what_the_file_leaves_out(write_config: Write) -> None:
+def test_defaults_fill_missing_keys(write_config: Write) -> None:
     config = load(RunConfig, write_config(""))
     assert config.num_steps == 3
     assert config.sampling.max_response_tokens == 128
@@ -66,7 +66,7 @@ def test_an_unknown_key_is_refused_naming_its_line_and_the_nearest_known_one(
     assert f"{path}:{line}: unknown key `{key}`; did you mean `{nearest}`?" in str(refused.value)
 
 
-def test_an_unknown_override_is_named_as_it_was_typed(write_config: Write) -> None:
+def test_an_unknown_override_is_named_as_typed(write_config: Write) -> None:
     with pytest.raises(ConfigError, match=r"override `publish.transprt=shm`: unknown key .*`publish.transport`"):
         load(RunConfig, write_config(""), ["publish.transprt=shm"])
 
@@ -85,7 +85,7 @@ def test_an_unknown_override_is_named_as_it_was_typed(write_config: Write) -> No
         ("engine.vllm.a=[1]", "`engine.vllm.a` = [1]: input should be a valid string or a valid integer"),
     ],
 )
-def test_a_wrong_type_names_the_value_and_what_would_do(write_config: Write, override: str, said: str) -> None:
+def test_a_wrong_type_names_the_value_and_the_expected_type(write_config: Write, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(RunConfig, write_config(""), [override])
     assert f"override `{override}`: {said}" in str(refused.value)
@@ -117,7 +117,7 @@ def test_every_problem_is_listed_up_to_one_screen(write_config: Write) -> None:
         ("a: !!python/object:os.system {}\n", "is not YAML"),
     ],
 )
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):

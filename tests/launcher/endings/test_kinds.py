@@ -1,4 +1,4 @@
-"""Which kind an error is, where it happened, and the screen that is shown of it."""
+"""The kind of an error, its place, and the screen shown to the user."""
 
 import errno
 import pickle
@@ -36,11 +36,11 @@ unexpectedly exits with a connection error code 2. End of file. There are some p
 
 
 class RayActorError(Exception):
-    """Stands for Ray's, of which only the name and the text count."""
+    """Stand-in for Ray's error; only name and text matter."""
 
 
 def remote(cause: Exception) -> Exception:
-    """As Ray hands over what an actor raised."""
+    """An actor's error as Ray raises it in the caller."""
     trace = f"Traceback (most recent call last):\n  the remote frames\n{type(cause).__name__}: {cause}"
     return ray.exceptions.RayTaskError("f", trace, cause, "ray::Actor.f", 4711, "10.0.0.7").as_instanceof_cause()
 
@@ -86,24 +86,24 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (caused(CallError("trainer.train failed on rank 1", TRAINER), remote(KeyError("x"))), Ending.DEFECT),
     ],
 )
-def test_an_error_is_of_one_kind(error: BaseException, ending: Ending) -> None:
+def test_every_error_has_one_kind(error: BaseException, ending: Ending) -> None:
     assert judge(error).ending is ending
 
 
-def test_an_error_that_replaced_another_while_that_was_handled_is_judged_with_it() -> None:
+def test_an_error_raised_while_handling_another_has_the_kind_of_the_first() -> None:
     error = KeyError("from the cleaning up")
     error.__context__ = OSError(errno.ENOSPC, "full")
     assert judge(error).ending is Ending.DISK_FULL
 
 
-def test_a_process_that_ends_while_the_memory_killer_works_has_run_out_of_memory() -> None:
+def test_a_process_that_the_memory_killer_ended_has_run_out_of_memory() -> None:
     verdict = judge(ProcessLostError("engine 0: process 4711 ended", Place(role="engine", ranks=(0,))), memory_kills=1)
     assert verdict.ending is Ending.OUT_OF_MEMORY
     assert "the out-of-memory killer ended 1 process(es)" in verdict.message and "engine 0" in verdict.message
     assert judge(KeyError("x"), memory_kills=1).ending is Ending.DEFECT
 
 
-def test_exit_codes_differ_and_each_kind_but_one_says_what_to_do() -> None:
+def test_exit_codes_differ_and_each_kind_but_one_has_advice() -> None:
     assert len({ending.code for ending in Ending}) == len(Ending)
     quiet = {Ending.USER_INPUT, Ending.INTERRUPTED, Ending.TERMINATED}
     assert {ending for ending in Ending if not ending.advice} == quiet
@@ -112,7 +112,7 @@ def test_exit_codes_differ_and_each_kind_but_one_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     "kind", [CallError, ProcessLostError, EnginesLostError, DeadlineError, RewardBrokenError, PublishRefusedError]
 )
-def test_failures_travel_with_their_place(kind: type[PlacedError]) -> None:
+def test_failures_are_pickled_with_their_place(kind: type[PlacedError]) -> None:
     there = pickle.loads(pickle.dumps(kind("what", Place(role="engine", ranks=(3,), node="10.0.0.7"))))
     assert (type(there), str(there), str(there.place)) == (kind, "what", "engine 3, node 10.0.0.7")
     assert isinstance(there, RuntimeError)
@@ -126,7 +126,7 @@ def test_a_remote_error_is_one_line_without_its_traceback() -> None:
 
 
 def run_directory(path: Path) -> Path:
-    """One that has come to step 4."""
+    """A run directory that has reached step 4."""
     for folder in ("logs", "samples", "checkpoints/4/history"):
         (path / folder).mkdir(parents=True)
     (path / "checkpoints" / "latest").write_text("4\n")
@@ -137,7 +137,7 @@ def run_directory(path: Path) -> Path:
     return path
 
 
-def test_the_screen_says_what_where_what_is_kept_what_to_do_and_where_the_log_is(
+def test_the_screen_shows_error_place_saved_state_advice_and_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = Place(role="engine", ranks=(0,), node="10.0.0.7")
@@ -159,7 +159,7 @@ def test_the_screen_says_what_where_what_is_kept_what_to_do_and_where_the_log_is
     assert "the remote frames" in log and "PublishRefusedError" in log
 
 
-def test_a_screen_is_short_and_narrow_however_long_the_error() -> None:
+def test_the_screen_of_a_long_error_is_short_and_narrow() -> None:
     verdict = judge(CallError("a long complaint " * 400, TRAINER))
     lines = screen(verdict, command="run", saved=saved_work(None), log="/tmp/x.log").splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= WIDTH
@@ -177,11 +177,11 @@ def test_a_defect_shows_the_traceback_of_its_first_error_once(
     assert "trainer rank 1" in shown and f"{tmp_path / 'warm.jsonl.log'} (full traceback)" in shown
 
 
-def test_a_log_that_cannot_be_written_goes_to_the_temporary_directory(
+def test_the_log_is_written_to_the_temporary_directory_if_the_run_directory_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = run_directory(tmp_path / "run")
-    (run_dir / "logs" / "driver-0.log").mkdir()  # what stands in the way of the file
+    (run_dir / "logs" / "driver-0.log").mkdir()  # a directory in place of the log file
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert conclude(MemoryError(), Command(name="run", run_dir=run_dir)) == 8
@@ -196,7 +196,7 @@ def test_an_interruption_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "run" / "logs" / "driver-0.log").exists()
 
 
-def test_a_termination_is_an_error_of_the_body_and_the_handler_is_given_back() -> None:
+def test_a_termination_signal_raises_in_the_body_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated), termination_raises():
         signal.raise_signal(signal.SIGTERM)

@@ -36,7 +36,7 @@ def events(trace, phase: str):
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
-def test_every_actor_has_a_named_row(trace):
+def test_every_actor_of_the_trace_has_a_named_row(trace):
     names = [event["args"]["name"] for event in events(trace, "M") if event["name"] == "thread_name"]
     engines = [f"engine {number}" for number in range(NUM_ENGINES)]
     assert names == [*engines, "controller", "trainer", "publisher", "checkpoint, evaluation", "steps"]
@@ -54,7 +54,7 @@ def test_events_are_sorted_durations_are_not_negative_and_slices_of_a_row_do_not
             assert before["ts"] + before["dur"] <= after["ts"]
 
 
-def test_an_engine_that_ran_out_of_work_is_seen_to_wait_for_the_others(run_dir: Path, trace):
+def test_an_engine_without_requests_is_shown_waiting_for_the_others(run_dir: Path, trace):
     seconds: dict[str, float] = {}
     for event in events(trace, "X"):
         if event["tid"] < NUM_ENGINES:
@@ -69,13 +69,13 @@ def test_an_engine_that_ran_out_of_work_is_seen_to_wait_for_the_others(run_dir: 
         assert seconds[name] == pytest.approx(sum(elapsed), rel=1e-3)
 
 
-def test_slices_of_sampling_say_how_full_the_engine_was(trace):
+def test_sampling_slices_show_the_number_of_running_requests(trace):
     arguments = [event["args"] for event in events(trace, "X") if event["name"] == "samples"]
     assert len(arguments) == NUM_ENGINES * 6
     assert all(0 < each["saturated_share"] < 0.9 and each["forwards"] > 50 for each in arguments)
 
 
-def test_counters_follow_the_running_requests_and_end_at_none(trace):
+def test_counters_follow_the_running_requests_and_end_at_zero(trace):
     for number in range(NUM_ENGINES):
         points = [event for event in events(trace, "C") if event["name"] == f"engine {number}: running requests"]
         counts = [event["args"]["requests"] for event in points]
@@ -83,7 +83,7 @@ def test_counters_follow_the_running_requests_and_end_at_none(trace):
         assert counts.count(0) == 6 and counts[-1] == 0
 
 
-def test_spans_that_overlap_lie_in_rows_of_their_own_and_a_skew_of_clocks_makes_none(tmp_path: Path):
+def test_overlapping_spans_get_separate_rows_and_clock_skew_does_not(tmp_path: Path):
     with RunDirectory(tmp_path) as run:
         run.record_span("engines", "rollout", 100.0, 110.0)
         run.record_span("engines", "rollout", 104.0, 114.0)
@@ -101,7 +101,7 @@ def test_spans_that_overlap_lie_in_rows_of_their_own_and_a_skew_of_clocks_makes_
     ]
 
 
-def test_steps_follow_each_other_although_their_rows_were_written_a_moment_later():
+def test_steps_do_not_overlap_although_their_rows_were_written_later():
     rows = [
         {"step": 0.0, "time_s": 110.05, "timeline/elapsed_s": 10.0},
         {"step": 1.0, "time_s": 120.01, "timeline/elapsed_s": 10.0},
@@ -111,7 +111,7 @@ def test_steps_follow_each_other_although_their_rows_were_written_a_moment_later
     assert found == [(0, pytest.approx(100.05), 110.05), (1, 110.05, 120.01)]
 
 
-def test_counters_of_long_runs_are_thinned_out(tmp_path: Path):
+def test_counters_of_long_runs_are_downsampled(tmp_path: Path):
     with RunDirectory(tmp_path):
         pass
     forwards = decode(1.7e9, np.full(8, 3 * MAX_COUNTER_POINTS))
@@ -123,7 +123,7 @@ def test_counters_of_long_runs_are_thinned_out(tmp_path: Path):
     assert len(counters) <= MAX_COUNTER_POINTS + 1
 
 
-def test_lines_that_are_torn_or_something_else_are_counted_and_the_rest_is_shown(tmp_path: Path):
+def test_incomplete_and_invalid_lines_are_counted_and_the_rest_is_shown(tmp_path: Path):
     write_run(tmp_path, num_steps=2)
     whole = len(read(tmp_path).spans)
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
@@ -141,7 +141,7 @@ def test_spans_of_older_runs_are_read(tmp_path: Path):
     assert read(tmp_path).spans == spans and '"who"' in events_file.read_text(encoding="utf-8")
 
 
-def test_a_run_without_spans_or_without_forwards_says_so(tmp_path: Path):
+def test_a_trace_without_spans_or_without_forwards_reports_it(tmp_path: Path):
     write_run(tmp_path, num_steps=2)
     (tmp_path / "events.jsonl").unlink()
     assert list(read(tmp_path).notes) == [
@@ -154,7 +154,7 @@ def test_a_run_without_spans_or_without_forwards_says_so(tmp_path: Path):
     assert write_trace(tmp_path, found) is None
 
 
-def test_a_torn_record_is_left_out_and_mended_before_anybody_appends(tmp_path: Path):
+def test_an_incomplete_record_is_left_out_and_removed_before_the_next_append(tmp_path: Path):
     forwards = decode(1.7e9, np.full(4, 3))
     append_forwards(tmp_path, 1, forwards)
     with (tmp_path / "engine-1.forwards").open("ab") as file:
@@ -167,7 +167,7 @@ def test_a_torn_record_is_left_out_and_mended_before_anybody_appends(tmp_path: P
     assert found.tobytes() == 2 * forwards.tobytes()
 
 
-def test_of_a_run_too_long_to_read_the_newest_forwards_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_newest_forwards_of_a_very_long_run_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_run(tmp_path, num_steps=4)
     whole = read(tmp_path)
     num_bytes = sum(forwards.nbytes for forwards in whole.forwards)

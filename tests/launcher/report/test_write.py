@@ -20,7 +20,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Balance(HTMLParser):
-    """Fails on a closing tag that does not match; counts elements."""
+    """Fails on a closing tag without its opening tag; counts elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_the_report_is_one_well_formed_page_that_needs_no_network(tmp_path: Path
     assert outside == []
 
 
-def test_the_report_shows_accuracy_per_format_and_escapes_what_the_model_wrote(tmp_path: Path) -> None:
+def test_the_report_shows_accuracy_per_format_and_escapes_model_output(tmp_path: Path) -> None:
     fill(tmp_path / "run")
     text = write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert text.count("42.0 → 80.0 %") == 2
@@ -103,7 +103,7 @@ def test_the_report_shows_accuracy_per_format_and_escapes_what_the_model_wrote(t
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
-def test_charts_of_metrics_that_were_not_recorded_are_left_out(tmp_path: Path) -> None:
+def test_charts_without_recorded_metrics_are_left_out(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, {"reward/mean": 0.5})
     text = write_report(tmp_path).read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ def test_publishing_has_its_own_charts(tmp_path: Path) -> None:
         assert f">{said}<" in text
 
 
-def test_the_time_of_engines_is_drawn_with_a_legend_and_the_whole_run_lies_beside_the_page(tmp_path: Path) -> None:
+def test_engine_time_is_drawn_with_a_legend_and_the_whole_trace_is_written_beside_the_page(tmp_path: Path) -> None:
     write_run(tmp_path)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     page = Balance()
@@ -164,7 +164,7 @@ def test_the_time_of_engines_is_drawn_with_a_legend_and_the_whole_run_lies_besid
     assert (tmp_path / "timeline.json").exists()
 
 
-def test_what_is_missing_of_a_timeline_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_missing_parts_of_a_timeline_are_reported_in_a_sentence(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=2)
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"actor": "tra')
@@ -175,14 +175,14 @@ def test_what_is_missing_of_a_timeline_is_said_in_a_sentence(tmp_path: Path) -> 
     assert "No forwards of engines were recorded" in text and ">trains<" in text
 
 
-def test_steps_before_a_long_pause_are_not_drawn_beside_those_after_it() -> None:
+def test_steps_before_and_after_a_long_pause_are_not_drawn_together() -> None:
     steps = [Step(number=n, start_s=s, end_s=s + 10) for n, s in enumerate((0, 10, 90_000, 90_011))]
     assert [step.number for step in last_steps(steps)] == [2, 3]
     assert [step.number for step in last_steps(steps[:2])] == [0, 1]
     assert last_steps([]) == []
 
 
-def test_a_run_without_drafts_has_no_charts_of_them(tmp_path: Path) -> None:
+def test_a_run_without_drafts_has_no_draft_charts(tmp_path: Path) -> None:
     fill(tmp_path / "run")
     assert "Drafts from history" not in write_report(tmp_path / "run").read_text(encoding="utf-8")
 

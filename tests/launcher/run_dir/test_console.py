@@ -40,22 +40,22 @@ def plain(height: int = 40) -> tuple[Console, io.StringIO]:
     return Console(file=text, width=160, height=height), text
 
 
-def test_a_steps_line_has_its_figures_and_its_seconds_by_phase() -> None:
+def test_a_step_line_has_metrics_and_seconds_by_phase() -> None:
     assert step_line(0, 20, METRICS) == (
         "step  1/20  reward 0.512  length 32  cut 1.5%  k3 1.6e-04  ESS 0.9997  tok/s 8123  "
         "2.3 s (rollout 1.2, train 0.9, publish 0.1)"
     )
 
 
-def test_a_missing_figure_is_left_out_rather_than_zero() -> None:
+def test_a_missing_metric_is_left_out_and_not_shown_as_zero() -> None:
     assert step_line(4, 20, {"reward/mean": 1.0}) == "step  5/20  reward 1.000"
 
 
-def test_trouble_is_shown_only_when_there_is_some() -> None:
+def test_fault_counters_are_shown_only_if_nonzero() -> None:
     assert "! 3 reward errors" in step_line(0, 2, {**METRICS, "reward/errors": 3.0})
 
 
-def test_the_table_keeps_bf16_and_eight_bit_figures_apart_bf16_first() -> None:
+def test_the_table_separates_bf16_from_8_bit_rows_with_bf16_first() -> None:
     rows = [row(0, 0.40, "int8"), row(0, 0.42), row(20, 0.80, "int8"), row(20, 0.82), row(10, 0.6, "int8")]
     found = changes(rows)
     assert [(one.before.format, one.before.average, one.after.average) for one in found] == [
@@ -70,12 +70,12 @@ def test_the_table_keeps_bf16_and_eight_bit_figures_apart_bf16_first() -> None:
     assert "INT8 (8-bit engine)" in lines[1] and "0.800" in lines[1]
 
 
-def test_whole_sets_come_before_their_data_sources() -> None:
+def test_whole_sets_are_listed_before_their_data_sources() -> None:
     rows = [row(0, 0.1, source="b"), row(0, 0.2), row(0, 0.3, source="a")]
     assert [one.label for one in changes(rows)] == ["held_out", "held_out/a", "held_out/b"]
 
 
-def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
+def test_output_without_a_terminal_has_lines_and_no_control_characters() -> None:
     console, text = plain()
     progress = RunProgress(20, console)
     for done in range(5):

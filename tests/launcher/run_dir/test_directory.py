@@ -28,7 +28,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_is_refused_naming_the_process_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_naming_the_process_and_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     process = holder(tmp_path / "run")
     try:
         with pytest.raises(RunDirectoryError, match=rf"in use by process {process.pid} on "):
@@ -57,7 +57,7 @@ def test_children_do_not_keep_the_lock_alive(tmp_path: Path) -> None:
         child.communicate(b"\n")
 
 
-def test_rows_of_repeated_steps_move_aside_and_none_is_lost(tmp_path: Path) -> None:
+def test_rows_of_repeated_steps_are_moved_to_another_file_and_none_is_lost(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in range(5):
             run.append_metrics(step, {"reward/mean": step / 10})
@@ -71,7 +71,7 @@ def test_rows_of_repeated_steps_move_aside_and_none_is_lost(tmp_path: Path) -> N
         assert run.resume_at(4) == 0
 
 
-def test_a_start_from_nothing_abandons_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
+def test_a_start_without_checkpoint_also_moves_the_initial_evaluation(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, {"a": 1.0})
         run.append_evaluation([{"step": 0, "average": 0.1}])
@@ -79,7 +79,7 @@ def test_a_start_from_nothing_abandons_the_evaluation_before_the_first_step_too(
         assert (run.metrics(), run.evaluation()) == ([], [])
 
 
-def test_a_torn_last_line_is_dropped_before_anything_is_appended(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped_before_the_next_append(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, {"a": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -98,7 +98,7 @@ def test_a_span_is_recorded_even_when_its_body_raises(tmp_path: Path) -> None:
     assert row["start_s"] <= row["end_s"]
 
 
-def test_a_checkpoint_is_named_latest_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_latest_only_when_it_is_complete(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         assert run.latest_checkpoint() is None
         (run.begin_checkpoint(2) / "state.json").write_text("2")
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_named_latest_only_when_it_is_whole(tmp_path: Path) -> N
         assert list(run.begin_checkpoint(4).iterdir()) == []
 
 
-def test_older_checkpoints_are_removed_once_a_newer_one_is_whole(tmp_path: Path) -> None:
+def test_older_checkpoints_are_removed_once_a_newer_one_is_complete(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in (1, 2, 3, 3):
             (run.begin_checkpoint(step) / "state.json").write_text(str(step))
@@ -128,13 +128,13 @@ def test_the_environment_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
     assert [one["commit"] for one in saved["earlier"]] == ["a", "b"]
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="is a file"):
         RunDirectory(tmp_path / "file")
 
 
-def test_rows_are_read_up_to_the_one_that_is_being_written(tmp_path):
+def test_rows_are_read_up_to_the_incomplete_last_one(tmp_path):
     file = tmp_path / "rows.jsonl"
     assert read_rows(file) == []
     file.write_text("", encoding="utf-8")

@@ -14,13 +14,13 @@ def run_config(**parts: object) -> RunConfig:
     )
 
 
-def test_a_first_start_and_an_unchanged_one_have_nothing_to_say(tmp_path: Path) -> None:
+def test_a_first_start_and_an_unchanged_configuration_report_nothing(tmp_path: Path) -> None:
     assert changed_keys(tmp_path, run_config()) == []
     (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
     assert changed_keys(tmp_path, run_config()) == []
 
 
-def test_what_may_change_is_said(tmp_path: Path) -> None:
+def test_a_permitted_change_of_configuration_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
     now = run_config(num_steps=9, trainer={"parallel": {"tensor": 2}}, evaluation={"sets": {"a": {"path": "y"}}})
     lines = changed_keys(tmp_path, now)
@@ -32,7 +32,9 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
 )
-def test_what_may_not_change_is_refused_naming_both_values(tmp_path: Path, parts: dict[str, object]) -> None:
+def test_a_forbidden_change_of_configuration_is_refused_naming_both_values(
+    tmp_path: Path, parts: dict[str, object]
+) -> None:
     (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
     with pytest.raises(RunDirectoryError, match=rf"{next(iter(parts))}.* -> "):
         changed_keys(tmp_path, run_config(**parts))

@@ -14,7 +14,7 @@ def one(start_s: float, seconds: float, requests: int = 4):
     return np.array([(ORIGIN_S + start_s, requests, requests, 0, seconds)], dtype=FORWARD)
 
 
-def test_steps_follow_each_other_without_a_gap_and_the_first_begins_with_its_rollout():
+def test_step_intervals_have_no_gap_and_the_first_begins_with_its_rollout():
     timeline = StepTimeline(1)
     timeline.add_forwards([one(1, 4)])
     first = timeline.close(ORIGIN_S + 10, step_s=8.0)
@@ -28,7 +28,7 @@ def test_steps_follow_each_other_without_a_gap_and_the_first_begins_with_its_rol
     assert second["timeline/idle_share"] == pytest.approx(0.8)
 
 
-def test_what_goes_on_when_a_step_is_recorded_is_shared_by_both():
+def test_an_activity_across_the_end_of_a_step_is_split_between_both_steps():
     timeline = StepTimeline(2)
     timeline.add_forwards([one(0, 15), none()])
     timeline.add_span("trainer", "train", ORIGIN_S + 8, ORIGIN_S + 12)
@@ -39,7 +39,7 @@ def test_what_goes_on_when_a_step_is_recorded_is_shared_by_both():
     assert second["timeline/trainer_wait_share"] == pytest.approx(0.1)
 
 
-def test_a_bubble_is_only_told_once_there_is_evidence_and_memory_stays_bounded():
+def test_the_bubble_is_reported_only_with_enough_forwards_and_memory_stays_bounded():
     timeline = StepTimeline(1)
     timeline.add_forwards([one(0, 1)])
     assert "timeline/bubble" not in timeline.close(ORIGIN_S + 2, step_s=2.0)
@@ -52,7 +52,7 @@ def test_a_bubble_is_only_told_once_there_is_evidence_and_memory_stays_bounded()
     assert len(timeline._forwards[0]) <= 2 and timeline._spans == []
 
 
-def test_a_clock_that_was_set_back_costs_a_steps_metrics_and_nothing_else():
+def test_a_clock_that_was_set_back_only_loses_the_metrics_of_a_step():
     timeline = StepTimeline(1)
     timeline.add_forwards([none()])
     assert timeline.close(ORIGIN_S + 10, step_s=5.0)

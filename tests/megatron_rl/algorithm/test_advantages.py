@@ -1,4 +1,4 @@
-"""Advantages against hand-computed numbers, and what holds for all of them."""
+"""Advantages against hand-computed numbers, and invariants of all of them."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_the_overlong_punishment_grows_linearly_over_the_buffer():
     assert overlong_punishment(case).tolist() == [0.0, 0.5, 1.0, 2.0]
 
 
-def test_dapo_ranks_a_shorter_right_answer_above_one_at_the_limit():
+def test_dapo_ranks_a_short_right_answer_above_one_at_the_length_limit():
     values = dapo(outcome([1, 1, 0], [50, 100, 50], overlong_buffer_tokens=20, overlong_penalty=0.5))
     assert values[0] > values[1] > values[2]
 
@@ -75,7 +75,7 @@ def test_every_built_in_advantage_is_loaded_by_its_short_name():
     assert [load_advantage(name) for name in ADVANTAGES.names] == [grpo, dr_grpo, rloo, dapo]
 
 
-def test_an_advantage_of_the_users_own_is_loaded_by_its_dotted_path_and_a_wrong_one_names_the_nearest():
+def test_a_users_advantage_is_loaded_by_its_dotted_path_and_a_wrong_path_names_the_nearest():
     assert load_advantage("benchmarks.learning.shuffled_rewards.shuffled_grpo") is shuffled_grpo
     with pytest.raises(ValueError, match=r"algorithm\.advantage.*has no 'shufled_grpo'.*did you mean 'shuffled_grpo'"):
         load_advantage("benchmarks.learning.shuffled_rewards.shufled_grpo")

@@ -1,4 +1,4 @@
-"""A bandit with a known, biased sampler: what the gradient's bias is with and without correction, in closed form.
+"""A bandit with a known, biased sampler: the gradient's bias with and without correction, in closed form.
 
 K arms with fixed advantages A; the trainer's policy is pi = softmax(theta), the sampler's is mu. On policy the gradient
 of the loss is -sum_a pi(a) A(a) grad log pi(a); sampling from mu with weights w gives -sum_a mu(a) w(a) A(a) grad log
@@ -35,7 +35,7 @@ TRUE_GRADIENT = closed_form(PI)
 
 
 def ours(arms, shares, correction):
-    """The gradient with respect to theta of our loss on the given arms, each with its share of the mean."""
+    """Gradient [K] of our loss with respect to theta, on the given arms with their shares of the mean."""
     theta = torch.tensor(THETA, dtype=torch.float32, requires_grad=True)
     logprobs = theta.log_softmax(-1)[torch.as_tensor(arms)]
     lengths = torch.ones(len(arms), dtype=torch.int64)
@@ -90,7 +90,7 @@ def test_the_sampled_gradient_lies_within_five_standard_errors_of_the_closed_for
     assert errors.max() < 5
 
 
-def test_correction_removes_the_bias_that_the_sampler_brings():
+def test_correction_removes_the_bias_of_the_sampler():
     def bias(arm_weights):
         return np.linalg.norm(closed_form(arm_weights) - TRUE_GRADIENT) / np.linalg.norm(TRUE_GRADIENT)
 
@@ -98,7 +98,7 @@ def test_correction_removes_the_bias_that_the_sampler_brings():
     assert uncorrected > 0.3
     assert capped < 0.7 * uncorrected
     assert uncapped == pytest.approx(0.0, abs=1e-12)
-    # What the cap leaves is exactly the mass it cut: sum over arms beyond it of (pi - cap * mu) A grad log pi.
+    # The remaining bias is exactly the mass that the cap cut: sum over arms beyond it of (pi - cap * mu) A grad log pi.
     cut = np.maximum(PI - 2.0 * MU, 0.0)
     residual = closed_form(CASES["tis, cap 2"][1]) - TRUE_GRADIENT
     assert residual == pytest.approx(-closed_form(cut))

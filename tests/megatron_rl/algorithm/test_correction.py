@@ -118,7 +118,7 @@ def test_mis_masks_equal_the_k1_rejections_of_the_same_band():
         assert 0 < weights.sum() < len(weights)
 
 
-def test_the_veto_drops_the_whole_sequence_that_holds_an_impossible_token():
+def test_the_veto_drops_every_sequence_with_an_impossible_token():
     logprobs = packed([[-1.0, -12.0, -1.0], [-2.0]], [[-1.0, -1.0, -1.0], [-1.0]])
     config = CorrectionConfig(veto_ratio=1e-4)
     assert kept_tokens(logprobs, config=config).tolist() == [False, False, False, True]
@@ -179,7 +179,7 @@ MODES = ["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_
 
 @settings(max_examples=60, deadline=None)
 @given(data=sequences_and_cuts(), mode=st.sampled_from(MODES))
-def test_metrics_do_not_depend_on_how_a_step_is_cut(data, mode):
+def test_metrics_do_not_depend_on_the_partition_of_a_step(data, mode):
     old, rollout, homes = data
     rules = (RejectionConfig(statistic="seq_mean_k3", high=0.05), RejectionConfig(statistic="token_k1", high=1.5))
     config = CorrectionConfig(mode=mode, cap=1.5, low=0.7, veto_ratio=0.3, rejections=rules)
@@ -235,5 +235,5 @@ def test_quantiles_of_the_log_ratio_are_exact_to_a_bin():
     assert metrics["rollout_corr/abs_log_ratio_max"] == pytest.approx(np.abs(log_ratio).max(), rel=1e-5)
 
 
-def test_no_tokens_give_no_metrics():
+def test_a_step_without_tokens_has_no_metrics():
     assert MismatchSums.empty(config=CorrectionConfig()).finalize() == {}

@@ -81,7 +81,7 @@ def test_bounds_bind_separately_and_are_counted():
     assert float(result.metrics["actor/ppo_kl"]) == pytest.approx(-np.log([1.5, 0.5, 1.5, 0.5]).mean())
 
 
-def test_the_dual_clip_bounds_what_one_bad_token_can_do():
+def test_the_dual_clip_bounds_the_loss_of_one_bad_token():
     logprobs = torch.tensor([10.0]).log().requires_grad_()
     result = clipped_surrogate(
         inputs(logprobs, [0.0], [-1.0]), LossSettings(clip_low=0.2, clip_high=0.2, dual_clip=3.0, entropy_bonus=0.0)
@@ -158,7 +158,7 @@ def test_every_built_in_loss_is_loaded_by_its_short_name():
     assert [load_loss(name) for name in LOSSES.names] == [clipped_surrogate, gspo, cispo]
 
 
-def test_a_loss_of_the_users_own_is_loaded_by_its_dotted_path():
+def test_a_users_loss_is_loaded_by_its_dotted_path():
     assert load_loss("benchmarks.learning.coarse_codes.clipped_surrogate") is clipped_surrogate
     with pytest.raises(ValueError, match=r"algorithm\.loss.*did you mean 'clipped_surrogate'"):
         load_loss("benchmarks.learning.coarse_codes.clipped_surogate")
@@ -173,7 +173,7 @@ VOCABULARY, WIDTH = 11, 6
 
 
 class Policy(torch.nn.Module):
-    """Next token from the previous one: the smallest thing whose parameters every token shares."""
+    """Predicts the next token from the previous one: the smallest model whose parameters all tokens share."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Policy(torch.nn.Module):
 
 
 def gradient_of(batch, tokens, config, loss):
-    """Accumulates over ranks and micro batches exactly as a trainer does: only sums."""
+    """Gradient accumulated over ranks and micro batches by sums alone, as in a trainer."""
     policy = Policy()
     metrics: dict[str, float] = {}
     loss_settings = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_bonus=0.01)

@@ -11,7 +11,7 @@ def packed(lengths, seed=0):
     return PackedLogprobs(old_logprobs=old, rollout_logprobs=rollout, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 
-def test_every_token_counts_for_the_age_of_its_response_in_any_cut():
+def test_every_token_counts_for_the_staleness_of_its_response_under_any_partition():
     lengths, ages = [3, 5, 2, 7], [0, 2, 0, 2]
     pair = packed(lengths)
     weights = pair.log_ratio.exp().clamp(max=2.0)
@@ -40,7 +40,7 @@ def test_every_token_counts_for_the_age_of_its_response_in_any_cut():
     assert not any("stale_1" in name for name in found)
 
 
-def test_fresh_responses_and_empty_micro_batches_say_nothing():
+def test_fresh_responses_and_empty_micro_batches_give_no_metrics():
     fresh = SumsByAge.empty(0)
     fresh.add(packed([4]), torch.ones(4), [0])
     assert fresh.metrics() == {}

@@ -16,13 +16,13 @@ COSTS = CostModel(parity_tokens=30_720)
 
 
 def responses(count: int, *, seed: int = 0) -> list[int]:
-    """Lengths with the long tail that responses have."""
+    """Response lengths with a long tail."""
     generator = np.random.default_rng(seed)
     return np.minimum(generator.lognormal(np.log(4000), 0.9, size=count), 32_768).astype(int).tolist()
 
 
 def best_fit_needs(lengths: list[int], max_tokens: int) -> int:
-    """Best-fit decreasing, the slow way."""
+    """Number of micro batches by naive best-fit decreasing."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -94,13 +94,13 @@ def test_fewer_samples_than_ranks_leave_empty_micro_batches():
 
 
 @pytest.mark.parametrize("wrong", [{"num_ranks": 0}, {"max_tokens": 0}, {"lengths": [3, -1]}])
-def test_senseless_sizes_are_refused(wrong):
+def test_invalid_sizes_are_refused(wrong):
     arguments = {"lengths": [3], "num_ranks": 1, "max_tokens": 1} | wrong
     with pytest.raises(ValueError, match=r"must"):
         balance(**arguments, costs=COSTS)
 
 
-def test_another_process_places_alike():
+def test_another_process_computes_the_same_placement():
     lengths = responses(400)
     code = (
         "from megatron_rl.batching.balance import balance; from megatron_rl.batching.cost_model import CostModel; "
@@ -120,7 +120,7 @@ def test_ranks_take_equally_long(count, num_ranks, max_tokens):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_few_samples_a_rank_come_as_close_as_the_longest_one_lets_them(seed):
+def test_few_samples_a_rank_are_balanced_up_to_the_longest_sample(seed):
     lengths = responses(512, seed=seed)
     costs = CostModel(parity_tokens=30_720, overhead_tokens=0)
     times = rank_times(placed(lengths, num_ranks=64, max_tokens=10**9, costs=costs), lengths, costs)
@@ -128,14 +128,14 @@ def test_few_samples_a_rank_come_as_close_as_the_longest_one_lets_them(seed):
     assert max(times) <= 1.001 * bound
 
 
-def test_micro_batches_are_nearly_full_before_there_is_one_more():
+def test_micro_batches_are_nearly_full():
     lengths = [length for length in responses(2000) if length > 100]
     most = sum(lengths) / 33_792
     ranks = placed(lengths, num_ranks=1, max_tokens=33_792)
     assert len(ranks[0]) <= most + 2
 
 
-def test_a_pipeline_takes_more_and_smaller_micro_batches_where_that_is_faster():
+def test_a_pipeline_gets_more_and_smaller_micro_batches_if_that_is_faster():
     lengths = [1000] * 64
     flat = placed(lengths, num_ranks=2, max_tokens=32_000)
     deep = CostModel(parity_tokens=30_720, pipeline=4)
@@ -146,7 +146,7 @@ def test_a_pipeline_takes_more_and_smaller_micro_batches_where_that_is_faster():
     assert max(rank_times(staged, lengths, deep)) < 0.6 * max(rank_times(flat, lengths, deep))
 
 
-def test_a_pipeline_takes_few_where_overhead_is_dear():
+def test_a_pipeline_gets_few_micro_batches_if_their_overhead_is_large():
     deep = CostModel(parity_tokens=30_720, pipeline=4, overhead_tokens=10**6)
     assert len(placed([1000] * 64, num_ranks=2, max_tokens=32_000, costs=deep)[0]) == 1
 
@@ -160,12 +160,12 @@ def test_a_pipeline_is_no_slower_than_with_any_other_number_of_equal_samples():
         assert chosen <= costs.rank_time(share) * 1.0001
 
 
-def test_interleaved_schedules_take_micro_batches_in_groups_of_the_pipelines_size():
+def test_interleaved_schedules_get_a_multiple_of_the_pipeline_size():
     costs = CostModel(parity_tokens=30_720, pipeline=4, virtual=2)
     assert len(placed(responses(100), num_ranks=2, max_tokens=33_792, costs=costs)[0]) % 4 == 0
 
 
-def test_small_micro_batches_stand_at_both_ends_and_ranks_are_alike_at_each_place():
+def test_small_micro_batches_are_at_both_ends_and_equal_positions_have_similar_sizes():
     lengths = responses(2048)
     found = micro_costs(placed(lengths, num_ranks=16, max_tokens=33_792), lengths)
     middle = found.shape[1] // 2

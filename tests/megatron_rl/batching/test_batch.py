@@ -170,7 +170,7 @@ def test_groups_with_equal_rewards_stay_when_dropping_is_off():
     assert [sample.advantage for sample in samples_of(batch.mini_batches[0])] == [0.0, 0.0]
 
 
-def test_aborted_responses_leave_the_baseline_too():
+def test_aborted_responses_do_not_count_in_the_baseline():
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.ABORT]
     batch = build(
         [scored_group(0, [3, 4, 5], [0.0, 1.0, 100.0], reasons=reasons)],
@@ -216,7 +216,7 @@ def test_groups_stay_whole_and_mini_batches_hold_nearly_equally_many():
     assert sum(len(groups) for groups in members) == len(set().union(*members))
 
 
-def test_order_of_arrival_does_not_matter_and_the_seed_does():
+def test_a_batch_depends_on_the_seed_and_not_on_the_order_of_arrival():
     groups = [scored_group(i, [3 + i, 9], [0.0, 1.0]) for i in range(12)]
     first = build(groups, num_mini_batches=3, seed=7)
     assert first == build(groups[::-1], num_mini_batches=3, seed=7)
@@ -234,12 +234,12 @@ def test_rewards_that_are_not_finite_are_refused_with_the_group():
         build([scored_group(7, [3, 4], [0.0, float("nan")])])
 
 
-def test_parts_that_disagree_in_size_are_refused():
+def test_columns_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match="group 7: 2 lengths"):
         build([scored_group(7, [3, 4], [0.0])])
 
 
-def test_how_a_batch_is_packed_is_counted():
+def test_packing_statistics_of_a_batch_are_counted():
     batch = build([scored_group(0, [5, 15], [0.0, 1.0], num_prompt_tokens=5)], dp_size=2, max_tokens=40)
     counts = batch.counts
     assert (counts.micro_batches, counts.micro_batch_fill) == (1, 30 / 80)

@@ -28,7 +28,7 @@ def spec(directory, **changes) -> ModelSpec:
 
 
 def multiply_adds(found: ModelSpec, length: int) -> tuple[int, int]:
-    """Of the linear layers and of causal attention over one sample of `length` tokens, product by product."""
+    """Multiply-adds of linear layers and of causal attention for one sample of `length` tokens, product by product."""
     hidden, head, query = found.hidden_size, found.head_dim, found.num_heads * found.head_dim
     key_value = found.num_kv_heads * head
     networks = found.experts.per_token if found.experts else 1
@@ -55,13 +55,13 @@ def multiply_adds(found: ModelSpec, length: int) -> tuple[int, int]:
         },
     ],
 )
-def test_at_the_parity_length_attention_costs_what_the_linear_layers_do(tmp_path, changes):
+def test_attention_and_linear_layers_cost_the_same_at_the_parity_length(tmp_path, changes):
     found = spec(tmp_path, **changes)
     linear, attention = multiply_adds(found, attention_parity_tokens(found))
     assert attention == pytest.approx(linear, rel=0.01)
 
 
-def test_the_configuration_overrules_the_architecture(tmp_path):
+def test_a_configured_parity_length_overrides_the_architectures(tmp_path):
     found = spec(tmp_path)
     parallel = ParallelConfig(pipeline=2)
     counted = cost_model(found, TrainerConfig(parallel=parallel))
@@ -88,14 +88,14 @@ def timed(count: int, *, noise: float = 0.0, overhead_s: float = 0.02) -> Measur
     return times
 
 
-def test_coefficients_are_found_again():
+def test_the_fit_recovers_the_coefficients():
     found = timed(50).fit()
     assert found is not None
     assert (found.overhead_s, found.seconds_per_token, found.seconds_per_square) == pytest.approx((0.02, 1e-5, 5e-10))
     assert found.parity_tokens == pytest.approx(20_000)
 
 
-def test_noise_moves_the_parity_length_little():
+def test_noise_changes_the_parity_length_little():
     found = timed(500, noise=0.02).fit()
     assert found is not None and found.parity_tokens == pytest.approx(20_000, rel=0.1)
 
@@ -106,7 +106,7 @@ def test_an_overhead_is_not_negative():
     assert 0 < found.seconds_per_token < 1e-5
 
 
-def test_too_few_or_equal_micro_batches_say_nothing():
+def test_too_few_or_equal_micro_batches_give_no_fit():
     assert timed(4).fit() is None
     equal = MeasuredTimes()
     for _ in range(100):

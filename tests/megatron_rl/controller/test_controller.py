@@ -1,4 +1,4 @@
-"""The loop is a protocol: what happens in which order, told by tiny hand-written stand-ins."""
+"""The controller's loop: the order of its calls, recorded by small hand-written stand-ins."""
 
 from contextlib import contextmanager
 
@@ -30,13 +30,13 @@ class Log(list):
         return method
 
 
-class Stand:
+class StandIn:
     def __init__(self, **methods):
         self.__dict__.update(methods)
 
 
 def history(log):
-    return Stand(
+    return StandIn(
         prefetch=lambda prompts: log.append(f"prefetch {prompts}"),
         begin_rollout=log.call("begin rollout"),
         record_rewards=log.call("record rewards"),
@@ -65,33 +65,33 @@ def controller(
         probe_gaps=(0.0,),
         codes={},
     )
-    phases = Stand(
+    phases = StandIn(
         needs_publish=needs_publish,
-        clock=Stand(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
+        clock=StandIn(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
     return Controller(
-        planner=Stand(
-            due=log.call("due", Stand(groups=groups, plan="plan")),
+        planner=StandIn(
+            due=log.call("due", StandIn(groups=groups, plan="plan")),
             consumed=lambda groups: log.append(f"consumed {len(groups)}"),
             upcoming=lambda step: ["train"],
             metrics=lambda: {},
         ),
-        pool=Stand(
+        pool=StandIn(
             num_reissued=0,
-            migration=Stand(num_moved=0),
+            migration=StandIn(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),
             take_batch=lambda step, progress: groups,
         ),
-        trainer=Stand(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
-        publisher=Stand(publish=log.call("publish", report)),
-        restarter=Stand(restart_lost=lambda: 0, num_restarts=0),
+        trainer=StandIn(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
+        publisher=StandIn(publish=log.call("publish", report)),
+        restarter=StandIn(restart_lost=lambda: 0, num_restarts=0),
         phases=phases,
-        evaluator=Stand(
+        evaluator=StandIn(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
         ),
-        recorder=Stand(
+        recorder=StandIn(
             on_progress=lambda *a: None,
             on_step=lambda step, metrics, groups: log.append(f"record {step}"),
             on_evaluation=lambda rows: None,
@@ -143,14 +143,14 @@ def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_befo
     assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
 
 
-def test_engines_that_made_room_for_a_save_are_given_weights_before_the_next_step():
+def test_engines_that_slept_during_a_save_get_weights_before_the_next_step():
     log = Log()
     controller(log, num_steps=2, checkpoint_every=1, needs_publish=True).run()
     kept = [entry for entry in log if entry.startswith(("save", "due")) or entry in ("publish 1", "publish 2")]
     assert kept == ["due 0", "publish 1", "save 1", "publish 1", "due 1", "publish 2", "save 2"]
 
 
-def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_place():
+def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
     log, lost = Log(), [1]
     run = controller(log, num_steps=1)
     publish = run.publisher.publish
@@ -161,27 +161,27 @@ def test_a_publish_in_which_an_engine_dies_is_made_again_with_another_in_its_pla
             raise RuntimeError("engine 0: update failed")
         return report
 
-    run.publisher = Stand(publish=dies_once)
+    run.publisher = StandIn(publish=dies_once)
 
     def replace():
         log.append("replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
-    run.restarter = Stand(restart_lost=replace, num_restarts=1)
+    run.restarter = StandIn(restart_lost=replace, num_restarts=1)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace")]
     assert kept == ["replace", "publish 1", "replace", "publish 1"]
     assert run.num_repeated_publishes == 1
 
 
-def test_a_publish_that_fails_while_everybody_lives_ends_the_run():
+def test_a_publish_that_fails_while_all_engines_live_ends_the_run():
     log = Log()
     run = controller(log, num_steps=1)
 
     def refused(version):
         raise RuntimeError("engine 0 refused weight version 0")
 
-    run.publisher = Stand(publish=refused)
+    run.publisher = StandIn(publish=refused)
     with pytest.raises(RuntimeError, match="refused"):
         run.run()
 
@@ -203,7 +203,7 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
     assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated
 
 
-def test_the_history_of_what_comes_next_is_ordered_before_the_trainer_starts_and_the_first_before_any_token():
+def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
     words = ("prefetch", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")

@@ -1,4 +1,4 @@
-"""Turns on shared devices: who leaves before who comes."""
+"""Device sharing: one side offloads before the other side loads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: b
 
 
 class Beside:
-    """Nothing is unfinished when the trainer works."""
+    """No response is unfinished during training."""
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ def step(phases: Phases, shared: DeviceSharing, log: list[str]) -> None:
         log.append("probe")
 
 
-def test_nobody_comes_before_the_other_has_left():
+def test_each_side_loads_only_after_the_other_has_offloaded():
     log: list[str] = []
     spans: list[str] = []
     shared = turns(log, asleep=True)
@@ -81,7 +81,7 @@ def test_after_a_checkpoint_engines_need_weights_before_they_serve():
         ("all", False, ["trainer in", "train", "out gradients+optimizer", "send", "out weights", "probe"]),
     ],
 )
-def test_what_stays_is_left_alone(offload, sleep, expected):
+def test_a_side_that_stays_on_the_device_is_not_offloaded(offload, sleep, expected):
     log: list[str] = []
     shared = turns(log, offload=offload, sleep=sleep)
     step(Phases(PhaseClock(lambda *span: None), shared, policy=Beside()), shared, log)

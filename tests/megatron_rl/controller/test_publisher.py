@@ -1,4 +1,4 @@
-"""A publish is a protocol: its order, and what happens to an engine that cannot prove itself."""
+"""The protocol of a publish: its order, and the fence of an engine that fails verification."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
 class Engines:
-    """Stands in for an `EngineGroup`: notes every call, answers probes."""
+    """Stand-in for an `EngineGroup`: records every call and answers probes."""
 
     def __init__(self, log, probes, sums):
         self.log = log
@@ -90,7 +90,7 @@ def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, te
     )
 
 
-def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe():
+def test_engines_accept_the_manifest_before_any_byte_is_sent_and_serve_only_after_the_probe():
     log = []
     report = publisher(log, [REFERENCE, REFERENCE + 0.05]).publish(3)
     assert log == [
@@ -108,7 +108,7 @@ def test_engines_accept_before_anything_is_sent_and_serve_only_after_the_probe()
     assert report.metrics()["publish/probe_gap_max"] == pytest.approx(0.05, abs=1e-6)
 
 
-def test_what_was_in_flight_is_reported_and_waited_for_before_weights_move_if_that_is_asked():
+def test_requests_in_flight_are_reported_and_drained_before_the_transfer_if_configured():
     log = []
     report = publisher(log, [REFERENCE, REFERENCE], drain_timeout_s=9.0).publish(3)
     assert log[:3] == ["check", "drain", "deliver 3 of run"]
@@ -129,7 +129,7 @@ MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, norma
     ],
     ids=["an expert in 8 bits", "another expert", "an expert that stays BF16", "any other matrix"],
 )
-def test_only_experts_in_8_bits_may_differ_by_what_their_activations_rounding_explains(tensor, difference, is_served):
+def test_only_experts_in_8_bits_may_differ_by_the_rounding_of_activations(tensor, difference, is_served):
     format = WeightFormat(name="int8", bf16_first_layers=1)
     sums = [{tensor: SUMS + np.array([difference, 0])[:, None, None]}]
     one = publisher([], [REFERENCE], MIXTURE, sums=sums, format=format, tensor=tensor)
@@ -140,7 +140,7 @@ def test_only_experts_in_8_bits_may_differ_by_what_their_activations_rounding_ex
             one.publish(3)
 
 
-def test_engines_forward_only_when_the_trainer_has_made_room():
+def test_engines_probe_only_after_the_trainer_offloaded():
     log = []
     publisher(log, [REFERENCE, REFERENCE], make_room=lambda: log.append("make room")).publish(3)
     assert log[-5:] == ["trainer probes 8 tokens", "make room", "probe begins", "probe ends", "resume"]
@@ -164,7 +164,7 @@ def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
     ],
     ids=["a group", "nan", "missing"],
 )
-def test_an_engine_whose_weights_sum_up_to_something_else_is_fenced_by_tensor_and_before_the_probe(sums, said):
+def test_an_engine_with_another_fingerprint_is_fenced_before_the_probe_naming_the_tensor(sums, said):
     log = []
     with pytest.raises(RuntimeError, match=rf"engine\(s\) \[1\] are fenced: weight version 3: {said}"):
         publisher(log, [REFERENCE, REFERENCE], sums=[{"w": SUMS * 1.001}, sums]).publish(3)

@@ -1,4 +1,4 @@
-"""What engines do while the trainer works, by the calls that they get."""
+"""Engines during training: the calls that each policy makes."""
 
 from contextlib import contextmanager
 
@@ -37,7 +37,7 @@ def one_step(phases, log):
         log.append("publish")
 
 
-def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_for():
+def test_alternating_engines_are_paused_from_training_until_the_next_rollout():
     engines = Engines()
     phases = Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=True))
     one_step(phases, engines.calls)
@@ -48,7 +48,7 @@ def test_engines_that_alternate_stand_still_from_training_until_they_are_waited_
     assert engines.calls == [*step, "resume_sampling", *step]
 
 
-def test_engines_that_have_finished_everything_are_not_asked():
+def test_engines_without_requests_are_not_paused():
     engines = Engines()
     one_step(
         Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=False)),
@@ -57,7 +57,7 @@ def test_engines_that_have_finished_everything_are_not_asked():
     assert engines.calls == ["rollout", "train", "publish"]
 
 
-def test_engines_apart_go_on_while_the_trainer_works():
+def test_engines_on_other_devices_keep_sampling_during_training():
     log = []
     one_step(Phases(PhaseClock(lambda *span: None), policy=KeepSampling(Pool(log))), log)
     assert log == ["rollout", "pool works", "train", "pool stops", "pool works", "publish", "pool stops"]

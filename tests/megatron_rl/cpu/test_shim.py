@@ -24,7 +24,7 @@ from megatron_rl.cpu.shim import renamed
         ("import fused_weight_gradient_mlp_cuda", "import fused_weight_gradient_mlp_cuda"),
     ],
 )
-def test_only_mentions_of_the_device_are_renamed(source, expected):
+def test_only_references_to_the_device_are_renamed(source, expected):
     assert ast.unparse(renamed(source, "f")).removeprefix("import megatron_rl.cpu.device as _torch_cuda\n") == expected
 
 
@@ -40,7 +40,7 @@ def run(code):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing beside a CUDA device")
-def test_megatron_runs_on_the_cpu_and_torch_is_left_alone():
+def test_megatron_runs_on_the_cpu_and_torch_is_unchanged():
     done = run(
         "import torch\n"
         "before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}\n"
@@ -56,6 +56,6 @@ def test_megatron_runs_on_the_cpu_and_torch_is_left_alone():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing beside a CUDA device")
-def test_the_shim_refuses_to_come_too_late():
+def test_the_shim_is_refused_after_megatron_was_imported():
     done = run("import megatron.core\nfrom megatron_rl.cpu import shim as cpu_shim\ncpu_shim.install()")
     assert "RuntimeError: megatron.core was imported before the CPU shim" in done.stderr

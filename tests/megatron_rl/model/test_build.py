@@ -19,7 +19,7 @@ def passthrough(position, parallel, directory, megatron):
     return {key: getattr(model.config, key) for key in megatron}
 
 
-def test_further_fields_of_megatron_reach_its_configuration(ranks, directory):
+def test_pass_through_fields_reach_megatrons_configuration(ranks, directory):
     wanted = {"attention_softmax_in_fp32": False, "deallocate_pipeline_outputs": False}
     assert ranks.run(passthrough, directory, wanted) == [wanted]
 
@@ -33,7 +33,7 @@ def test_further_fields_of_megatron_reach_its_configuration(ranks, directory):
         ("fp8_param", "trainer.megatron.fp8_param is not free"),
     ],
 )
-def test_a_field_that_is_unknown_or_ours_is_refused(ranks, directory, key, message):
+def test_an_unknown_field_and_one_that_we_set_are_refused(ranks, directory, key, message):
     with pytest.raises(RuntimeError, match=message):
         ranks.run(passthrough, directory, {key: 1})
 
@@ -45,7 +45,7 @@ def in_fp8(position, parallel, directory, fp8):
     build(read_model_spec(directory), parallel, position, ModelOptions(dtype="bf16", fp8=fp8))
 
 
-def test_fp8_is_refused_where_there_is_no_device_for_it(ranks, directory):
+def test_fp8_is_refused_without_a_device_for_it(ranks, directory):
     with pytest.raises(RuntimeError, match=r"trainer\.fp8 = blockwise_param needs a CUDA device, which is not here"):
         ranks.run(in_fp8, directory, "blockwise_param")
 

@@ -1,4 +1,4 @@
-"""What Megatron is told about FP8, and that a model does without it for a while, and without its copies for longer."""
+"""FP8 settings of Megatron, and a model that switches FP8 off for a while and releases its FP8 copies."""
 
 from types import SimpleNamespace
 
@@ -44,5 +44,5 @@ def compute(position, parallel):
     return True
 
 
-def test_what_megatron_is_told_and_how_a_model_does_without(ranks):
+def test_megatrons_fp8_settings_and_switching_fp8_off(ranks):
     assert ranks.run(compute) == [True]

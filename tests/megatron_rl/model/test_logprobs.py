@@ -60,7 +60,7 @@ def test_logits_of_bf16_weights_are_fp32():
         torch.testing.assert_close(value.double(), wanted, atol=0.05, rtol=0.02)
 
 
-def test_a_score_that_nobody_uses_costs_no_gradient():
+def test_an_unused_score_has_no_gradient():
     hidden, weight, targets, _ = problem()
     leaf = hidden.clone().requires_grad_()
     token_scores(leaf, weight, targets, shard=WHOLE, temperature=1.0, chunk_tokens=5).logprobs.sum().backward()
@@ -74,7 +74,7 @@ def test_padding_rows_get_no_gradient():
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_divides_nothing_is_refused(temperature):
+def test_an_invalid_temperature_is_refused(temperature):
     hidden, weight, targets, _ = problem()
     with pytest.raises(ValueError, match="temperature"):
         token_scores(hidden, weight, targets, shard=WHOLE, temperature=temperature, chunk_tokens=5)

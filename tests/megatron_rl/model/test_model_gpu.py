@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_the_transformer_engine_model_has_a_placement(single_rank, tmp_path, family):
+def test_every_parameter_of_the_transformer_engine_model_has_a_shard(single_rank, tmp_path, family):
     model = build_loaded(single_rank, ParallelConfig(), save_model(family, tmp_path / "model"), dtype="bf16")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert any("layer_norm_weight" in name for name, _ in model.named_parameters())

@@ -30,7 +30,7 @@ def norm_and_gradients(position, parallel, x, weight, grad):
 
 
 def reference_rotation(heads, angles):
-    """One row and one head at a time, pair (i, i + D/2) turned by the angle of its position."""
+    """One row and one head at a time: pair (i, i + D/2) is rotated by the angle of its position."""
     out = torch.empty_like(heads)
     half = heads.shape[-1] // 2
     starts = CU_SEQLENS.tolist()

@@ -34,7 +34,7 @@ MICRO_BATCHES = [samples(0, [(5, 9), (1, 1), (20, 70)]), samples(1, [(3, 4)])]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directory of each family's model and its reference logits of each micro batch."""
+    """By family: the model's directory, and its reference logits of each micro batch."""
     root = tmp_path_factory.mktemp("models")
     found = {}
     for family in (*FAMILIES, "qwen3_moe_raw"):

@@ -35,7 +35,7 @@ def spec_of(directory, **changes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_spec_says_what_transformers_configuration_says(tmp_path, family):
+def test_the_spec_equals_transformers_configuration(tmp_path, family):
     config = config_of(family)
     config.save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
@@ -90,7 +90,7 @@ def test_rotary_keys_of_older_transformers_are_read(tmp_path):
         (MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
     ],
 )
-def test_what_the_trainer_would_compute_differently_is_refused_by_name(tmp_path, changes, message):
+def test_unsupported_architecture_options_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         spec_of(tmp_path, **changes)
 
@@ -124,7 +124,7 @@ def test_a_partition_that_does_not_fit_names_value_bound_and_fix(tmp_path, paral
         (MOE, {"data": 2, "expert": 4}, "expert = 4 does not divide trainer.parallel.data = 2"),
     ],
 )
-def test_experts_that_cannot_be_spread_are_refused(tmp_path, changes, parallel, message):
+def test_experts_that_do_not_divide_over_ranks_are_refused(tmp_path, changes, parallel, message):
     with pytest.raises(ValueError, match=message):
         check_parallel(spec_of(tmp_path, **changes), ParallelConfig(**parallel))
 
@@ -134,7 +134,7 @@ def test_a_partition_that_fits_is_accepted(tmp_path):
     check_parallel(spec_of(tmp_path, **MOE), ParallelConfig(tensor=4, data=8, expert=4))
 
 
-def test_uneven_layers_lie_on_the_first_stages():
+def test_remaining_layers_go_to_the_first_stages():
     assert stage_layers(7, 3) == (range(0, 3), range(3, 5), range(5, 7))
     assert stage_layers(4, 2) == (range(0, 2), range(2, 4))
 

@@ -26,14 +26,14 @@ E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nu
 
 
 def backends_for(name: str) -> list[tuple[Quantizer, torch.device]]:
-    """All that this machine has, each with a device."""
+    """Every backend that this machine has, each with a device."""
     format, places = CODE_FORMATS[name], [(one, CPU) for one in ON_HOST]
     places += [(one, torch.device("cuda")) for one in ON_DEVICE if one.supports(format, torch.device("cuda"), [])]
     return [(Quantizer(format=format, backend=backend), device) for backend, device in places]
 
 
 def naive_e4m3(scaled: np.ndarray) -> np.ndarray:
-    """Code of the nearest number, the even code of two that are equally near, at most 448."""
+    """Code of the nearest number, ties to the even code, at most 448."""
     size = np.minimum(np.abs(scaled), np.float32(448)).astype(np.float64)
     above = np.minimum(np.searchsorted(E4M3, size), 126)
     below = np.maximum(above - 1, 0)
@@ -43,7 +43,7 @@ def naive_e4m3(scaled: np.ndarray) -> np.ndarray:
 
 
 def spread(grid: np.ndarray, name: str, shape: tuple[int, int], start: tuple[int, int]) -> np.ndarray:
-    """The value of each weight's block."""
+    """Values [rows, columns]: for each weight that of its block."""
     if name != "fp8_block":
         return np.broadcast_to(grid, shape)
     rows, columns = ((np.arange(size) + first % 128) // 128 for size, first in zip(shape, start, strict=True))
@@ -112,7 +112,7 @@ def test_every_backend_gives_the_bytes_of_a_naive_reference(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scales_of_other_ranks_may_be_larger_than_a_slice_needs(name: str) -> None:
+def test_scales_may_be_larger_than_a_slice_needs(name: str) -> None:
     weight, start = weights((70, 200), 1, is_cut=True), (100, 60)
     format, generator = CODE_FORMATS[name], torch.Generator().manual_seed(2)
     amax = ON_HOST[0].amax(weight, start if format.in_blocks else None)
@@ -124,7 +124,7 @@ def test_scales_of_other_ranks_may_be_larger_than_a_slice_needs(name: str) -> No
 
 
 @pytest.mark.parametrize("backend", ON_HOST, ids=lambda one: type(one).__name__)
-def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are(backend: TorchBackend) -> None:
+def test_row_maxima_equal_torchs_even_with_infinities_and_nan(backend: TorchBackend) -> None:
     rows = torch.randn(40, 33, generator=torch.Generator().manual_seed(3)).bfloat16()
     rows[0], rows[1, 3], rows[2, 4], rows[3] = 0.0, float("inf"), float("-inf"), -0.0
     rows[4, 5:7] = torch.tensor([1e-40, -9e-41])  # subnormal
@@ -135,7 +135,7 @@ def test_the_magnitude_of_a_row_is_that_of_its_numbers_whatever_they_are(backend
 
 
 def test_compiled_loops_round_every_number_as_torch_does() -> None:
-    """All of BF16's finite numbers times 1; all that lie halfway between codes are among them."""
+    """All finite BF16 numbers times 1; they include every midpoint between codes."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     weight = bits.view(torch.bfloat16)
     weight = weight[weight.isfinite()].view(2, -1)

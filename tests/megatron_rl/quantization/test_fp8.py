@@ -1,4 +1,4 @@
-"""FP8 codes against vectors of Transformer Engine's own reference, a naive rule per block, and themselves in slices."""
+"""FP8 codes equal Transformer Engine's reference and a naive rule per block; slices have the same codes."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ VECTORS = Path(__file__).parents[2] / "data" / "fp8_block.npz"
 
 
 def weights(shape: tuple[int, int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Magnitudes over many powers of two, from block to block too."""
+    """Weights whose magnitudes span many powers of two, also between blocks."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.randn(shape, generator=generator).mul(2).exp2()
     return (torch.randn(shape, generator=generator) * spread).to(dtype)
@@ -34,7 +34,7 @@ def weights(shape: tuple[int, int], seed: int, dtype: torch.dtype = torch.bfloat
 
 @pytest.mark.parametrize("name", sorted(np.load(VECTORS)["names"]))
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_blocks_have_transformer_engines_bytes(name: str, power_of_two: bool) -> None:
+def test_codes_and_scales_of_blocks_equal_transformer_engines_bytes(name: str, power_of_two: bool) -> None:
     vectors = np.load(VECTORS)
     weight = torch.from_numpy(vectors[f"{name}/weight"])
     weight = weight.view(torch.bfloat16) if weight.dtype == torch.int16 else weight
@@ -44,7 +44,7 @@ def test_blocks_have_transformer_engines_bytes(name: str, power_of_two: bool) ->
     assert np.array_equal((1 / scale).numpy().view(np.int32), vectors[f"{name}/{kind}/inverse"].view(np.int32))
 
 
-def test_rows_follow_the_rule_written_out() -> None:
+def test_rows_equal_the_naive_rule() -> None:
     weight = weights((9, 70), 0)
     weight[3] = 0
     weight[4] = 1e-38
@@ -71,7 +71,7 @@ def e4m3(value: float) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 1 << 20), st.booleans(), st.data())
-def test_a_slice_has_the_codes_of_the_whole(
+def test_a_slice_has_the_codes_of_the_whole_matrix(
     num_rows: int, num_columns: int, seed: int, power_of_two: bool, data: st.DataObject
 ) -> None:
     whole = weights((num_rows, num_columns), seed)

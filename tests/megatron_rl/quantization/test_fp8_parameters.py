@@ -1,4 +1,4 @@
-"""FP8 parameters are read box by box from codes and scales, filled whole, and moved with all that belongs to them."""
+"""FP8 parameters are read box by box from codes and scales, written as a whole, and moved with their attributes."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def requantised(weight):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_box_is_that_part_of_the_whole_and_padding_of_scales_is_never_read(shape):
+def test_a_box_equals_that_part_of_the_whole_and_padding_of_scales_is_never_read(shape):
     weight = weight_of(shape)
     parameter = FakeFp8Parameter(weight)
     whole = fp8_parameters.decoded(parameter)
@@ -52,8 +52,8 @@ def test_a_plain_parameter_is_read_as_it_is():
 
 
 @pytest.mark.parametrize("largest", [448.0, 300.0, 225.0, 224.5, 3e-5])
-def test_quantising_what_was_decoded_changes_no_number(largest):
-    """What a checkpoint does; 225 is rounded to 224, which takes the next scale."""
+def test_quantising_decoded_values_changes_no_value(largest):
+    """As in a checkpoint; 225 is rounded to 224, which gets the next scale."""
     weight = weight_of((256, 256), seed=3)
     weight[:128, :128] *= largest / weight[:128, :128].abs().max()
     weight[0, 0] = largest
@@ -61,7 +61,7 @@ def test_quantising_what_was_decoded_changes_no_number(largest):
     assert torch.equal(requantised(once), once)
 
 
-def test_what_is_no_number_is_refused():
+def test_nan_codes_are_refused():
     parameter = FakeFp8Parameter(weight_of((256, 256)))
     blocks = fp8_parameters.Blocks.of(parameter)
     everything = (slice(0, 256), slice(0, 256))
@@ -82,7 +82,7 @@ def test_scales_of_another_layout_are_refused():
         fp8_parameters.Blocks.of(parameter)
 
 
-def test_the_first_weights_are_quantised_and_kept_for_the_masters():
+def test_initial_weights_are_quantised_and_kept_for_the_masters():
     parameter, weight = FakeFp8Parameter(torch.zeros(256, 256, dtype=torch.bfloat16)), weight_of((256, 256))
     fp8_parameters.fill(parameter, weight)
     assert parameter.get_high_precision_init_val() is weight
@@ -91,14 +91,14 @@ def test_the_first_weights_are_quantised_and_kept_for_the_masters():
     assert parameter.get_high_precision_init_val() is None
 
 
-def test_scales_that_are_no_powers_of_two_are_refused_by_the_variable_that_makes_them():
+def test_scales_that_are_not_powers_of_two_are_refused_naming_the_environment_variable():
     parameter = FakeFp8Parameter(weight_of((128, 128)))
     parameter._quantizer.force_pow_2_scales = False
     with pytest.raises(ValueError, match="NVTE_FP8_BLOCK_SCALING_FP32_SCALES = 1"):
         fp8_parameters.fill(parameter, weight_of((128, 128)))
 
 
-def test_all_that_belongs_to_a_parameter_is_moved():
+def test_all_tensors_of_a_parameter_are_listed_for_moving():
     parameter = FakeFp8Parameter(weight_of((256, 128)))
     assert sum(part.nbytes for part in fp8_parameters.buffers(parameter)) == 2 * 256 * 128 + 4 * (2 * 4 + 1 * 4)
     parameter._columnwise_data = parameter._columnwise_scale_inv = None
@@ -106,7 +106,7 @@ def test_all_that_belongs_to_a_parameter_is_moved():
 
 
 class FakeModel:
-    """Parameters by name; those of matrices are FP8."""
+    """Parameters by name; matrices are FP8."""
 
     def __init__(self, held):
         matrices = {one.megatron_name for one in held if one.kind is Kind.LINEAR}
@@ -121,7 +121,7 @@ class FakeModel:
         return self.parameters.items()
 
 
-def test_loading_fills_fp8_parameters_whole_and_others_as_ever(tmp_path):
+def test_loading_writes_fp8_parameters_as_a_whole_and_others_in_place(tmp_path):
     spec = read_model_spec(save_model("wide", tmp_path, dtype=torch.float32))
     for rank in range(2):
         held = rank_shards(spec, ParallelConfig(tensor=2), tensor_rank=rank, pipeline_rank=0, uses_te_layer_names=True)

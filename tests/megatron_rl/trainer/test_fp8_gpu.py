@@ -57,18 +57,18 @@ def masters(trainer):
 
 
 def codes_of(weight):
-    """Codes and inverse scales by the rule that a CPU test holds against a naive one."""
+    """Codes and inverse scales by the rule that a CPU test compares with a naive one."""
     scale = fp8_scale(block_amax(weight), power_of_two=True, dtype=torch.bfloat16)
     return fp8_block_codes(weight, scale).view(torch.uint8), 1.0 / scale
 
 
 def contents(trainer):
-    """Copies of all that FP8 parameters consist of."""
+    """Copies of all tensors of FP8 parameters."""
     return [part.clone() for one in primaries(trainer).values() for part in fp8_parameters.buffers(one)]
 
 
 def same(found, expected):
-    """Whether all tensors have the same bytes; the padding of scales may be anything that is not a number."""
+    """Whether all tensors have the same bytes; the padding of scales may be any NaN."""
     return all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) or torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(found, expected, strict=True)
@@ -76,7 +76,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("family", ["blocks", "wide"])
-def test_a_step_in_fp8_loses_what_a_step_in_bf16_loses(single_rank, tmp_path, family):
+def test_a_step_in_fp8_has_nearly_the_loss_of_a_step_in_bf16(single_rank, tmp_path, family):
     directory = save_model(family, tmp_path / "model", dtype=torch.bfloat16)
     found = {fp8: losses(trainer_of(single_rank, directory, fp8)) for fp8 in ("none", "blockwise", "blockwise_param")}
     for first, second in found.values():
@@ -86,7 +86,7 @@ def test_a_step_in_fp8_loses_what_a_step_in_bf16_loses(single_rank, tmp_path, fa
 
 
 @pytest.mark.parametrize("family", ["blocks", "wide"])
-def test_masters_are_the_loaded_weights_and_codes_are_theirs(single_rank, tmp_path, family):
+def test_masters_equal_the_loaded_weights_and_codes_are_those_of_the_masters(single_rank, tmp_path, family):
     directory = save_model(family, tmp_path / "model", dtype=torch.bfloat16)
     loaded = dict(trainer_of(single_rank, directory, "none")._model.named_parameters())
     trainer = trainer_of(single_rank, directory, "blockwise_param")
@@ -116,7 +116,7 @@ def test_a_step_changes_parameters_to_the_codes_of_their_masters_in_both_orienta
 
 
 @pytest.mark.parametrize(("family", "share"), [("blocks", 1.0), ("wide", None)])
-def test_what_is_published_are_the_parameters_own_codes_where_blocks_agree(single_rank, tmp_path, family, share):
+def test_published_codes_are_the_parameters_codes_where_blocks_agree(single_rank, tmp_path, family, share):
     from megatron_rl.weights.quantization_stats import code_metrics
 
     trainer = trainer_of(single_rank, save_model(family, tmp_path / "model", dtype=torch.bfloat16), "blockwise_param")
@@ -141,7 +141,7 @@ def test_what_is_published_are_the_parameters_own_codes_where_blocks_agree(singl
     assert all(agreed) == (found == 1.0) == (share == 1.0) and found > 0
 
 
-def test_the_probe_is_of_what_was_published_and_leaves_the_parameters_alone(single_rank, tmp_path):
+def test_the_probe_uses_the_published_values_and_leaves_the_parameters_unchanged(single_rank, tmp_path):
     directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
     trainer = trainer_of(single_rank, directory, "blockwise_param", format="bf16")
     losses(trainer, steps=1)
@@ -155,7 +155,7 @@ def test_the_probe_is_of_what_was_published_and_leaves_the_parameters_alone(sing
     np.testing.assert_allclose(found, plain.probe(PROBE).logprobs, atol=1e-3)
 
 
-def test_a_checkpoint_of_fp8_parameters_goes_on_as_if_it_had_not_been_left(single_rank, tmp_path):
+def test_training_resumed_from_a_checkpoint_of_fp8_parameters_is_unchanged(single_rank, tmp_path):
     directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
     trainer = trainer_of(single_rank, directory, "blockwise_param")
     losses(trainer, steps=1)
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_fp8_parameters_goes_on_as_if_it_had_not_been_left(singl
 
 
 @pytest.mark.parametrize("fp8", ["blockwise", "blockwise_param"])
-def test_what_was_in_host_memory_comes_back_and_goes_on(single_rank, tmp_path, fp8):
+def test_training_after_offloading_to_host_memory_is_unchanged(single_rank, tmp_path, fp8):
     trainer = trainer_of(single_rank, save_model("blocks", tmp_path / "model", dtype=torch.bfloat16), fp8)
     (first,) = losses(trainer, steps=1)
     before = contents(trainer)

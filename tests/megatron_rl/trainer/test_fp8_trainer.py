@@ -46,7 +46,7 @@ def same(found, expected):
 
 
 def through_a_step(position, parallel, directory, work, batch):
-    """Asserts on this rank; what it has published, its plan, and its own codes and scales where blocks agree."""
+    """Asserts on this rank; returns its published bytes, its plan, and its codes and scales where blocks agree."""
     with in_megatron():
         plain = trainer_of(position, parallel, directory, "none")
         loaded = {name: one.detach().clone() for name, one in plain._model.named_parameters()}
@@ -59,7 +59,7 @@ def through_a_step(position, parallel, directory, work, batch):
             master = getattr(one, "main_param", None)
             if master is not None:
                 held += master.numel()
-                # and not of what was rounded to FP8
+                # and not those of weights rounded to FP8
                 assert np.isin(master.clone().numpy(), loaded[name].float().numpy()).all(), name
         assert held == sum(one.numel() for one in primaries(trainer).values()) or parallel.data > 1
 

@@ -1,4 +1,4 @@
-"""One trainer, cut in several ways: same learning, same published weights, same state after a reload."""
+"""One trainer in several partitions: same learning, same published weights, same state after a reload."""
 
 import math
 from dataclasses import replace
@@ -103,7 +103,7 @@ def assembled(outcomes) -> dict[str, np.ndarray]:
 
 
 def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
-    """Without what clocks said."""
+    """Metrics without measured times."""
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
@@ -125,7 +125,7 @@ ALGORITHMS = {
     ("family", "name", "layouts"),
     [*(("qwen3", name, LAYOUTS) for name in ALGORITHMS), ("qwen3_moe", "one update", SPREAD)],
 )
-def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, family, name, layouts):
+def test_every_partition_learns_the_same_as_a_single_process(ranks, tmp_path, family, name, layouts):
     algorithm = ALGORITHMS[name]
     save_model(family, tmp_path)
     single = ParallelConfig()
@@ -148,8 +148,8 @@ def test_every_partition_learns_what_a_single_process_learns(ranks, tmp_path, fa
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
 
 
-def naively(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales."""
+def naive_codes(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales by the rule of each format."""
     if format == "fp8_block":
         return in_blocks(weight)
     largest = np.abs(weight).max(axis=1, keepdims=True)
@@ -190,7 +190,7 @@ def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_pa
         found = assembled(ranks.run(train_and_publish, spec, [], parallel=parallel))
         for name, tensor in tensors.items():
             if ".layers." in name and tensor.ndim == 2:
-                codes, scales = naively(tensor.float().numpy(), format)
+                codes, scales = naive_codes(tensor.float().numpy(), format)
                 suffix = "_scale_inv" if format == "fp8_block" else "_scale"
                 np.testing.assert_array_equal(found.pop(name + suffix), scales)
                 np.testing.assert_array_equal(found.pop(name), codes)
@@ -199,7 +199,7 @@ def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_pa
         assert not found
 
 
-def test_the_probe_sees_the_weights_as_published_and_leaves_the_model_alone(ranks, tmp_path):
+def test_the_probe_uses_the_published_weights_and_leaves_the_model_unchanged(ranks, tmp_path):
     algorithm = ALGORITHMS["one update"]
     save_model("qwen3", tmp_path)
     probes = {}
@@ -214,7 +214,7 @@ def test_the_probe_sees_the_weights_as_published_and_leaves_the_model_alone(rank
 
 
 def probe_twice(position, parallel, spec):
-    """The probe's log-probabilities, and those of a model into which the published values were written."""
+    """Log-probabilities of the probe, and of a model that holds the published values."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
@@ -264,7 +264,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(ranks, tm
 
 
 def train_on_a_poisoned_batch(position, parallel, spec, batch):
-    """Train with an infinite advantage, then as usual; parameters before and after the first, and both results."""
+    """Train with an infinite advantage, then as usual; returns parameters around the first step, and both results."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
@@ -296,7 +296,7 @@ def replace_advantages(batch, advantage):
     ],
     ids=["same", "pipeline", "single", "single, experts"],
 )
-def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left(ranks, tmp_path, family, target):
+def test_training_resumed_under_another_partition_is_unchanged(ranks, tmp_path, family, target):
     algorithm = ALGORITHMS["one update"]
     model, saved = tmp_path / "model", tmp_path / "saved"
     save_model(family, model)
@@ -314,7 +314,7 @@ def test_a_checkpoint_goes_on_under_another_partition_as_if_it_had_not_been_left
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
 
 
-def test_a_checkpoint_of_the_distributed_optimizer_goes_on_bit_by_bit(ranks, tmp_path):
+def test_training_resumed_with_the_distributed_optimizer_is_bitwise_equal(ranks, tmp_path):
     algorithm = ALGORITHMS["one update"]
     model, saved = tmp_path / "model", tmp_path / "saved"
     save_model("qwen3_tied", model)
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_bit_by_bit(ranks, tmp
     assert all(np.array_equal(tensor, found[name]) for name, tensor in assembled(whole).items())
 
 
-def test_a_checkpoint_of_spread_experts_goes_on_where_they_are_spread_and_nowhere_else(ranks, tmp_path):
+def test_a_checkpoint_of_expert_parallel_ranks_resumes_only_with_the_same_expert_partition(ranks, tmp_path):
     algorithm, spread = ALGORITHMS["one update"], ParallelConfig(data=2, expert=2)
     model, saved = tmp_path / "model", tmp_path / "saved"
     save_model("qwen3_moe", model)
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_spread_experts_goes_on_where_they_are_spread_and_nowher
 
 
 def train_save_train(position, parallel, spec, batch, path):
-    """Two steps with a checkpoint between them; then what `train_and_publish` returns."""
+    """Two steps with a checkpoint between them; returns the same as `train_and_publish`."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
@@ -365,9 +365,7 @@ def finish_with(trainer, batch):
     return results, sender.contents, None, trainer.plan
 
 
-def test_supervised_steps_learn_the_same_under_every_partition_and_its_loss_is_the_mean_negative_logprob(
-    ranks, tmp_path
-):
+def test_supervised_steps_learn_the_same_under_every_partition_with_the_mean_negative_logprob_as_loss(ranks, tmp_path):
     algorithm = ALGORITHMS["one update"]
     directory = save_model("qwen3", tmp_path)
     generator = np.random.default_rng(0)
@@ -405,7 +403,7 @@ def sft_steps(position, parallel, spec, batches, rows):
 
 
 def teacher_forced(directory, rows):
-    """Log-probabilities of the responses by transformers."""
+    """Log-probabilities of the responses, computed by transformers."""
     sequences = [np.concatenate(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
     logits = reference_logits(directory, sequences).split([len(ids) for ids in sequences])
     for prompt, ids, of_row in zip(rows.prompts, sequences, logits, strict=True):
@@ -414,7 +412,7 @@ def teacher_forced(directory, rows):
 
 
 def train_with_moves(position, parallel, spec, batches, moves):
-    """Train on every batch, moving these parts out and in between; the weights at last, and bytes that were freed."""
+    """Train on every batch and offload these parts in between; returns the final weights and the freed bytes."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
@@ -431,7 +429,7 @@ def train_with_moves(position, parallel, spec, batches, moves):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_trainer_that_was_in_host_memory_goes_on_bit_by_bit(ranks, tmp_path, distributed):
+def test_training_after_offloading_to_host_memory_is_bitwise_equal(ranks, tmp_path, distributed):
     save_model("qwen3", tmp_path)
     parallel, algorithm = DP2, ALGORITHMS["one update"]
     spec = trainer_spec(tmp_path, parallel, algorithm, distributed=distributed)

@@ -1,4 +1,4 @@
-"""Where the blocks of a trainer's FP8 parameter and of an engine's matrix are the same, against counting by hand."""
+"""Boxes in which FP8 blocks of trainer and engine agree, against counting by hand."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ steps = st.sampled_from([0, 1, 64, 127, 128, 129, 192, 256, 384])
 
 
 @given(hf_start=steps, megatron_start=steps, size=steps.filter(bool), hf_more=steps, megatron_more=steps)
-def test_blocks_agree_where_both_grids_cut_the_box_alike(hf_start, megatron_start, size, hf_more, megatron_more):
+def test_blocks_agree_if_both_grids_cut_the_box_alike(hf_start, megatron_start, size, hf_more, megatron_more):
     hf_size, megatron_size = hf_start + size + hf_more, megatron_start + size + megatron_more
     alike = blocks(hf_start, size, hf_size) == blocks(megatron_start, size, megatron_size)
     whole = all(first >= 0 and last <= size for first, last in blocks(hf_start, size, hf_size))
@@ -48,11 +48,11 @@ def test_blocks_agree_where_both_grids_cut_the_box_alike(hf_start, megatron_star
 
 
 @pytest.mark.parametrize(("spec", "tensor"), [(QWEN_7B, 1), (QWEN_7B, 4), (QWEN_30B_A3B, 1), (QWEN_30B_A3B, 2)])
-def test_common_models_are_taken_over_whole(spec, tensor):
+def test_common_models_are_passed_through_completely(spec, tensor):
     assert cut_otherwise(spec, ParallelConfig(tensor=tensor)) == ()
 
 
-def test_heads_of_64_and_uneven_networks_are_cut_otherwise():
+def test_heads_of_64_and_uneven_ffn_sizes_have_other_blocks():
     halves = replace(QWEN_7B, head_dim=64, num_heads=56, num_kv_heads=8)
     assert cut_otherwise(halves, ParallelConfig()) == ("q_proj", "k_proj", "v_proj")
     assert cut_otherwise(replace(QWEN_7B, ffn_size=18944 + 64), ParallelConfig(tensor=1)) == ("gate_proj", "up_proj")
@@ -61,7 +61,7 @@ def test_heads_of_64_and_uneven_networks_are_cut_otherwise():
     assert cut_otherwise(QWEN_30B_A3B, ParallelConfig(tensor=4)) == uneven
 
 
-def test_matrices_of_a_rank_are_fused_and_cut_as_megatron_does():
+def test_matrices_of_a_rank_are_fused_and_cut_as_in_megatron():
     held = rank_matrices(QWEN_7B, ParallelConfig(tensor=4))
     assert list(held.values()) == [
         ((28 + 8) * 128 // 4, 3584),

@@ -46,7 +46,7 @@ def test_hugging_face_to_megatron_and_back_is_bitwise(ranks, tmp_path, family, p
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=2, expert=2), ParallelConfig(tensor=2, data=2, expert=2)])
-def test_experts_that_are_spread_come_back_bitwise(ranks, tmp_path, parallel):
+def test_experts_on_several_ranks_round_trip_bitwise(ranks, tmp_path, parallel):
     source = save_model("qwen3_moe", tmp_path / "source")
     ranks.run(load_and_export, source, tmp_path / "copy", "fp32", 1 << 30, parallel=parallel)
     assert_bitwise_equal(tensors_of(tmp_path / "copy"), tensors_of(source))
@@ -70,7 +70,7 @@ def test_sharded_bf16_files_round_trip_and_load_in_transformers(ranks, tmp_path)
     assert torch.equal(model(ids).logits, original(ids).logits)
 
 
-def test_an_export_takes_the_dtype_of_the_trainer(ranks, tmp_path):
+def test_an_export_has_the_dtype_of_the_trainer(ranks, tmp_path):
     source = save_model("llama", tmp_path / "source")
     ranks.run(load_and_export, source, tmp_path / "copy", "bf16", 1 << 30, parallel=ParallelConfig(tensor=2))
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
@@ -93,7 +93,7 @@ def test_an_existing_directory_is_refused_on_every_rank(ranks, tmp_path):
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"of another shape: model.norm.weight is \[3\]"),
     ],
 )
-def test_a_directory_that_is_not_the_model_is_refused_by_name(ranks, tmp_path, change, message):
+def test_a_directory_of_another_model_is_refused_naming_the_tensor(ranks, tmp_path, change, message):
     source = save_model("llama", tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     change(tensors)

@@ -1,4 +1,4 @@
-"""Any trainer of 64 ranks to any engines of 64 ranks: what arrives is what slicing the whole quantised model gives.
+"""Any trainer of 64 ranks to any engines of 64 ranks: received parts equal slices of the whole quantised model.
 
 The real plan, packers and received; a transport that is a dictionary, and a collective that is a barrier of threads.
 """
@@ -41,7 +41,7 @@ SPEC = dataclasses.replace(
 
 
 class Meeting:
-    """An all-reduce over threads: everybody brings a tensor and leaves with the largest of each element."""
+    """A max all-reduce over threads: each thread gives a tensor and gets the elementwise maximum."""
 
     def __init__(self, size: int) -> None:
         self.brought: list[torch.Tensor] = []
@@ -65,7 +65,7 @@ def whole_model(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
 
 
 def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every tensor of a publish, by the format's rule on uncut matrices."""
+    """Every tensor of a publish, quantised by the format's rule from whole matrices."""
     format, layout = CODE_FORMATS.get(plan.format.name), plan.format.layout
     rule = None if format is None else Quantizer(format=format, backend=TorchBackend())
     found = {}
@@ -85,7 +85,7 @@ def quantised_whole(plan: ReshardPlan, whole: dict[str, torch.Tensor]) -> dict[s
 
 
 def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-    """What a rank with these shards would hold of the model."""
+    """Parameters of a rank with these shards."""
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(held).items()}
     for one in held:
         parameters[one.megatron_name][one.megatron_slices] = whole[one.hf_name][one.hf_slices]
@@ -93,9 +93,9 @@ def parameters_of(held, whole: dict[str, torch.Tensor]) -> dict[str, torch.nn.Pa
 
 
 def shares(spec: ModelSpec, format: WeightFormat, num_ranks: int, seed: int) -> list[Required]:
-    """What the ranks of an engine take: each tensor cut by rows or columns at random places, or held by all.
+    """Boxes that an engine's ranks require: each tensor cut by rows or columns at random positions, or required by all.
 
-    Of a stack every expert's matrix is cut alike, or whole experts are dealt out.
+    In a stack, every expert's matrix is cut alike, or whole experts are distributed.
     """
     random = torch.Generator().manual_seed(seed)
     found: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(num_ranks)]
@@ -125,7 +125,7 @@ def _of_single_experts(box: Box) -> Iterator[Box]:
 
 
 def assembled(received: ReceivedPieces, name: str, box: Box) -> torch.Tensor:
-    """A part as a loader is fed with it: a vector whole, a matrix piece by piece."""
+    """A part as a loader gets it: a vector as a whole, a matrix piece by piece."""
     if len(box.shape) < 2:
         return received.read(name, box)
     found: torch.Tensor | None = None
@@ -141,13 +141,14 @@ layouts = st.sampled_from([(t, p, WORLD // t // p) for t in (1, 2, 4, 8) for p i
 
 @pytest.fixture
 def meetings(monkeypatch):
-    """Groups are `Meeting`s while this test runs."""
+    """Process groups are `Meeting`s during this test."""
     stand_in = SimpleNamespace(
         all_reduce=lambda tensor, op, group: group.all_reduce(tensor), ReduceOp=SimpleNamespace(MAX="max")
     )
     monkeypatch.setattr(packer_module, "dist", stand_in)
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=4,  # drawn anew in every session
@@ -163,7 +164,7 @@ def meetings(monkeypatch):
     box_size=st.sampled_from([300, 1 << 20]),
     seed=st.integers(0, 1000),
 )
-def test_what_arrives_is_what_slicing_the_whole_quantised_model_gives(
+def test_received_parts_equal_slices_of_the_whole_quantised_model(
     meetings, layout, engine_ranks, name, experts, bucket_bytes, box_size, seed
 ):
     tensor, pipeline, data = layout

@@ -1,4 +1,4 @@
-"""FP8 parameters are published as they are where blocks agree; elsewhere what is quantised is what they stand for."""
+"""FP8 parameters are published unchanged where blocks agree; elsewhere their decoded values are quantised."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ TORCH = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float32": torch.float3
 
 
 class Published:
-    """One trainer rank, its last layer in BF16, and what it sends."""
+    """One trainer rank whose last layer is BF16, and its sent bytes."""
 
     def __init__(self, format, bucket_bytes=20_000):
         parallel = ParallelConfig()
@@ -84,7 +84,7 @@ class Published:
 
 
 def linears(published):
-    """Shard, parameter and whether blocks agree, of every FP8 box."""
+    """Shard, parameter and block agreement of every FP8 box."""
     for one in published.held:
         parameter = published.parameters[one.megatron_name]
         if fp8_parameters.is_fp8_parameter(parameter):
@@ -92,7 +92,7 @@ def linears(published):
 
 
 @pytest.mark.parametrize("bucket_bytes", [3_000, 1 << 20])
-def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes):
+def test_sent_codes_and_scales_are_the_parameters_where_blocks_agree(bucket_bytes):
     published = Published("fp8_block", bucket_bytes)
     sent = published.send()
     agreed = {}
@@ -115,7 +115,7 @@ def test_codes_and_scales_are_the_parameters_own_where_blocks_agree(bucket_bytes
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_channel"])
-def test_other_formats_quantise_what_the_parameter_stands_for(name):
+def test_other_formats_quantise_the_parameters_decoded_values(name):
     published = Published(name)
     sent, format = published.send(), Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     for matrix in {one.hf_name for one, _, _ in linears(published)}:
@@ -129,7 +129,7 @@ def test_other_formats_quantise_what_the_parameter_stands_for(name):
         assert torch.equal(sent[matrix + "_scale"], format.scales(factors)), matrix
 
 
-def test_bf16_is_what_the_parameter_stands_for():
+def test_bf16_sends_the_parameters_decoded_values():
     published = Published("bf16")
     sent = published.send()
     for one, parameter, _ in linears(published):
@@ -138,7 +138,7 @@ def test_bf16_is_what_the_parameter_stands_for():
 
 @pytest.mark.parametrize("size", [5000, 1 << 20])
 @pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
-def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, size):
+def test_published_values_and_fingerprints_are_those_of_the_sent_bytes(monkeypatch, format, size):
     published = Published(format)
     sent = published.send()
     sums = published.packer.published_fingerprint()
@@ -157,7 +157,7 @@ def test_published_values_and_sums_are_of_what_was_sent(monkeypatch, format, siz
             assert torch.equal(found, fp8_parameters.values(parameter, one.megatron_slices))
 
 
-def test_what_is_taken_over_and_what_is_quantised_again_is_counted():
+def test_passed_through_and_requantised_bytes_are_counted():
     published = Published("fp8_block")
     published.send()
     metrics = code_metrics(published.packer.watch.sums())
@@ -170,7 +170,7 @@ def test_what_is_taken_over_and_what_is_quantised_again_is_counted():
     assert code_metrics(other.packer.watch.sums())["publish/as_is_share"] == 0
 
 
-def test_a_code_that_is_no_number_stops_the_publish_by_name():
+def test_a_nan_code_stops_the_publish_naming_the_tensor():
     published = Published("fp8_block")
     published.parameters["decoder.layers.0.self_attention.linear_proj.weight"]._rowwise_data[0, 0] = 0x7F
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: 1 FP8 codes .* diverged"):
@@ -178,7 +178,7 @@ def test_a_code_that_is_no_number_stops_the_publish_by_name():
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])
-def test_a_weight_that_is_no_number_stops_the_publish_before_anything_of_its_matrix_leaves(format):
+def test_a_nan_weight_stops_the_publish_before_any_byte_of_its_matrix_is_sent(format):
     class Recording(MemorySender):
         committed: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What 8 bits cost is summed over pieces, ranks and layers, and said in decibels and shares."""
+"""Quantisation error is summed over pieces, ranks and layers, and reported in dB and shares."""
 
 import math
 
@@ -14,12 +14,12 @@ from rollout.weights.manifest import Box
 BOX = Box(start=(64, 0), shape=(64, 8))
 
 
-def test_one_in_128_rows_of_a_piece_is_looked_at_and_at_least_one() -> None:
+def test_one_in_128_rows_of_a_piece_is_measured_and_at_least_one() -> None:
     assert sampled_rows(Box(start=(64, 0), shape=(300, 8))) == Box(start=(64, 0), shape=(2, 8))
     assert sampled_rows(Box(start=(3, 5), shape=(7, 2))) == Box(start=(3, 5), shape=(1, 2))
 
 
-def test_signal_noise_saturation_and_change_by_hand() -> None:
+def test_signal_noise_saturation_and_change_equal_hand_computed_values() -> None:
     watch = CodeWatch()
     weight = torch.tensor([[3.0, -4.0]])
     for codes in (torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[127, 3]], dtype=torch.int8)):
@@ -32,7 +32,7 @@ def test_signal_noise_saturation_and_change_by_hand() -> None:
     assert sums.sqnr_db == pytest.approx(10 * math.log10(25))
 
 
-def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() -> None:
+def test_a_non_contiguous_part_of_a_matrix_is_measured_too() -> None:
     whole = torch.arange(1.0, 25.0).view(4, 6)
     watch, other = CodeWatch(), CodeWatch()
     for one, weight in ((watch, whole[:, 2:5]), (other, whole[:, 2:5].clone())):
@@ -40,7 +40,7 @@ def test_a_part_of_a_matrix_that_does_not_lie_in_one_piece_is_looked_at_too() ->
     assert watch.sums() == other.sums() and watch.sums()[0].noise == pytest.approx(12 * 0.25)
 
 
-def test_layers_add_up_over_ranks() -> None:
+def test_errors_of_layers_are_summed_over_ranks() -> None:
     a, b = (
         QuantizationStats(signal=90.0, noise=1.0, num_codes=10),
         QuantizationStats(signal=10.0, noise=9.0, num_codes=30),
@@ -56,7 +56,7 @@ def test_layers_add_up_over_ranks() -> None:
 
 @pytest.mark.parametrize(("name", "least", "most"), [("int8", 38, 44), ("fp8_channel", 30, 33), ("fp8_block", 30, 33)])
 def test_gaussian_weights_have_the_noise_of_their_format(name: str, least: float, most: float) -> None:
-    """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three bits of mantissa whatever the scale."""
+    """INT8 over +-4 sigma has steps of 4 / 127 sigma; e4m3 has three mantissa bits at every scale."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     format = Quantizer(format=CODE_FORMATS[name], backend=TorchBackend())
     factors = format.factors(format.amax(weight, (0, 0)))

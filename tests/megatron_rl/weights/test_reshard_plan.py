@@ -56,7 +56,7 @@ def test_every_plan_keeps_the_invariants_of_its_docstring(spec, parallel, name, 
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_int8_wire_bytes_are_about_half_of_bf16_for_what_is_quantised(tensor):
+def test_quantised_tensors_take_about_half_the_bytes_of_bf16_in_int8(tensor):
     def linear_bytes(format):
         tensors = wire_tensors(SPEC, WeightFormat(name=format))
         return sum(t.num_bytes for t in tensors if ".layers." in t.name and len(t.shape) == 2)
@@ -108,7 +108,7 @@ def test_an_unknown_format_is_refused_by_name():
 
 
 def shards(spec, format, num_ranks: int) -> list[dict[str, tuple[Box, ...]]]:
-    """What ranks of a tensor-parallel engine would take: rows or columns by the names, the rest whole."""
+    """Boxes that ranks of a tensor-parallel engine require: rows or columns by name, other tensors whole."""
     found: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(num_ranks)]
     for tensor in wire_tensors(spec, format):
         dim = 1 if "o_proj" in tensor.name or "down_proj" in tensor.name else 0
@@ -130,7 +130,7 @@ def shards(spec, format, num_ranks: int) -> list[dict[str, tuple[Box, ...]]]:
     num_ranks=st.sampled_from([1, 2, 4]),
     bucket_bytes=st.integers(200, 40_000),
 )
-def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, name, num_ranks, bucket_bytes):
+def test_each_engine_rank_gets_its_required_boxes_and_little_else(spec, parallel, name, num_ranks, bucket_bytes):
     format = WeightFormat(name=name)
     required = shards(spec, format, num_ranks)
     plan = plan_reshard(
@@ -144,7 +144,7 @@ def test_each_engine_rank_gets_what_it_takes_and_little_else(spec, parallel, nam
         assert sent == sum(box.size for own in boxes.values() for box in own)
 
 
-def test_what_no_engine_takes_is_sent_all_the_same_so_that_a_publish_is_whole():
+def test_tensors_that_no_engine_requires_are_sent_too_so_that_a_publish_is_complete():
     required = [{tensor.name: () for tensor in wire_tensors(SPEC, INT8)}]
     plan = plan_reshard(
         SPEC, ParallelConfig(), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, required=required
@@ -153,7 +153,7 @@ def test_what_no_engine_takes_is_sent_all_the_same_so_that_a_publish_is_whole():
     assert {bucket.engine_ranks for bucket in plan.buckets} == {(0,)}
 
 
-def test_a_large_model_on_many_ranks_is_sent_whole():
+def test_a_large_model_on_many_ranks_is_sent_completely():
     spec = dataclasses.replace(
         SPEC, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=29568
     )

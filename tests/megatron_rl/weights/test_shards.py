@@ -45,7 +45,7 @@ def test_the_table_names_every_tensor_of_hugging_face_with_its_shape(specs, fami
 
 @pytest.mark.parametrize(("tensor", "pipeline"), PARTITIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_owned_placements_tile_every_tensor_exactly_once(specs, family, tensor, pipeline):
+def test_owned_shards_tile_every_tensor_exactly_once(specs, family, tensor, pipeline):
     counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(specs[family]).items()}
     for shards in all_ranks(specs[family], tensor, pipeline).values():
         for shard in shards:
@@ -54,7 +54,7 @@ def test_owned_placements_tile_every_tensor_exactly_once(specs, family, tensor, 
 
 
 @pytest.mark.parametrize(("tensor", "expert", "data"), [(1, 2, 2), (2, 4, 8)])
-def test_experts_that_are_spread_tile_their_tensors_once_by_the_first_replicas(specs, tensor, expert, data):
+def test_experts_on_several_ranks_are_tiled_once_by_the_first_replicas(specs, tensor, expert, data):
     spec, parallel = specs["qwen3_moe"], ParallelConfig(tensor=tensor, data=data, expert=expert)
     counts = {name: np.zeros(shape, int) for name, shape in hf_shapes(spec).items()}
     for t in range(tensor):
@@ -67,7 +67,7 @@ def test_experts_that_are_spread_tile_their_tensors_once_by_the_first_replicas(s
 
 @pytest.mark.parametrize(("tensor", "pipeline"), PARTITIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_placements_of_a_rank_tile_its_parameters(specs, family, tensor, pipeline):
+def test_shards_of_a_rank_tile_its_parameters(specs, family, tensor, pipeline):
     for shards in all_ranks(specs[family], tensor, pipeline).values():
         sizes, counts = {}, {}
         for shard in shards:
@@ -132,7 +132,7 @@ def test_only_matrices_of_layers_are_linear(specs):
         assert (shard.kind is Kind.LINEAR) == is_layer_matrix
 
 
-def test_the_last_stage_holds_a_copy_of_a_tied_embedding_that_it_does_not_own(specs):
+def test_the_last_stage_holds_an_unowned_copy_of_a_tied_embedding(specs):
     first, last = all_ranks(specs["qwen3_tied"], 1, 2).values()
     ((owner,), (copy,)) = ([p for p in stage if p.hf_name == "model.embed_tokens.weight"] for stage in (first, last))
     assert (owner.megatron_name, owner.owned) == ("embedding.word_embeddings.weight", True)

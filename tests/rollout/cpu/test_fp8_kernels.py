@@ -1,4 +1,4 @@
-"""Emulated FP8 products against the same products in float64, codes and scales by the rules of the GPU kernels."""
+"""Emulated FP8 products equal float64 products whose codes and scales follow the rules of the GPU kernels."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ROUNDING = 2**-7
 
 
 def e4m3(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """To codes and back, in float64."""
+    """Rounds to e4m3 codes and decodes them, in float64."""
     return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
 
 
@@ -40,7 +40,7 @@ def kernel_of(weight_key, activation_key, shape):
     )
 
 
-def test_channels_have_a_scale_each_and_tokens_too() -> None:
+def test_every_channel_and_every_token_has_a_scale() -> None:
     torch.manual_seed(0)
     weight, inputs = torch.randn(48, 80), torch.randn(5, 80).to(torch.bfloat16)
     scale = weight.abs().amax(1, keepdim=True) / 448
@@ -60,8 +60,8 @@ def test_channels_have_a_scale_each_and_tokens_too() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.7])
-def test_blocks_have_a_scale_each_and_groups_of_inputs_too(factor: float) -> None:
-    """Powers of two, and scales that BF16 does not hold."""
+def test_every_block_and_every_group_of_inputs_has_a_scale(factor: float) -> None:
+    """Scales are powers of two, and numbers that BF16 cannot represent."""
     torch.manual_seed(0)
     weight, inputs = torch.randn(200, 256), torch.randn(5, 256).to(torch.bfloat16)
     weight[:128] *= 100  # scales that differ

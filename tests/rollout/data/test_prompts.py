@@ -59,7 +59,7 @@ def test_ids_equal_those_of_the_chat_template_itself(tmp_path, tokenizer):
         assert prompt.token_ids.tolist() == direct
 
 
-def test_parquet_holds_the_same_rows(tmp_path):
+def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
     path, columns = tmp_path / "rows.parquet", sorted({column for row in ROWS[1:] for column in row})
     table = pyarrow.table({column: [row.get(column) for row in ROWS[1:]] for column in columns})
     pyarrow.parquet.write_table(table, path)
@@ -92,7 +92,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, problem):
         read_rows(str(path))
 
 
-def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
+def test_missing_empty_and_unknown_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_rows(str(tmp_path / "absent.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -124,13 +124,13 @@ def test_overlong_prompts_are_refused_dropped_or_truncated_from_the_left(tmp_pat
         PromptLoader(tokenizer).load(path, max_prompt_tokens=2, overlong="drop")
 
 
-def test_the_limit_reads_no_further(tmp_path):
+def test_rows_beyond_the_limit_are_not_read(tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\nnot json\n")
     assert len(read_rows(str(path), limit=1)) == 1
 
 
-def test_without_a_chat_template_text_is_taken_as_it_is_and_messages_are_refused(tmp_path):
+def test_without_a_chat_template_text_is_used_as_it_is_and_messages_are_refused(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template=None)
     tokenizer = Tokenizer(str(tmp_path))
     loaded = PromptLoader(tokenizer).load(write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), max_prompt_tokens=99)
@@ -139,7 +139,7 @@ def test_without_a_chat_template_text_is_taken_as_it_is_and_messages_are_refused
         PromptLoader(tokenizer).load(write_jsonl(tmp_path / "b.jsonl", ROWS[1:]), max_prompt_tokens=99)
 
 
-def test_a_template_that_refuses_a_conversation_is_named_with_the_line(tmp_path):
+def test_a_conversation_that_the_template_refuses_is_named_by_line(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template="{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*no system turns"):
         PromptLoader(Tokenizer(str(tmp_path))).load(write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), max_prompt_tokens=99)
@@ -159,7 +159,7 @@ def test_a_tokenizer_without_an_end_or_a_directory_without_a_tokenizer_is_refuse
         Tokenizer(str(tmp_path)).facts()
 
 
-def test_the_fingerprint_follows_the_tokenizer(tmp_path, tokenizer):
+def test_the_fingerprint_changes_with_the_tokenizer(tmp_path, tokenizer):
     write_byte_tokenizer(tmp_path)
     assert Tokenizer(str(tmp_path)).facts() == tokenizer.facts()
     write_byte_tokenizer(tmp_path, chat_template="{{ messages[0].content }}")
@@ -195,7 +195,7 @@ def test_every_epoch_holds_every_prompt_once_and_shares_follow_the_weights(sets,
 
 @settings(max_examples=80, deadline=None)
 @given(sets=mixtures(), seed=st.integers(0, 2**32), data=st.data())
-def test_a_resumed_order_issues_exactly_what_was_not_consumed_in_order(sets, seed, data):
+def test_a_resumed_order_issues_the_unconsumed_prompts_in_order(sets, seed, data):
     order = PromptOrder(sets, seed=seed)
     consumed, in_flight = set(), []
     for _ in range(data.draw(st.integers(0, 6))):
@@ -215,7 +215,7 @@ def test_a_resumed_order_issues_exactly_what_was_not_consumed_in_order(sets, see
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12))
-def test_looking_ahead_shows_what_comes_and_changes_nothing(calls):
+def test_peeking_shows_the_next_prompts_and_changes_nothing(calls):
     sets = [PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(5)))]
     order, undisturbed = PromptOrder(sets, seed=3), PromptOrder(sets, seed=3)
     for look, count in calls:
@@ -228,7 +228,7 @@ def test_looking_ahead_shows_what_comes_and_changes_nothing(calls):
     assert order.state() == undisturbed.state()
 
 
-def test_another_seed_or_epoch_is_another_permutation():
+def test_every_seed_and_epoch_has_another_permutation():
     prompts = PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(50)))
     first, second = PromptOrder([prompts], seed=1).take(100), PromptOrder([prompts], seed=2).take(50)
     assert [d.prompt_id for d in first[:50]] != [d.prompt_id for d in first[50:]]
@@ -242,7 +242,7 @@ def test_a_dropped_row_leaves_the_order_of_the_others():
     assert [d.prompt_id for d in rest] == [prompt_id for prompt_id in whole if prompt_id != "a/7"]
 
 
-def test_states_and_sets_that_make_no_sense_are_refused():
+def test_invalid_states_and_prompt_sets_are_refused():
     prompts = PromptSet(prompt_ids=("a/0", "a/1"))
     state = PromptOrder([prompts], seed=1).state()
     with pytest.raises(ValueError, match="other training prompts, weights, seed"):

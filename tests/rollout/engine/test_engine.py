@@ -1,4 +1,4 @@
-"""One engine: what it samples, what it reports of it, and how it is held, aborted and probed."""
+"""One engine: sampling, reports, hold, abort and probe."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ PROMPT = (5, 9, 17, 33)
 
 
 async def teacher_forced(live, ids: list[int], num_prompt: int, temperature: float) -> np.ndarray:
-    """Log-probabilities of a response at a temperature, from all logits of its tokens in one prefill."""
+    """Log-probabilities [tokens] of a response at a temperature, from all logits of one prefill."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=256, detokenize=False)
@@ -28,7 +28,7 @@ async def teacher_forced(live, ids: list[int], num_prompt: int, temperature: flo
     return scaled.gather(1, torch.tensor(ids[num_prompt:])[:, None])[:, 0].numpy()
 
 
-def test_a_new_engine_keeps_requests_until_the_first_publish(live):
+def test_a_new_engine_holds_requests_until_the_first_publish(live):
     assert live.before_publish_0
 
 
@@ -39,12 +39,12 @@ def test_greedy_tokens_and_logprobs_equal_a_fresh_engines(live, loop, oracle):
     assert gap(answers["logprobs"], expected["logprobs"]) < 1e-6
 
 
-def test_the_probe_equals_a_prompts_own_log_probabilities(live, loop, oracle):
+def test_the_probe_equals_the_prompt_log_probabilities(live, loop, oracle):
     loop.run(live.push("A"))
     assert gap([loop.run(live.engine.weights.probe(PROBE))], [oracle.fresh("qwen3", "A", "bf16")["probe"]]) < 1e-6
 
 
-def test_a_probe_disturbs_no_response(live, loop):
+def test_a_probe_changes_no_response(live, loop):
     async def probed():
         job = asyncio.create_task(live.sample(seeds=(4,), max_response_tokens=200))
         await live.until_emitted(20)
@@ -69,14 +69,14 @@ def test_rollout_logprobs_are_those_of_the_sampling_temperature(live, loop, temp
         assert difference.mean() < 0.02 and difference.max() < 0.25
 
 
-def test_the_temperature_is_really_applied(live, loop):
+def test_the_temperature_changes_log_probabilities(live, loop):
     _, columns = loop.run(live.sample(seeds=range(4), temperature=0.6, max_response_tokens=60))
     ids = [*PROMPT, *columns.response(0).tolist()]
     at_one = loop.run(teacher_forced(live, ids, len(PROMPT), 1.0))
     assert np.abs(columns.logprobs(0) - at_one).mean() > 0.2
 
 
-def test_equal_seeds_give_equal_responses_and_others_do_not(live, loop):
+def test_equal_seeds_give_equal_responses_and_other_seeds_do_not(live, loop):
     _, first = loop.run(live.sample(seeds=(7, 7, 8)))
     _, again = loop.run(live.sample(seeds=(7, 7, 8)))
     assert first.response_ids.tolist() == again.response_ids.tolist()
@@ -90,13 +90,13 @@ def test_a_long_prompt_is_prefilled_in_chunks_with_a_seed(live, loop):
     assert columns.response(0).tolist() == columns.response(1).tolist()
 
 
-def test_a_probe_longer_than_a_forward_is_refused_and_the_engine_lives_on(live, loop):
+def test_a_probe_longer_than_a_forward_is_refused_and_the_engine_keeps_serving(live, loop):
     with pytest.raises(RuntimeError, match=r"engine 3 could not probe: .*probe of 65 tokens is longer .*64 tokens"):
         loop.run(live.engine.weights.probe(list(range(65))))
     assert loop.run(live.sample())[0].lengths == (20,)
 
 
-def test_columns_are_read_only_and_add_up(live, loop):
+def test_columns_are_read_only_and_have_consistent_lengths(live, loop):
     summary, columns = loop.run(live.sample(seeds=(1, 2, 3), max_response_tokens=17))
     assert summary.lengths == (17, 17, 17) and columns.offsets.tolist() == [0, 17, 34, 51]
     assert summary.engine_id == 3 and summary.num_prompt_tokens == 4
@@ -125,7 +125,7 @@ def test_a_group_that_does_not_fit_is_refused_naming_both_lengths(live, loop):
         loop.run(live.sample(max_response_tokens=253))
 
 
-def test_abort_keeps_the_tokens_so_far(live, loop):
+def test_abort_keeps_the_tokens_sampled_before(live, loop):
     async def aborted():
         group = live.group(seeds=(21,), max_response_tokens=240)
         job = asyncio.create_task(live.engine.generate_group(group))
@@ -141,8 +141,8 @@ def test_abort_keeps_the_tokens_so_far(live, loop):
     assert sum(span.num_tokens for span in summary.weight_spans[0]) == summary.lengths[0]
 
 
-def test_what_runs_is_told_by_group_with_the_tokens_of_each_response(live, loop):
-    async def told():
+def test_requests_in_flight_are_reported_by_group_with_tokens_per_response(live, loop):
+    async def in_flight_of_a_new_group():
         group = live.group(seeds=(21, 22), max_response_tokens=240)
         job = asyncio.create_task(live.engine.generate_group(group))
         await live.until_emitted(5)
@@ -150,12 +150,12 @@ def test_what_runs_is_told_by_group_with_the_tokens_of_each_response(live, loop)
         await live.engine.abort(group.group_id)
         return group, found, await job
 
-    group, (found,), (summary, columns) = loop.run(told())
+    group, (found,), (summary, columns) = loop.run(in_flight_of_a_new_group())
     assert (found.group_id, found.num_prompt_tokens) == (group.group_id, len(PROMPT))
     assert len(found.emitted) == 2 and 5 <= max(found.emitted) <= max(summary.lengths)
     had = replace(summary, finish_reasons=(FinishReason.STOP, FinishReason.ABORT))
 
-    async def gone_on():
+    async def in_flight_of_the_resumed_group():
         job = asyncio.create_task(live.engine.generate_group(group, had, columns))
         await live.until_emitted(1)
         found = live.engine.in_flight()
@@ -163,15 +163,15 @@ def test_what_runs_is_told_by_group_with_the_tokens_of_each_response(live, loop)
         await job
         return found
 
-    (found,) = loop.run(gone_on())
+    (found,) = loop.run(in_flight_of_the_resumed_group())
     (emitted,) = found.emitted
     assert emitted > summary.lengths[1]
     assert found.num_context_tokens == len(PROMPT) + emitted
     assert live.engine.in_flight() == []
 
 
-def test_a_group_that_was_begun_elsewhere_goes_on_from_its_tokens(live, loop):
-    """One response was over, one is aborted half-way and one before its first token."""
+def test_a_group_begun_on_another_engine_resumes_from_its_tokens(live, loop):
+    """One response has finished, one is aborted half-way and one before its first token."""
     seeds = (21, 22, 23)
 
     async def interrupted(group):
@@ -215,7 +215,7 @@ def test_a_group_that_was_begun_elsewhere_goes_on_from_its_tokens(live, loop):
     assert again.fault == live.engine.fault() == ""
 
 
-def test_a_cancelled_call_ends_its_requests(live, loop):
+def test_a_cancelled_call_aborts_its_requests(live, loop):
     async def cancelled():
         job = asyncio.create_task(live.sample(seeds=(1, 2), max_response_tokens=200))
         await live.until_emitted(5)
@@ -244,7 +244,7 @@ def test_aborting_a_waiting_group_returns_it_empty(live, loop):
     assert summary.oldest_version == live.engine.state().weight_version
 
 
-def test_a_held_engine_samples_nothing_and_then_the_whole_step_the_same_way(live, loop):
+def test_a_held_engine_samples_nothing_and_a_resumed_one_samples_the_same_step(live, loop):
     async def step():
         await live.engine.hold()
         groups = [live.group(seeds=(i, i + 50), prompt=(5 + i, 9)) for i in range(5)]
@@ -293,7 +293,7 @@ def test_kernels_are_listed_by_layer(live, loop):
     assert kernels["model.layers.1.mlp.down_proj"] == "UnquantizedLinearMethod"
 
 
-def test_there_is_nothing_to_resume_in_a_serving_engine(live, loop):
+def test_a_serving_engine_refuses_to_resume(live, loop):
     assert live.engine.state().status is EngineStatus.SERVING
     with pytest.raises(RuntimeError, match="engine 3 is serving and has no update to serve"):
         loop.run(live.engine.weights.resume())

@@ -1,4 +1,4 @@
-"""An engine of two ranks, INT8, that is sent its ranks' parts, rightly and wrongly. And one that loads a directory."""
+"""An INT8 engine of two ranks that receives correct and faulty weights, and one that loads a directory."""
 
 import asyncio
 import os
@@ -50,7 +50,7 @@ def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a two-rank engine that loaded weights B said, before and when its core process was killed."""
+    """Answers of a two-rank engine that loaded weights B, before and when its core process was killed."""
 
     state: EngineState
     answers: dict[str, list]
@@ -127,7 +127,7 @@ def test_an_engine_that_loads_a_directory_serves_it_as_version_0(loaded):
     assert loaded.state.status is EngineStatus.SERVING and loaded.state.weight_version == 0
 
 
-def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(parallel):
+def test_each_rank_requires_its_slice_of_cut_tensors_and_all_of_the_others(parallel):
     """Rank 1 of two; the tiny Qwen3 has four query and two key/value heads of 32, hidden 128, ffn 256."""
     layer = "model.layers.1."
     expected = {
@@ -148,7 +148,7 @@ def test_each_rank_takes_its_own_part_of_what_is_cut_and_all_of_what_is_not(para
         assert required[name] == (Box(start=start, shape=shape),), name
 
 
-def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
+def test_two_ranks_answer_alike_with_pushed_and_with_loaded_weights(parallel, loop, loaded):
     loop.run(parallel.use_shm())
     loop.run(parallel.push("A"))
     assert loop.run(parallel.greedy())["tokens"] != loaded.answers["tokens"]
@@ -156,36 +156,36 @@ def test_two_ranks_hold_what_two_ranks_load(parallel, loop, loaded):
     assert_serves(parallel, loop, loaded.answers)
 
 
-def sums_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
-    """Of the engine when it has applied these tensors and serves nothing yet."""
+def fingerprint_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
+    """Fingerprint of the engine that has applied these tensors and does not serve yet."""
     version = live.engine.state().weight_version + 1
     publish = pack(tensors, version, "int8", num_ranks=2, required=live.engine.weights.required)
     loop.run(live.engine.weights.update(publish.manifest, live.stage(publish)))
     return loop.run(live.engine.weights.loaded_fingerprint())
 
 
-def test_sums_over_the_weights_of_both_ranks_are_those_of_the_checkpoint_but_for_rounding(parallel, loop):
+def test_the_fingerprint_of_both_ranks_equals_that_of_the_checkpoint_but_for_rounding(parallel, loop):
     loop.run(parallel.use_shm())
     for weights in "AB":
         tensors = parallel.tensors(weights)
-        gap, where = difference(sums_after(parallel, loop, tensors), meant(tensors))
+        gap, where = difference(fingerprint_after(parallel, loop, tensors), meant(tensors))
         assert gap < MAX_WEIGHT_GAP / 3, where
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_weights_that_are_not_what_was_meant_have_other_sums(parallel, loop, name):
+def test_wrong_weights_have_another_fingerprint(parallel, loop, name):
     tensor, fault = FAULTS[name]
     loop.run(parallel.use_shm())
     tensors = parallel.tensors("A")
-    gap, where = difference(sums_after(parallel, loop, fault(tensors)), meant(tensors))
+    gap, where = difference(fingerprint_after(parallel, loop, fault(tensors)), meant(tensors))
     assert gap > 2 * MAX_WEIGHT_GAP
     assert re.search(tensor, where), where
 
 
-def test_a_layer_of_the_last_version_has_other_sums(parallel, loop):
+def test_a_stale_layer_changes_the_fingerprint(parallel, loop):
     loop.run(parallel.use_shm())
     tensors = parallel.tensors("A")
-    gap, where = difference(sums_after(parallel, loop, stale(tensors, parallel.tensors("B"))), meant(tensors))
+    gap, where = difference(fingerprint_after(parallel, loop, stale(tensors, parallel.tensors("B"))), meant(tensors))
     assert gap > 2 * MAX_WEIGHT_GAP and LAYER in where
     loop.run(parallel.push("A"))
     with pytest.raises(RuntimeError, match="engine 6 is serving"):
@@ -211,17 +211,17 @@ def test_gloo_reaches_both_ranks_and_a_failure_fences_both(parallel, loop, loade
     del store
 
 
-def test_vllm_still_takes_the_answers_of_a_failed_call_for_those_of_the_next(loaded):
-    """If this fails, `Worker.answer` has lost its reason."""
+def test_vllm_still_mixes_up_late_answers_of_a_failed_call_with_the_next_call(loaded):
+    """If this fails, `Worker.answer` is no longer needed."""
     assert "Worker failed with error" in loaded.late_answers
 
 
-def test_vllm_still_waits_for_the_answer_of_an_engine_that_died(loaded):
-    """If this fails, `vllm_quirks.calls_wait_forever_for_a_dead_engine` has lost its reason."""
+def test_vllm_still_waits_for_the_answer_of_a_dead_engine(loaded):
+    """If this fails, `vllm_quirks.calls_wait_forever_for_a_dead_engine` is no longer needed."""
     assert loaded.vllm_waits
 
 
-def test_a_dead_engine_says_so_and_gives_back_the_tokens_that_it_had(loaded):
+def test_a_dead_engine_reports_its_death_and_returns_the_sampled_tokens(loaded):
     summary, columns = loaded.cut_off
     assert summary.fault.startswith("engine 5: ") and loaded.fault == "engine 5: vLLM's process has ended"
     assert summary.finish_reasons == (FinishReason.ABORT,) * 4 and summary.is_unfinished

@@ -1,4 +1,4 @@
-"""Publishes to a running engine: what is refused, what fences and heals it, which token is of which version."""
+"""Publishes to a running engine: refusals, fences, recovery, and the weight version of every token."""
 
 import asyncio
 import dataclasses
@@ -55,7 +55,7 @@ REFUSED = {
 
 
 async def refused_while_sampling(live, publish: Publish, segments: dict[int, str]) -> str:
-    """Try an update in the middle of a response; everything must go on as if nothing had happened."""
+    """Try an update in the middle of a response; the refused update must change nothing."""
     before = live.engine.state(), live.engine.stats().num_refused
     job = asyncio.create_task(live.sample(seeds=(5,), max_response_tokens=100))
     await live.until_emitted(5)
@@ -101,14 +101,14 @@ def test_a_corrupt_bucket_in_shared_memory_is_refused_and_the_old_weights_serve_
     assert_serves(serving_a, loop, oracle, "A")
 
 
-def test_a_rank_without_segment_is_refused_and_named(serving_a, loop, oracle):
+def test_a_rank_without_shared_memory_file_is_refused_and_named(serving_a, loop, oracle):
     publish = serving_a.publish("B")
     segments = serving_a.stage(publish)
     assert "trainer rank 1" in loop.run(refused_while_sampling(serving_a, publish, {0: segments[0]}))
     assert_serves(serving_a, loop, oracle, "A")
 
 
-def test_weights_go_a_b_a_under_a_running_engine(serving_a, loop, oracle):
+def test_a_running_engine_serves_weights_a_b_and_a_again(serving_a, loop, oracle):
     for weights in "BA":
         loop.run(serving_a.push(weights))
         assert_serves(serving_a, loop, oracle, weights)
@@ -150,7 +150,7 @@ def test_a_failed_probe_fences_the_engine_and_the_next_publish_heals_it(serving_
 
 
 async def updated_in_mid_response(live, num_updates: int):
-    """Sample long responses while weights go B, A, B, ...; returns the group and vLLM's own spans of it."""
+    """Sample long responses while weights change B, A, B, ...; returns the group and vLLM's own version spans."""
     theirs: list[list[tuple[int, int]]] = []
     finish = live.engine._ledger.finish
 
@@ -181,7 +181,7 @@ def test_version_spans_equal_those_that_vllm_reports(serving_a, loop):
         assert [version for version, _ in spans] == [first, first + 1, first + 2, first + 3]
 
 
-def test_every_token_was_sampled_from_the_weights_that_its_span_names(serving_a, loop):
+def test_every_token_was_sampled_from_the_weights_named_by_its_span(serving_a, loop):
     summary, columns, _ = loop.run(updated_in_mid_response(serving_a, 1))
     forced = {}
     for name in "AB":
@@ -201,7 +201,7 @@ def test_every_token_was_sampled_from_the_weights_that_its_span_names(serving_a,
 
 @contextmanager
 def in_flight(live, mode: str):
-    """The engine treats responses in flight so; it reads what it is to do at every update."""
+    """Sets how the engine treats responses in flight; the engine reads the setting at every update."""
     spec = live.engine.weights.spec
     live.engine.weights.spec = dataclasses.replace(spec, in_flight=mode)
     yield
@@ -209,7 +209,7 @@ def in_flight(live, mode: str):
 
 
 async def published_in_mid_response(live, num_updates: int):
-    """Four long responses while the same weights come again and are probed; (times of updates, columns, forwards)."""
+    """Four long responses during publishes of the same weights; returns (times of updates, columns, forwards)."""
     await live.engine.drain_trace()
     times = []
     job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
@@ -223,7 +223,7 @@ async def published_in_mid_response(live, num_updates: int):
     return times, columns, await live.engine.drain_trace()
 
 
-def test_responses_that_keep_their_keys_and_values_go_on_as_if_nothing_had_come(serving_a, loop):
+def test_responses_that_keep_their_keys_and_values_are_unchanged_by_a_publish(serving_a, loop):
     with in_flight(serving_a, "keep_kv"):
         _, expected, _ = loop.run(published_in_mid_response(serving_a, 0))
         times, found, forwards = loop.run(published_in_mid_response(serving_a, 3))
@@ -233,7 +233,7 @@ def test_responses_that_keep_their_keys_and_values_go_on_as_if_nothing_had_come(
     assert max(forwards["num_scheduled_tokens"][4:]) == 4  # the prompts may come in several forwards
 
 
-def test_what_is_recomputed_is_counted(serving_a, loop):
+def test_recomputed_tokens_are_counted(serving_a, loop):
     (times,), _, forwards = loop.run(published_in_mid_response(serving_a, 1))
     assert times.num_in_flight == 4
     assert times.num_recomputed_tokens >= 4 * (len(PROMPT) + 10)
@@ -256,7 +256,7 @@ def test_kept_prefixes_are_not_shared_with_later_responses(serving_a, loop):
     assert np.abs(kept - old).max() > 0.1
 
 
-def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serving_a, loop):
+def test_a_drained_engine_has_finished_its_requests_and_begins_none(serving_a, loop):
     async def drained():
         version = serving_a.engine.state().weight_version
         job = asyncio.create_task(serving_a.sample(max_response_tokens=200))
@@ -289,7 +289,7 @@ def test_a_drained_engine_has_finished_what_it_had_begun_and_begins_nothing(serv
 
 @pytest.fixture
 def streaming(serving_a, loop):
-    """The engine serves weights A and has a gloo channel; shared memory again afterwards."""
+    """An engine that serves weights A over a gloo channel; it returns to shared memory afterwards."""
     senders, store = loop.run(serving_a.use_gloo())
     yield serving_a, senders
     del store
@@ -299,7 +299,7 @@ def start_senders(publish: Publish, senders, *, only: int | None = None):
     return [send_in_thread(publish, sender, rank, only=only) for rank, sender in enumerate(senders)]
 
 
-def test_gloo_brings_the_same_weights(streaming, loop, oracle):
+def test_gloo_delivers_the_same_weights(streaming, loop, oracle):
     live, senders = streaming
     for weights in "BAB":
         publish = live.publish(weights)
@@ -311,14 +311,14 @@ def test_gloo_brings_the_same_weights(streaming, loop, oracle):
         assert_serves(live, loop, oracle, weights)
 
 
-def test_a_streaming_engine_samples_until_the_first_bucket_is_there(streaming, loop):
+def test_a_streaming_engine_samples_until_the_first_bucket_arrives(streaming, loop):
     live, senders = streaming
     publish = live.publish("B")
 
     async def late():
         job = asyncio.create_task(live.sample(max_response_tokens=200))
         update = asyncio.create_task(live.engine.weights.update(publish.manifest))
-        summary, _ = await job  # nobody has sent anything yet
+        summary, _ = await job  # no bucket has been sent yet
         threads = start_senders(publish, senders)
         await update
         await live.engine.weights.resume()
@@ -332,7 +332,7 @@ def test_a_streaming_engine_samples_until_the_first_bucket_is_there(streaming, l
 
 
 class Corrupting:
-    """A sender that seals one bucket for another publish."""
+    """A sender that gives one bucket the checksum of another publish."""
 
     def __init__(self, sender, index: int) -> None:
         self.sender, self.index = sender, index
@@ -388,7 +388,7 @@ def test_a_rank_that_is_late_from_the_start_is_refused_and_named(streaming, loop
     assert_serves(live, loop, oracle, "A")
 
 
-def test_a_rank_that_is_late_half_way_fences_the_engine_and_is_named(streaming, loop, oracle):
+def test_a_rank_that_stops_half_way_fences_the_engine_and_is_named(streaming, loop, oracle):
     live, senders = streaming
     publish = live.publish("B")
     late = next(b.index for b in publish.manifest.buckets if b.source_rank == 1)

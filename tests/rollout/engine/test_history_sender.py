@@ -1,4 +1,4 @@
-"""Finished responses leave in batches, once, to the shard that owns their prompt; nobody waits for them."""
+"""Finished responses are sent in batches, once, to the shard that owns their prompt, without blocking the engine."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.scored_groups import scored_group
 
 
 class Shard:
-    """Takes batches like an actor's handle: `append.remote` gives something to await."""
+    """Accepts batches like an actor handle: `append.remote` returns an awaitable."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -52,7 +52,7 @@ def run(body) -> None:
     asyncio.run(whole())
 
 
-def test_a_group_leaves_as_one_batch_when_its_last_response_has_ended():
+def test_a_group_is_sent_as_one_batch_when_its_last_response_ends():
     shard = Shard()
 
     async def body():
@@ -68,7 +68,7 @@ def test_a_group_leaves_as_one_batch_when_its_last_response_has_ended():
     assert shard.held() == [(prompt_key("math/1"), 7, sample) for sample in (2, 0, 3, 1)]
 
 
-def test_what_waits_longer_than_a_moment_leaves_by_itself_and_only_once(monkeypatch):
+def test_a_response_that_waits_too_long_is_sent_alone_and_only_once(monkeypatch):
     monkeypatch.setattr(history_sender, "DELAY_S", 0.01)
     shard = Shard()
 
@@ -85,7 +85,7 @@ def test_what_waits_longer_than_a_moment_leaves_by_itself_and_only_once(monkeypa
     assert sorted(shard.held()) == sorted((prompt_key(f"math/{number}"), 7, 0) for number in (1, 2))
 
 
-def test_aborted_responses_are_not_remembered_but_end_their_group():
+def test_aborted_responses_are_not_sent_but_complete_their_group():
     shard = Shard()
 
     async def body():
@@ -98,7 +98,7 @@ def test_aborted_responses_are_not_remembered_but_end_their_group():
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
-def test_every_prompt_goes_to_its_owner(num_shards):
+def test_every_prompt_is_sent_to_the_shard_that_owns_it(num_shards):
     shards = [Shard() for _ in range(num_shards)]
 
     async def body():
@@ -112,7 +112,7 @@ def test_every_prompt_goes_to_its_owner(num_shards):
         assert {key % num_shards for key, _, _ in shard.held()} <= {owner}
 
 
-def test_what_a_dead_shard_does_not_take_is_counted_and_the_living_one_gets_its_own():
+def test_batches_lost_with_a_dead_shard_are_counted_and_the_living_shard_gets_its_batches():
     dead, living = Shard(ray.exceptions.ActorDiedError()), Shard()
     kept = []
 

@@ -24,12 +24,12 @@ from rollout.types import (
 
 
 def per_token(stamps: list[tuple[int, int]], last: int, length: int) -> list[int]:
-    """Version of each token, one by one."""
+    """Weight version of each token, as a loop over tokens."""
     return [next((version for version, end in stamps if token < end), last) for token in range(length)]
 
 
 @given(counts=st.lists(st.integers(min_value=0, max_value=20), max_size=6), rest=st.integers(min_value=0, max_value=20))
-def test_spans_name_the_version_of_every_token(counts, rest):
+def test_spans_give_the_version_of_every_token(counts, rest):
     ends = np.cumsum(counts).tolist()
     stamps = [(WeightVersion(version), end) for version, end in enumerate(ends)]
     length = sum(counts) + rest
@@ -55,7 +55,7 @@ def output(num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(outputs=[completion])
 
 
-def test_a_response_that_ended_before_an_update_keeps_the_old_version_however_late_it_is_collected():
+def test_a_response_that_ended_before_an_update_has_the_old_version_even_if_collected_later():
     ledger, early, late = ResponseLedger(), response("early"), response("late")
     ledger.add(early)
     ledger.add(late)
@@ -69,7 +69,7 @@ def test_a_response_that_ended_before_an_update_keeps_the_old_version_however_la
     assert len(ledger) == 0 and ledger.num_finished == 2 and ledger.num_tokens == 17
 
 
-def test_a_missing_log_probability_is_an_error_not_a_shift():
+def test_a_missing_log_probability_is_an_error():
     ledger, one = ResponseLedger(), response("a")
     broken = output(3)
     broken.outputs[0].logprobs.logprobs.pop()
@@ -77,7 +77,7 @@ def test_a_missing_log_probability_is_an_error_not_a_shift():
         ledger.finish(one, broken, WeightVersion(0))
 
 
-def test_a_log_probability_that_is_not_finite_is_refused_with_its_place_and_version():
+def test_a_non_finite_log_probability_is_refused_with_its_position_and_version():
     prompt = Prompt(
         prompt_id=PromptId("p"),
         data_source="test",
@@ -111,7 +111,7 @@ def test_a_log_probability_that_is_not_finite_is_refused_with_its_place_and_vers
                 columns(group, [good, of(*logprobs)])
 
 
-def test_the_actor_offers_every_method_of_the_engine_with_the_same_parameters():
+def test_the_actor_has_every_method_of_the_engine_with_the_same_parameters():
     from rollout.engine.actor import EngineActor
 
     actor = EngineActor.__ray_metadata__.modified_class

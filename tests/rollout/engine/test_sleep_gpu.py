@@ -1,4 +1,4 @@
-"""An engine that gives up its memory on a CUDA device, and takes it back."""
+"""An engine that releases its memory on a CUDA device and allocates it again."""
 
 import json
 
@@ -43,7 +43,7 @@ def sleeping(request, checkpoints, loop, tmp_path):
         sender.abandon()
 
 
-def test_twenty_cycles_of_sleep_give_back_what_they_took_and_change_nothing(sleeping, loop):
+def test_twenty_cycles_of_sleep_release_their_memory_and_change_no_answer(sleeping, loop):
     async def cycle(version: int) -> tuple[int, list[float], dict]:
         await sleeping.engine.weights.sleep()
         free = free_bytes()

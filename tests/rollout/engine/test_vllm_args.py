@@ -45,7 +45,7 @@ def test_each_rank_of_a_tensor_parallel_engine_is_a_process(checkpoints) -> None
 
 
 @pytest.mark.parametrize(("capability", "refused"), [(80, True), (86, True), (89, False), (90, False)])
-def test_fp8_is_refused_where_it_would_only_be_decompressed(monkeypatch, capability, refused):
+def test_fp8_is_refused_on_devices_that_only_decompress_it(monkeypatch, capability, refused):
     class Gpu:
         def is_cuda(self) -> bool:
             return True
@@ -82,7 +82,7 @@ def test_fp8_by_block_has_the_layout_that_vllm_calls_fp8(checkpoints):
 
 
 @pytest.mark.parametrize(("format", "key"), [("int8", "ignore"), ("fp8_block", "modules_to_not_convert")])
-def test_linears_that_stay_bf16_are_named(format, key):
+def test_linears_that_stay_bf16_are_listed(format, key):
     found = quantization_config(format, ["model.layers.0.mlp.down_proj"])
     assert found[key] == ["lm_head", "model.layers.0.mlp.down_proj"]
 
@@ -92,17 +92,17 @@ def test_bf16_needs_no_override(checkpoints):
     assert arguments(checkpoints, format="bf16").hf_overrides == {}
 
 
-def test_an_engine_that_loads_a_directory_takes_it_as_it_is(checkpoints):
+def test_an_engine_that_loads_a_directory_uses_its_own_format(checkpoints):
     found = arguments(checkpoints, load=True, format="int8")
     assert found.load_format == "auto" and found.hf_overrides == {}
 
 
-def test_a_stock_engine_has_no_speculation_configured_at_all(checkpoints):
+def test_a_baseline_engine_has_no_speculative_config(checkpoints):
     found = arguments(checkpoints)
     assert found.speculative_config is None and found.additional_config["drafts"] is None
 
 
-def test_an_engine_that_drafts_asks_our_proposer(checkpoints):
+def test_an_engine_that_drafts_uses_our_proposer(checkpoints):
     found = arguments(checkpoints, drafts=DraftSpec(max_draft_tokens=9, segments_dir="/dev/shm/x"))
     assert found.speculative_config["method"] == "custom_class"
     assert found.speculative_config["model"] == "rollout.worker.proposer.HistoryProposer"
@@ -110,11 +110,11 @@ def test_an_engine_that_drafts_asks_our_proposer(checkpoints):
     assert found.additional_config["drafts"] == {"max_draft_tokens": 9, "segments_dir": "/dev/shm/x"}
 
 
-def test_the_users_table_reaches_vllm(checkpoints):
+def test_the_users_vllm_table_is_passed_through(checkpoints):
     assert arguments(checkpoints, vllm={"max_num_batched_tokens": 99}).max_num_batched_tokens == 99
 
 
-def test_an_unknown_key_names_the_nearest():
+def test_an_unknown_vllm_key_is_refused_naming_the_nearest():
     with pytest.raises(
         ValueError, match=r"engine\.vllm\.max_num_batched_token is no argument .* 'max_num_batched_tokens'"
     ):
@@ -122,12 +122,12 @@ def test_an_unknown_key_names_the_nearest():
 
 
 @pytest.mark.parametrize("key", sorted(OWNED))
-def test_a_key_of_ours_is_refused_with_the_field_to_use(key):
+def test_a_vllm_key_that_we_set_is_refused_naming_our_field(key):
     with pytest.raises(ValueError, match=f"engine.vllm.{key} is set by this program; use "):
         check_passthrough({key: 1})
 
 
-def test_end_of_sequence_ids_come_from_every_file_that_names_one(tmp_path):
+def test_end_of_sequence_ids_are_collected_from_every_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert end_of_sequence_ids(str(tmp_path)) == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
@@ -139,6 +139,6 @@ def test_end_of_sequence_ids_come_from_every_file_that_names_one(tmp_path):
     assert end_of_sequence_ids(str(tmp_path)) == (3, 5, 7)
 
 
-def test_a_directory_that_names_none_has_none(tmp_path):
+def test_a_directory_without_end_of_sequence_id_gives_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
     assert end_of_sequence_ids(str(tmp_path)) == ()

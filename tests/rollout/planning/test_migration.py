@@ -1,4 +1,4 @@
-"""A group moves where that ends it sooner, and the one that gains most moves first."""
+"""A group moves if that ends it sooner; the group that gains most moves first."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def naive_forward_s(groups: list[InFlight]) -> float:
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 30_000), max_size=8), st.floats(0, 20_000)), max_size=8),
 )
-def test_the_group_that_saves_most_moves_if_it_saves_more_than_it_costs(drawn):
+def test_the_group_that_saves_most_time_moves_if_the_saving_exceeds_the_cost(drawn):
     groups = [in_flight(number, *emitted) for number, (emitted, _) in enumerate(drawn)]
     left = {number: tokens for number, (_, tokens) in enumerate(drawn)}
     saved = {}
@@ -45,11 +45,11 @@ def test_the_group_that_saves_most_moves_if_it_saves_more_than_it_costs(drawn):
         assert saved[chosen] == pytest.approx(max(saved.values()), rel=1e-9)
 
 
-def test_nobody_moves_off_an_engine_that_has_nothing_else():
+def test_the_only_group_of_an_engine_does_not_move():
     assert rule({0: 1e6}).choose([in_flight(0, 10, 20, 30)]) is None
 
 
-def test_the_outlier_leaves_a_full_engine_and_what_is_nearly_over_stays():
+def test_the_longest_group_leaves_a_full_engine_and_nearly_finished_groups_stay():
     full = [in_flight(number, *[6000] * 8) for number in range(15)]
     outlier = in_flight(99, 20_000)
     left = dict.fromkeys(range(15), 50.0)
@@ -57,12 +57,12 @@ def test_the_outlier_leaves_a_full_engine_and_what_is_nearly_over_stays():
     assert rule(left | {99: 20.0}).choose([*full, outlier]) is None
 
 
-def test_without_a_measured_speed_all_stay():
+def test_no_group_moves_without_a_measured_speed():
     assert rule({0: 1e6, 1: 1e6}, speed=None).choose([in_flight(0, 1), in_flight(1, 1)]) is None
 
 
 def asked(left: dict[int, float]) -> GroupMigration:
-    """Engine 1 has most groups and has been asked what it runs, since engine 0 has nothing to do."""
+    """Engine 0 is idle, so engine 1, which has most groups, was asked for its requests."""
     migration = GroupMigration(rule=rule(left))
     assert migration.donor({1: 3, 2: 2}, idle=0) == 1
     assert migration.donor({1: 3, 2: 2}, idle=0) is None, "one is asked at a time"
@@ -73,7 +73,7 @@ FULL = [in_flight(7, 20_000), *(in_flight(number, *[6000] * 8) for number in ran
 LEFT = dict.fromkeys(range(6), 50.0) | {7: 8000.0}
 
 
-def test_a_group_that_was_chosen_goes_on_at_the_idle_engine_and_counts_once_it_has_come_back():
+def test_a_chosen_group_resumes_on_the_idle_engine_and_counts_once():
     migration = asked(LEFT)
     assert migration.answered(FULL, idle=0) == 7
     assert migration.returned(GroupId(3), resumable=False) is None
@@ -84,7 +84,7 @@ def test_a_group_that_was_chosen_goes_on_at_the_idle_engine_and_counts_once_it_h
     assert migration.returned(GroupId(7), resumable=True) is None
 
 
-def test_a_group_that_ended_before_it_could_be_moved_does_not_move():
+def test_a_group_that_ends_before_its_migration_does_not_move():
     migration = asked(LEFT)
     migration.answered(FULL, idle=0)
     assert migration.returned(GroupId(7), resumable=False) is None
@@ -92,7 +92,7 @@ def test_a_group_that_ended_before_it_could_be_moved_does_not_move():
     assert migration.donor({1: 3}, idle=0) == 1
 
 
-def test_after_an_answer_that_led_to_nothing_nobody_is_asked_until_a_group_has_come_back():
+def test_after_an_answer_without_migration_no_engine_is_asked_until_a_group_returns():
     migration = asked(dict.fromkeys(range(8), 0.0))
     assert migration.answered(FULL, idle=0) is None
     assert migration.donor({1: 3}, idle=0) is None
@@ -100,7 +100,7 @@ def test_after_an_answer_that_led_to_nothing_nobody_is_asked_until_a_group_has_c
     assert migration.donor({1: 3}, idle=0) == 1
 
 
-def test_when_the_engine_that_was_asked_dies_another_may_be_asked():
+def test_another_engine_is_asked_after_the_asked_engine_died():
     migration = asked(LEFT)
     assert not migration.lost(2)
     assert migration.lost(1)

@@ -1,4 +1,4 @@
-"""The planner of a run: what is due, what is batched, and what a resumed run does."""
+"""The planner of a run: due groups, batches, and resumed runs."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def scored(group, lengths=(8, 8, 8, 8)):
 
 
 def step(one: Planner, number: int):
-    """The groups due and those that are trained on, all of which are complete at once."""
+    """The groups due and the groups trained on; every group is complete at once."""
     due = one.due(number, ENGINES)
     for group in due.groups:
         one.started(group.group_id)
@@ -68,7 +68,7 @@ def test_a_synchronous_run_admits_a_step_and_trains_on_it():
     assert len({group.prompt.prompt_id for group in groups}) == PER_STEP
 
 
-def test_with_an_overlap_a_step_is_admitted_early_and_a_prefix_of_a_run_is_that_of_a_synchronous_one():
+def test_overlap_admits_a_step_early_and_keeps_the_order_of_a_synchronous_run():
     ahead, plain = planner(overlap=1, max_staleness=1), planner()
     first, batch = step(ahead, 0)
     assert len(first) == 2 * PER_STEP and batch == [0, 1, 2, 3]
@@ -87,7 +87,7 @@ def test_nothing_is_admitted_beyond_the_last_step():
 @pytest.mark.parametrize(
     "config", [{"overlap": 1, "max_staleness": 1}, {"policy": "flexible", "overlap": 1, "max_staleness": 2}]
 )
-def test_a_resumed_run_issues_again_what_was_in_flight_under_the_same_numbers(config):
+def test_a_resumed_run_issues_groups_in_flight_again_under_the_same_numbers(config):
     one = planner(**config)
     groups, batch = step(one, 0)
     one.consumed([scored(group) for group in groups if group.group_id in batch])
@@ -100,7 +100,7 @@ def test_a_resumed_run_issues_again_what_was_in_flight_under_the_same_numbers(co
     assert batch == [4, 5, 6, 7]
 
 
-def test_the_history_that_is_wanted_is_of_what_is_in_flight_and_of_what_comes_next():
+def test_history_is_requested_for_prompts_in_flight_and_for_the_next_prompts():
     one = planner(overlap=1, max_staleness=1)
     step(one, 0)
     wanted = {prompt.prompt_id for prompt in one.upcoming(1)}
@@ -109,7 +109,7 @@ def test_the_history_that_is_wanted_is_of_what_is_in_flight_and_of_what_comes_ne
     assert {group.prompt.prompt_id for group in groups} <= wanted
 
 
-def test_a_head_start_needs_forecasts_that_have_proven_themselves():
+def test_a_head_start_needs_accurate_forecasts():
     one = planner(head_start=0.5, max_staleness=1)
     assert len(one.due(0, ENGINES).groups) == PER_STEP
     for visit in (0, 1):
@@ -121,7 +121,7 @@ def test_a_head_start_needs_forecasts_that_have_proven_themselves():
     assert one.metrics()["planner/head_start"] == 0.5
 
 
-def test_lengths_of_what_was_trained_on_are_what_is_expected_next_time():
+def test_forecasts_follow_the_lengths_of_trained_groups():
     one = planner()
     groups, _ = step(one, 0)
     one.consumed([scored(group, (10 * i + 10,) * 4) for i, group in enumerate(groups)])
@@ -129,7 +129,7 @@ def test_lengths_of_what_was_trained_on_are_what_is_expected_next_time():
     assert expected == sorted(expected) and expected[-1] > 2 * expected[0]
 
 
-def test_what_is_still_to_come_follows_what_its_prompt_said_before_and_ends_with_the_limit():
+def test_expected_remaining_tokens_follow_earlier_lengths_and_end_at_the_limit():
     one = planner(num_steps=20)
     groups, _ = step(one, 0)
     one.lengths.observe(prompt_key(groups[0].prompt.prompt_id), 0, [40] * 50)

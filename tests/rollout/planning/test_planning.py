@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.integers(1, 32_768), min_size=1, max_size=60)
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, later=LENGTHS, num_engines=st.integers(1, 9), queued=st.integers(0, 100_000))
-def test_every_group_waits_for_exactly_one_engine(policy, lengths, later, num_engines, queued):
+def test_every_group_is_placed_on_exactly_one_engine(policy, lengths, later, num_engines, queued):
     groups = forecasts(lengths) + forecasts(later, step=1, first=len(lengths))
     engines = [
         EngineLoad(num_seats=8, queued_tokens=float(queued * (i % 2)), speed=1 + i % 3) for i in range(num_engines)
@@ -51,26 +51,26 @@ def test_groups_without_forecasts_go_before_every_step_and_over_all_engines():
     assert sorted(taken[:5]) == [10, 11, 12, 13, 14] and sorted(taken[5:]) == [0, 1, 2, 3]
 
 
-def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
+def test_an_unknown_policy_is_refused_naming_the_known_ones():
     with pytest.raises(ValueError, match=r"`fastest` is not one of static, lpt, histopipe, adaptive, flexible"):
         plan("fastest", [], [EngineLoad(num_seats=1)])
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=8, max_size=40))
-def test_longest_first_is_within_four_thirds_of_the_best_possible(lengths):
+def test_longest_first_is_within_four_thirds_of_the_optimum(lengths):
     engines = [EngineLoad(num_seats=1)] * 4
     made = plan("lpt", forecasts(lengths, num_responses=1), engines)
     loads = [sum(group.tokens for group in queue) for queue in made.queues]
     assert max(loads) <= 4 / 3 * max(sum(lengths) / 4, max(lengths)) + max(lengths) / 3
 
 
-def test_an_engine_that_is_busy_gets_less():
+def test_a_busy_engine_gets_fewer_tokens():
     engines = [EngineLoad(num_seats=8, queued_tokens=30_000.0), EngineLoad(num_seats=8)]
     busy, idle = plan("adaptive", forecasts([1000] * 10, num_responses=4), engines).queues
     assert (len(busy), len(idle)) == (1, 9)
 
 
-def test_rank_groups_cost_alike_and_change_ends_with_every_step():
+def test_rank_groups_have_equal_cost_and_reverse_with_every_step():
     engines = [EngineLoad(num_seats=8)] * 4
     lengths = [100 * (i + 1) for i in range(40)]
     even, odd = (plan("histopipe", forecasts(lengths, step=step), engines).queues for step in (0, 1))
@@ -84,7 +84,7 @@ def test_rank_groups_cost_alike_and_change_ends_with_every_step():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_whatever_happens_a_group_is_taken_once_and_loads_are_those_of_what_is_there(data):
+def test_every_group_is_dispatched_once_and_loads_equal_the_groups_present(data):
     dispatcher, naive, running, closed, number = Dispatcher(3), {}, {}, set(), 0
     for _ in range(data.draw(st.integers(5, 60))):
         match data.draw(st.sampled_from(("admit", "take", "take", "finish", "again", "move", "close", "open"))):
@@ -148,7 +148,7 @@ def test_an_engine_helps_with_the_oldest_step_before_it_begins_a_younger_one():
     assert dispatcher.num_stolen == 3
 
 
-def test_without_sharing_an_engine_takes_only_what_was_planned_for_it():
+def test_without_sharing_an_engine_gets_only_its_planned_groups():
     dispatcher = Dispatcher(2)
     dispatcher.admit(plan("static", forecasts([5, 5, 5]), dispatcher.loads(8)))
     assert [dispatcher.take(1).group_id, dispatcher.take(1)] == [1, None]
@@ -207,7 +207,7 @@ def draw_of(num_groups, seed):
     engines=st.integers(1, 4),
     seed=st.integers(0, 999),
 )
-def test_fixed_batches_are_the_steps_as_drawn_and_never_staler_than_admission_allows(
+def test_fixed_batches_equal_the_drawn_steps_within_the_staleness_bound(
     policy, overlap, head_start, groups, engines, seed
 ):
     admission = FixedBatches(draw=draw_of(groups, seed), num_steps=9, overlap=overlap, head_start=head_start)
@@ -226,7 +226,7 @@ def test_fixed_batches_are_the_steps_as_drawn_and_never_staler_than_admission_al
     engines=st.integers(1, 6),
     seed=st.integers(0, 999),
 )
-def test_flexible_batches_hold_every_group_once_and_none_that_is_too_stale(overlap, more, groups, engines, seed):
+def test_flexible_batches_hold_every_group_once_within_the_staleness_bound(overlap, more, groups, engines, seed):
     admission = FlexibleBatches(
         draw=draw_of(groups, seed), num_steps=9, groups_per_step=groups, overlap=overlap, max_staleness=overlap + more
     )
@@ -256,7 +256,7 @@ def test_a_flexible_batch_waits_for_a_group_that_would_become_too_stale():
     assert admission.num_waits == 1
 
 
-def test_only_the_longest_expected_have_a_head_start():
+def test_only_groups_expected_to_be_longest_get_a_head_start():
     admission = FixedBatches(
         draw=lambda step: forecasts([5, 50, 7, 60], step=step, first=4 * step), num_steps=3, head_start=0.5
     )
@@ -275,7 +275,7 @@ def test_only_the_longest_expected_have_a_head_start():
     st.data(),
     st.sampled_from(("static", "lpt", "histopipe", "adaptive", "flexible")),
 )
-def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(lengths, num_engines, data, policy):
+def test_engines_reserved_for_the_longest_groups_get_no_more_than_their_share(lengths, num_engines, data, policy):
     engines = [EngineLoad(num_seats=8)] * num_engines
     tail = data.draw(st.integers(1, num_engines - 1))
     groups = forecasts(lengths)
@@ -290,6 +290,6 @@ def test_engines_that_are_kept_for_the_longest_get_no_more_than_their_share(leng
     assert sum(g.tokens**LENGTH_COST for g in longest) <= cost * tail / num_engines * (1 + 1e-9)
 
 
-def test_no_engine_left_for_the_others_is_refused():
+def test_reserving_every_engine_for_the_longest_groups_is_refused():
     with pytest.raises(ValueError, match="2 engines for the longest groups leave none of 2"):
         plan("lpt", forecasts([1]), [EngineLoad(num_seats=8)] * 2, tail_engines=2)

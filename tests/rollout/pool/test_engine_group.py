@@ -1,4 +1,4 @@
-"""Calls on engines: answers and errors bear the number of their engine, whichever others are lost."""
+"""Calls on engines: answers and errors carry their engine's number even when other engines are lost."""
 
 import pytest
 import ray
@@ -60,7 +60,7 @@ def failed(message):
 
 
 def group(num_engines, failing, **answers):
-    """Engines of which those in `failing` answer otherwise than the others."""
+    """Engines; those in `failing` give other answers."""
     return EngineGroup([Engine(**{**answers, **failing.get(n, {})}) for n in range(num_engines)], num_ranks=1)
 
 
@@ -74,7 +74,7 @@ def test_a_fence_of_engine_3_that_fails_is_reported_as_engine_3(lost):
     assert error.value.place.ranks == (3,)
 
 
-def test_an_engine_that_ended_and_one_that_is_late_are_named_by_number_after_another_was_lost():
+def test_a_dead_engine_and_a_late_engine_are_named_by_number_after_another_was_lost():
     died = ray.exceptions.RayActorError()
     engines = group(4, {2: {"drain": died}, 3: {"drain": LATE}}, drain=None)
     engines.mark_lost(0, "killed")
@@ -86,7 +86,7 @@ def test_an_engine_that_ended_and_one_that_is_late_are_named_by_number_after_ano
     assert (ended.value.place.ranks, late.value.place.ranks) == ((2,), (3,))
 
 
-def test_answers_come_by_number_and_one_of_a_wrong_type_is_an_error():
+def test_answers_are_keyed_by_engine_number_and_a_wrong_type_is_an_error():
     engines = group(3, {}, node_id="here")
     engines.mark_lost(1, "killed")
     assert engines.node_ids(timeout_s=1) == {0: "here", 2: "here"}
@@ -103,19 +103,19 @@ def test_each_engine_gets_its_own_arguments():
     assert said == ["two", "zero"]
 
 
-def test_a_call_to_the_living_goes_on_without_an_engine_that_died():
+def test_a_call_to_living_engines_ignores_a_dead_engine():
     died = ray.exceptions.RayActorError()
     engines = group(2, {0: {"pause_sampling": died, "fault": died}}, pause_sampling=None, fault="")
     engines.pause_sampling(timeout_s=1)
     assert engines.lost == (0,)
 
 
-def test_engines_that_take_other_parts_of_the_weights_are_named():
+def test_engines_that_require_other_parts_of_the_weights_are_named():
     engines = group(3, {2: {"required": [{"a": ()}]}}, required=[{"b": ()}])
     with pytest.raises(RuntimeError, match="engine 2 takes other parts of the weights than engine 0"):
         engines.required(timeout_s=1)
 
 
-def test_states_are_typed():
+def test_engine_states_have_their_type():
     state = EngineState(status=EngineStatus.SERVING, weight_version=WeightVersion(1), held=False, fault="")
     assert group(1, {}, state=state).states(timeout_s=1) == {0: state}

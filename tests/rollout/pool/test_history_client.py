@@ -1,4 +1,4 @@
-"""What a step reports of its history: sums over engines, differences of counters, nothing where nothing is known."""
+"""History metrics of a step: sums over engines and differences of counters; unknown metrics are left out."""
 
 import math
 
@@ -48,7 +48,7 @@ def come_back(before: float, now: float, share: float = math.nan, tokens: int = 
     return Return(mean_length_before=before, mean_length=now, num_tokens=tokens, reusable_share=share)
 
 
-def test_metrics_add_up_engines_and_count_losses_once():
+def test_metrics_sum_over_engines_and_count_each_lost_call_once():
     service = Service()
     client = HistoryClient(service, Engines())
     first = client.metrics()
@@ -61,7 +61,7 @@ def test_metrics_add_up_engines_and_count_losses_once():
     assert client.metrics()["history/evictions"] == 0.0
 
 
-def test_prompts_and_rewards_go_by_key():
+def test_prompts_and_rewards_are_sent_by_prompt_key():
     service, group = Service(), scored_group(0)
     client = HistoryClient(service, Engines())
     client.prefetch([group.group.prompt])
@@ -70,7 +70,7 @@ def test_prompts_and_rewards_go_by_key():
     assert service.calls == [("publish_segments", [key]), ("rewards", 4, {key: group.rewards})]
 
 
-def test_reuse_is_weighted_by_tokens_and_ranks_need_three_prompts():
+def test_reuse_is_weighted_by_tokens_and_rank_correlation_needs_three_prompts():
     found = return_metrics([come_back(1, 2, 0.5, 10), come_back(2, 3, 1.0, 30), come_back(3, 9)])
     assert found == {
         "history/reusable_share": pytest.approx(0.875),
@@ -85,7 +85,7 @@ def forwards(*rows: tuple[float, float]):
     return np.array([(began, 4, 4, 0, seconds) for began, seconds in rows], dtype=FORWARD)
 
 
-def test_measured_saving_is_the_same_tokens_at_the_stock_engines_rate():
+def test_measured_saving_compares_with_the_baseline_engines_token_rate():
     from dataclasses import replace
 
     drafting, stock = (

@@ -1,4 +1,4 @@
-"""Every group exactly once, whatever happens; `python -m tests.support.pool_stress 1000000` for a longer time."""
+"""Every group is trained on exactly once; `python -m tests.support.pool_stress 1000000` runs for longer."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support.pool_stress import stress
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_group_is_trained_on_once_while_engines_die_and_come_back(monkeypatch, seed):
+def test_every_group_is_trained_on_once_while_engines_die_and_restart(monkeypatch, seed):
     world = stress(20_000, seed, monkeypatch)
     assert world.num_deaths > 10
     assert world.num_kept > 10

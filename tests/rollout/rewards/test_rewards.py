@@ -1,4 +1,4 @@
-"""The built-in rule rewards, case by case, and what a reward function may return."""
+"""Built-in rule rewards case by case, and permitted return values of reward functions."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_wrong_answers_score_zero(response, truth):
     assert score_of(exact, response, truth) == 0.0
 
 
-def test_parsed_says_whether_an_answer_was_found():
+def test_parsed_tells_whether_an_answer_was_extracted():
     def parsed(text):
         return exact.compute_score(data_source="", solution_str=text, ground_truth="7", extra_info=None)["parsed"]
 
@@ -73,11 +73,11 @@ def test_parsed_says_whether_an_answer_was_found():
         ("I do not know", "4", 0.0),
     ],
 )
-def test_mathematical_equality_is_not_textual(response, truth, score):
+def test_mathematically_equal_answers_may_differ_in_text(response, truth, score):
     assert score_of(mathematics, response, truth) == score
 
 
-def test_numbers_and_dicts_are_read_and_other_numbers_become_details():
+def test_numbers_and_dicts_are_accepted_and_further_numbers_become_details():
     assert read_outcome(1, function="f") == RewardOutcome(reward=1.0)
     assert read_outcome(True, function="f") == RewardOutcome(reward=1.0)
     returned = {"score": 0.5, "acc": True, "note": "text", "steps": 3}
@@ -85,7 +85,7 @@ def test_numbers_and_dicts_are_read_and_other_numbers_become_details():
 
 
 @pytest.mark.parametrize("returned", ["1.0", None, {"reward": 1.0}, [1.0], {"score": "high"}])
-def test_other_return_values_are_misuse_and_name_the_contract(returned):
+def test_other_return_values_are_errors_that_name_the_contract(returned):
     outcome = read_outcome(returned, function="pkg.f")
     assert "pkg.f" in outcome.misuse
     assert "dict with `score`" in outcome.misuse
@@ -95,7 +95,7 @@ def test_a_reward_that_is_not_finite_is_an_error():
     assert "not finite" in read_outcome(math.nan, function="f").error
 
 
-def test_what_the_function_raises_becomes_text():
+def test_an_exception_of_a_reward_function_becomes_text():
     request = RewardRequest(
         function="rollout.rewards.math.compute_score",
         data_source="set",

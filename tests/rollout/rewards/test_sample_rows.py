@@ -1,4 +1,4 @@
-"""Rows of samples and traces of a step: each response once, under the prompt and reward that it had."""
+"""Sample and trace rows of a step: each response once, with its prompt and reward."""
 
 import json
 from pathlib import Path
@@ -27,9 +27,7 @@ def with_columns(number: int) -> tuple[ScoredGroup, GroupColumns]:
     return group, group.columns
 
 
-def test_rows_say_what_the_columns_hold_and_a_repeated_step_replaces_its_file(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_rows_equal_the_columns_and_a_repeated_step_replaces_its_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
     target = tmp_path / "step-0.jsonl"
     for number in (0, 1):
         group, columns = with_columns(number)
@@ -46,7 +44,7 @@ def test_rows_say_what_the_columns_hold_and_a_repeated_step_replaces_its_file(
     assert [row["versions"] for row in rows] == [[[0, length]] for length in group.summary.lengths]
 
 
-def test_traces_come_back_as_the_columns_had_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_traces_read_back_equal_the_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     samples, target = tmp_path / "samples.jsonl", tmp_path / "traces.jsonl"
     group, columns = with_columns(3)
     for _ in range(2):

@@ -73,7 +73,7 @@ def test_responses_are_decoded_without_special_tokens_and_scored_in_order(scorer
     assert scores[0].details == (("same", 1.0), ("index", 4.0))
 
 
-def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_and_spares_the_others(scorer_of, caplog):
+def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_reward_and_other_calls_succeed(scorer_of, caplog):
     scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=1.0, failure_score=-0.5)
     with caplog.at_level(logging.WARNING, logger="rollout.rewards.scorer"):
         scores = scorer.score(*group_of(scorer, ["fine", "hang", "raise", "die", "fine", "raise"]))
@@ -105,14 +105,14 @@ def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_r
         scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId("set/3"))), columns)
 
 
-def test_a_function_that_has_ever_succeeded_is_not_given_up(scorer_of):
+def test_a_function_that_succeeded_once_does_not_stop_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.moody")
     group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
     for number in range(5):
         scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId(f"set/{number}"))), columns)
 
 
-def test_a_module_that_fails_while_it_is_imported_is_told_from_a_path_that_leads_nowhere(scorer_of):
+def test_a_module_whose_import_fails_is_distinguished_from_a_wrong_path(scorer_of):
     with pytest.raises(RewardBrokenError, match=r"importing its module failed: KeyError: 'wrong'"):
         scorer_of("tests.support.runs.unimportable_reward.compute_score")
     with pytest.raises(ValueError, match=r"No module named 'tests.nowhere'"):
@@ -124,7 +124,7 @@ def test_a_bad_path_is_an_error_at_start(scorer_of):
         scorer_of(f"{FUNCTIONS}.lenght")
 
 
-def test_a_model_that_the_tokenizer_does_not_fit_is_an_error_at_start(tmp_path):
+def test_a_tokenizer_that_does_not_fit_the_model_is_an_error_at_start(tmp_path):
     write_byte_tokenizer(tmp_path, model_vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size is 100"):
         TextParts.start(str(tmp_path), RewardConfig())

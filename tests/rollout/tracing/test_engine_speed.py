@@ -25,7 +25,7 @@ def of_a_run(seed: int = 0, count: int = 2000):
     return forwards(requests, requests * random.integers(10, 4000, size=count))
 
 
-def test_the_costs_of_forwards_are_found_also_when_some_took_far_too_long():
+def test_the_fit_recovers_the_costs_of_forwards_despite_slow_outliers():
     found = of_a_run()
     random = np.random.default_rng(1)
     found["seconds"] *= random.lognormal(0, 0.1, size=len(found))
@@ -37,20 +37,20 @@ def test_the_costs_of_forwards_are_found_also_when_some_took_far_too_long():
     assert speed.saturated_requests == 64
 
 
-def test_a_full_forward_is_saturated_and_one_of_a_single_request_shares_its_fixed_cost_with_nobody():
+def test_a_full_forward_is_saturated_and_a_single_request_bears_the_whole_fixed_cost():
     speed = EngineSpeed(fixed_s=0.02, token_s=1e-4, context_s=0.0, saturated_requests=100)
     shares = speed.saturated_shares(forwards(np.array([100, 200, 1, 50]), np.zeros(4)))
     assert shares.tolist() == pytest.approx([1.0, 1.0, (0.02 / 100 + 1e-4) / (0.02 + 1e-4), (0.01 + 5e-3) / 0.025])
 
 
-def test_long_context_is_work_and_no_bubble():
+def test_long_context_counts_as_work_and_not_as_bubble():
     speed = EngineSpeed(fixed_s=0.01, token_s=0.0, context_s=1e-6, saturated_requests=10)
     short, long = speed.saturated_shares(forwards(np.array([1, 1]), np.array([0, 10**6])))
     assert short == pytest.approx(0.1)
     assert long == pytest.approx(1.001 / 1.01)
 
 
-def test_a_concurrency_counts_only_when_enough_forwards_had_it():
+def test_a_concurrency_counts_only_with_enough_forwards():
     found = of_a_run()
     found["num_running"] = 20
     found["num_running"][: NUM_EVIDENT - 1] = 500
@@ -59,7 +59,7 @@ def test_a_concurrency_counts_only_when_enough_forwards_had_it():
     assert speed.saturated_requests == 20
 
 
-def test_too_little_evidence_gives_no_speed():
+def test_too_few_forwards_give_no_speed():
     assert fit_speed(of_a_run(count=MIN_FORWARDS - 1)) is None
     empty = of_a_run(count=2 * MIN_FORWARDS)
     empty["seconds"] = 0
@@ -68,7 +68,7 @@ def test_too_little_evidence_gives_no_speed():
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), spread=st.floats(0, 3))
-def test_shares_lie_between_nothing_and_everything_whatever_forwards_took(seed, spread):
+def test_saturated_shares_lie_between_zero_and_one(seed, spread):
     found = of_a_run(seed, count=100)
     found["seconds"] *= np.random.default_rng(seed).lognormal(0, spread, size=len(found))
     speed = fit_speed(found)

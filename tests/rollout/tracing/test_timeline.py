@@ -13,7 +13,7 @@ HALF = EngineSpeed(fixed_s=1.0, token_s=0.0, context_s=0.0, saturated_requests=4
 
 
 def forwards(*runs: tuple[float, float, int]):
-    """Forwards that start after so many seconds, take so many and have so many requests."""
+    """Forwards given as (start in seconds, duration in seconds, running requests)."""
     return np.array([(ORIGIN_S + start, num, num, 0, seconds) for start, seconds, num in runs], dtype=FORWARD)
 
 
@@ -30,7 +30,7 @@ def close(*expected: dict[Part, float]):
     return [pytest.approx(one, abs=1e-5) for one in expected]
 
 
-def test_a_synchronous_step_of_two_engines_comes_out_as_by_hand():
+def test_a_synchronous_step_of_two_engines_equals_the_hand_computed_parts():
     engines = [
         forwards((0.0, 1.0, 4), (1.05, 1.0, 2), (2.10, 3.9, 1)),
         forwards((0.0, 2.0, 4)),
@@ -62,31 +62,31 @@ def test_a_synchronous_step_of_two_engines_comes_out_as_by_hand():
     )
 
 
-def test_engines_that_sample_while_the_trainer_trains_are_busy_and_pause_only_where_nothing_runs():
+def test_time_counts_as_publish_or_trainer_wait_only_while_no_forward_runs():
     engines = [forwards((0.0, 4.0, 4), (4.3, 1.7, 4))]
     spans = [span("trainer", "train", 0, 3), span("publisher", "publish", 3, 4.3), span("trainer", "train", 4.3, 7)]
     (found,) = decompose(engines, spans, 0, 7)
     assert found == pytest.approx({Part.SATURATED: 5.7, Part.PUBLISH: 0.3, Part.TRAINER_WAIT: 1.0}, abs=1e-5)
 
 
-def test_a_forward_that_is_launched_while_another_runs_waits_for_it():
+def test_a_forward_launched_during_another_starts_after_it():
     (found,) = decompose([forwards((0.0, 1.0, 4), (0.2, 1.0, 4), (0.4, 1.0, 4))], [], 0, 4)
     assert found == pytest.approx({Part.SATURATED: 3.0, Part.OTHER: 1.0}, abs=1e-5)
 
 
-def test_a_pause_of_the_host_is_no_wait_for_the_trainer():
+def test_a_short_pause_of_the_host_does_not_count_as_trainer_wait():
     pause = GAP_S / 2
     (found,) = decompose([forwards((0, 1, 4), (1 + pause, 1, 4))], [span("trainer", "train", 0, 3)], 0, 3)
     assert found == pytest.approx({Part.SATURATED: 2, Part.GAP: pause, Part.TRAINER_WAIT: 1 - pause}, abs=1e-5)
 
 
-def test_making_room_counts_for_whom_it_is_made():
+def test_a_switch_counts_for_the_side_that_gets_the_device():
     spans = [span("trainer", "switch", 0, 1), span("engines", "switch", 1, 3)]
     (found,) = decompose([forwards()], spans, 0, 3)
     assert found == pytest.approx({Part.TRAINER_WAIT: 1, Part.PUBLISH: 2})
 
 
-def test_metrics_add_up_and_without_a_speed_say_no_more_than_is_known():
+def test_metrics_sum_over_engines_and_leave_out_the_bubble_without_a_speed():
     engines = engine_timelines(
         [forwards((0.0, 4.0, 2)), forwards((0.0, 1.0, 4))],
         [span("trainer", "train", 5, 7)],
@@ -117,7 +117,7 @@ def test_metrics_add_up_and_without_a_speed_say_no_more_than_is_known():
     assert timeline_metrics([], HALF) == {}
 
 
-def test_a_time_without_length_is_refused():
+def test_an_empty_interval_is_refused():
     with pytest.raises(ValueError, match="no length"):
         engine_timelines([], [], start_s=1.0, end_s=1.0, speed=None)
 
@@ -148,7 +148,7 @@ def test_parts_are_not_negative_and_sum_to_the_elapsed_time(engines, spans, spee
 
 
 def _saturated_slowly(of_one, speed) -> float:
-    """The reference: forwards one after another, each clipped to the ten seconds."""
+    """The reference: a loop over forwards, each clipped to the ten seconds."""
     total, free_at = 0.0, -1e9
     for forward in of_one[np.argsort(of_one["started_at_s"], kind="stable")]:
         begin = max(float(forward["started_at_s"]) - ORIGIN_S, free_at)

@@ -1,4 +1,4 @@
-"""A delta makes the new payload of the old one, whatever changed, and is as short as it says."""
+"""A delta turns the old payload into the new one, and has the length that it reports."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from rollout.transports.delta import HEADER, Kind, Message, apply, encode
 
 
 def payloads(length: int, share: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two payloads that differ in about this share of their bytes."""
+    """Two payloads that differ in about `share` of their bytes."""
     random = torch.Generator().manual_seed(seed)
     before = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=random)
     flips = torch.rand(length, generator=random) < share
@@ -22,7 +22,7 @@ def payloads(length: int, share: float, seed: int = 0) -> tuple[torch.Tensor, to
     share=st.sampled_from([0.0, 0.0005, 0.01, 0.1, 0.2, 0.6, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_a_message_makes_the_new_payload_of_the_old_one(length: int, share: float, seed: int) -> None:
+def test_a_delta_turns_the_old_payload_into_the_new_one(length: int, share: float, seed: int) -> None:
     before, after = payloads(length, share, seed)
     message = encode(before, after)
     assert torch.equal(apply(message, before), after)
@@ -35,21 +35,21 @@ def test_a_message_makes_the_new_payload_of_the_old_one(length: int, share: floa
     ("share", "kind", "most"),
     [(0.0, Kind.GAPS, 0.0), (0.01, Kind.GAPS, 0.022), (0.1, Kind.GAPS, 0.205), (0.3, Kind.BITMAP, 0.43)],
 )
-def test_the_shorter_code_is_taken(share: float, kind: Kind, most: float) -> None:
+def test_the_shorter_encoding_is_chosen(share: float, kind: Kind, most: float) -> None:
     before, after = payloads(200_000, share)
     message = encode(before, after)
     assert message.kind is kind
     assert message.body.numel() <= most * 200_000
 
 
-def test_a_bucket_that_changed_all_over_travels_whole() -> None:
+def test_a_bucket_that_changed_everywhere_is_sent_whole() -> None:
     before, after = payloads(1000, 0.9)
     message = encode(before, after)
     assert message.kind is Kind.WHOLE and torch.equal(message.body, after)
     assert HEADER.unpack(message.header(-1, keep=True)) == (0, 1, -1, 1000, 1000)
 
 
-def test_gaps_longer_than_a_byte_can_say() -> None:
+def test_gaps_longer_than_a_byte_are_encoded() -> None:
     before = torch.zeros(2000, dtype=torch.uint8)
     for places in ([0], [254], [255], [256], [510], [1999], [0, 256, 512, 1999], [254, 510, 766]):
         after = before.clone()

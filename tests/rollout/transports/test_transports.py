@@ -1,4 +1,4 @@
-"""Transports move bytes of numbered buckets, refuse what is not whole, and name who is late."""
+"""Transports move bytes of numbered buckets, refuse damaged buckets, and name late ranks."""
 
 import dataclasses
 import errno
@@ -80,7 +80,7 @@ def arrive(inbox: ShmInbox) -> None:
     assert inbox.arrived()
 
 
-def test_a_rank_looks_at_what_it_takes_and_at_nothing_else(stage, monkeypatch):
+def test_a_rank_verifies_only_the_buckets_that_it_requires(stage, monkeypatch):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
     buckets = [dataclasses.replace(bucket, engine_ranks=(bucket.index % 2,)) for bucket in publish.manifest.buckets]
     seen = []
@@ -91,7 +91,7 @@ def test_a_rank_looks_at_what_it_takes_and_at_nothing_else(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1000, 1 << 20])
-def test_shared_memory_brings_every_tensor_back_from_pieces_of_two_ranks(stage, bucket_bytes):
+def test_shared_memory_restores_every_tensor_from_pieces_of_two_ranks(stage, bucket_bytes):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=bucket_bytes)
     segments = stage(publish)
     assert equal(dict(assemble(publish.manifest, ShmInbox(publish.manifest, segments, engine_rank=0))), tensors())
@@ -105,7 +105,7 @@ def test_a_tensor_in_one_piece_is_not_copied(stage):
     assert first.data_ptr() == start
 
 
-def test_a_segment_appears_whole_or_not_at_all():
+def test_a_shared_memory_file_appears_whole_or_not_at_all():
     sender = ShmSender(run_id="transporttest", rank=0)
     publish = pack(tensors(), 7, "int8")
     sender.open(publish.manifest.weight_version, publish.manifest.buckets)
@@ -117,7 +117,7 @@ def test_a_segment_appears_whole_or_not_at_all():
     assert not path.exists()
 
 
-def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
+def test_readers_keep_their_view_after_the_sender_unlinks_the_file(stage):
     publish = pack(tensors(), 7, "int8")
     sender = ShmSender(run_id="transporttest", rank=5)
     inbox = ShmInbox(publish.manifest, {0: publish.send(sender)}, engine_rank=0)
@@ -125,7 +125,7 @@ def test_readers_keep_their_view_after_the_sender_has_unlinked(stage):
     assert equal(dict(assemble(publish.manifest, inbox)), tensors())
 
 
-def test_buckets_of_a_segment_stay_resident_until_they_are_forgotten_and_views_of_them_right(stage):
+def test_buckets_leave_memory_once_they_are_released_and_views_of_them_stay_valid(stage):
     publish = pack({"a.weight": torch.randn(512, 512), "b.weight": torch.randn(512, 512)}, 7, "bf16", bucket_bytes=1000)
     segments = stage(publish)
     inbox = ShmInbox(publish.manifest, segments, engine_rank=0)
@@ -151,7 +151,7 @@ def resident(path: str) -> int:
     return int(mapped.split("\nRss:")[1].split()[0]) * 1024
 
 
-def test_a_corrupt_bucket_of_a_segment_is_named(stage):
+def test_a_corrupt_bucket_in_shared_memory_is_named(stage):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
     segments = stage(publish)
     offsets, _ = files.bucket_offsets([b for b in publish.manifest.buckets if b.source_rank == 1])
@@ -168,7 +168,7 @@ def test_a_corrupt_bucket_of_a_segment_is_named(stage):
         inbox.take(publish.manifest.buckets[0])
 
 
-def test_what_is_found_corrupt_while_one_asks_has_not_arrived(stage):
+def test_a_bucket_found_corrupt_during_the_query_has_not_arrived(stage):
     publish = pack(tensors(), 7, "int8")
     inbox = ShmInbox(publish.manifest, stage(publish), engine_rank=0)
     arrive(inbox)
@@ -177,7 +177,7 @@ def test_what_is_found_corrupt_while_one_asks_has_not_arrived(stage):
     assert not inbox.arrived()
 
 
-def test_a_missing_segment_names_its_rank(stage):
+def test_a_missing_shared_memory_file_names_its_rank(stage):
     publish = pack(tensors(), 7, "int8", num_ranks=2)
     segments = stage(publish)
     with pytest.raises(RuntimeError, match="trainer rank 1"):
@@ -186,7 +186,7 @@ def test_a_missing_segment_names_its_rank(stage):
         ShmInbox(publish.manifest, {0: segments[0], 1: segments[1] + "x"}, engine_rank=0)
 
 
-def test_a_truncated_segment_is_refused(stage):
+def test_a_truncated_shared_memory_file_is_refused(stage):
     publish = pack(tensors(), 7, "int8", num_ranks=2)
     segments = stage(publish)
     os.truncate(segments[0], 10)
@@ -203,7 +203,7 @@ def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
     assert not [path for path in set(files.SHM.iterdir()) - before if "transporttest" in path.name]
 
 
-def test_sweep_takes_segments_of_dead_processes_and_of_the_named_run_only():
+def test_sweep_removes_files_of_dead_processes_and_of_the_named_run_only():
     dead = files.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
     part = dead.with_name(f".{dead.name}.part")
     alive = files.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
@@ -255,7 +255,7 @@ def receive(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[
     return dict(assemble(publish.manifest, Prefetch(inbox, publish.manifest.buckets)))
 
 
-def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
+def test_gloo_delivers_two_publishes_of_two_ranks_to_two_engine_ranks():
     senders, inboxes, _store = connect(2, 20)
     for version in (0, 1):
         publish = publish_of_ranks_4_and_6(version)
@@ -268,7 +268,7 @@ def test_gloo_brings_two_publishes_of_two_ranks_to_two_engine_ranks():
 
 
 def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int, list[tuple[int, bytes]]]:
-    """Offset and bytes of every piece by bucket, as they were verified; what lies between pieces is anything."""
+    """Offset and verified bytes of every piece by bucket; bytes between pieces are undefined."""
     inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
     taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
     return {
@@ -279,7 +279,7 @@ def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int,
     }
 
 
-def test_what_changed_makes_the_new_bucket_of_the_last_one_and_all_travels_now_and_then():
+def test_deltas_rebuild_the_new_buckets_and_every_fourth_publish_is_sent_whole():
     senders, (inbox,), _store = connect(1, 20, delta=True, full_every=4)
     sent = []
     for version in range(5):
@@ -299,7 +299,7 @@ def test_what_changed_makes_the_new_bucket_of_the_last_one_and_all_travels_now_a
     assert sent[1] == sent[2] == sent[3]
 
 
-def test_gloo_does_not_touch_the_default_group():
+def test_gloo_channels_leave_the_default_group_uninitialised():
     connect(1, 20)
     assert not torch.distributed.is_initialized()
 
@@ -315,16 +315,16 @@ def test_a_trainer_rank_that_sends_nothing_is_named():
     sender.join()
 
 
-def test_an_engine_that_takes_nothing_is_named_and_left():
+def test_an_engine_that_receives_nothing_is_named_and_detached():
     senders, _inboxes, _store = connect(1, 1)
     publish = publish_of_ranks_4_and_6(0)
     with pytest.raises(RuntimeError, match=r"trainer rank 4 waited in vain .* engine 0 rank 0 to take bucket 0"):
         publish.send(senders[0], 4)
-    publish.send(senders[0], 4)  # nobody is attached any more
+    publish.send(senders[0], 4)  # no engine is attached any more
 
 
-def test_an_engine_that_comes_again_gets_everything():
-    """Its process is new and keeps nothing; the other engine goes on with changes."""
+def test_a_restarted_engine_gets_a_whole_publish():
+    """The new process has no baselines; the other engine still gets deltas."""
     store = open_store(host="127.0.0.1", timeout_s=20)
     again = open_store(host="127.0.0.1", timeout_s=20)
     other = open_store(host="127.0.0.1", timeout_s=20)
@@ -348,11 +348,13 @@ def test_an_engine_that_comes_again_gets_everything():
         assert found[1] == found[2] == publish.payloads
 
 
-def test_a_change_of_something_else_is_refused():
+def test_a_delta_of_another_baseline_version_is_refused():
     senders, (inbox,), _store = connect(1, 20, delta=True)
     first, second = publish_of_ranks_4_and_6(0), publish_of_ranks_4_and_6(1)
     in_threads(lambda: first.send(senders[0], 4), lambda: first.send(senders[1], 6), lambda: raw(inbox, first))
-    inbox._baselines = {index: (7, kept) for index, (_, kept) in inbox._baselines.items()}  # as if another had come
+    inbox._baselines = {
+        index: (7, kept) for index, (_, kept) in inbox._baselines.items()
+    }  # pretends that another publish arrived
     sending = threading.Thread(target=lambda: second.send(senders[0], 4, only=1))
     sending.start()
     with pytest.raises(RuntimeError, match="a delta on weight version 0 came, but this rank keeps version 7"):
@@ -370,7 +372,7 @@ def test_a_bucket_of_another_version_is_refused():
     sender.join()
 
 
-def test_whoever_does_not_join_a_channel_is_named():
+def test_an_engine_rank_that_does_not_join_a_channel_is_named():
     store = open_store(host="127.0.0.1", timeout_s=20)
     channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
@@ -378,7 +380,7 @@ def test_whoever_does_not_join_a_channel_is_named():
 
 
 class Chain:
-    """Two trainer ranks, 4 and 6, and engines in a row."""
+    """Two trainer ranks, 4 and 6, and a chain of engines."""
 
     def __init__(
         self,
@@ -401,7 +403,7 @@ class Chain:
         self.engines = [inboxes[first : first + num_ranks] for first in range(0, len(inboxes), num_ranks)]
 
     def publish(self, publish: Publish) -> list[object]:
-        """What each inbox has got, engine by engine."""
+        """Received payloads of each inbox, engine by engine."""
         _, _, *found = in_threads(
             *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(self.senders, (4, 6), strict=True)),
             *(lambda i=inbox: raw(i, publish) for engine in self.engines for inbox in engine),
@@ -410,7 +412,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_engines_in_a_chain_all_get_everything_and_trainer_ranks_send_it_once(delta):
+def test_every_engine_of_a_chain_gets_all_buckets_and_trainer_ranks_send_them_once(delta):
     chain = Chain(3, 2, delta=delta)
     sent = []
     for version in range(3):
@@ -432,7 +434,7 @@ def changing(version: int) -> Publish:
     return publish
 
 
-def test_a_chain_goes_through_engines_in_the_order_that_is_asked_for():
+def test_a_chain_follows_the_requested_order_of_engines():
     chain = Chain(3, 2, order=[1, 2, 0])
     publish = changing(0)
     assert all(found == publish.payloads for found in chain.publish(publish))
@@ -441,12 +443,12 @@ def test_a_chain_goes_through_engines_in_the_order_that_is_asked_for():
     assert all(list(sender._groups) == [1] for sender in chain.senders)
 
 
-def test_engines_of_a_node_follow_each_other_in_a_chain():
+def test_engines_of_a_node_are_neighbours_in_a_chain():
     assert side_by_side(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
     assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
 
 
-def test_every_engine_of_a_chain_keeps_buckets_and_makes_new_ones_of_what_has_changed():
+def test_every_engine_of_a_chain_rebuilds_buckets_from_deltas():
     chain = Chain(3, 2, delta=True, full_every=3)
     for version in range(5):
         publish = changing(version)
@@ -454,7 +456,7 @@ def test_every_engine_of_a_chain_keeps_buckets_and_makes_new_ones_of_what_has_ch
     assert all(len(inbox._baselines) == len(publish.payloads) for engine in chain.engines for inbox in engine)
 
 
-def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
+def test_a_loaders_views_are_unchanged_by_the_next_publish():
     chain = Chain(2, 1, delta=True)
     first = changing(0)
     views: list[dict[int, torch.Tensor]] = []
@@ -473,7 +475,7 @@ def test_what_a_loader_was_given_stays_as_it_is_when_the_next_publish_comes():
         assert all(torch.equal(view, was[index]) for index, view in found.items())
 
 
-def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
+def test_a_modified_baseline_is_refused_and_named():
     chain = Chain(2, 1, delta=True)
     chain.publish(changing(0))
     first, last = (inbox for (inbox,) in chain.engines)
@@ -488,7 +490,7 @@ def test_a_kept_bucket_that_somebody_wrote_to_is_refused_and_named():
     assert "bucket 0: checksum" in message
 
 
-def test_an_engine_behind_one_that_refuses_names_it_and_those_before_have_everything():
+def test_an_engine_behind_a_closed_one_names_it_and_engines_before_it_get_all_buckets():
     chain = Chain(3, 1, timeout_s=12)
     publish = publish_of_ranks_4_and_6(0)
     chain.engines[1][0].close()
@@ -509,7 +511,7 @@ def refusal(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def test_a_prefetch_takes_no_more_than_its_window_ahead():
+def test_prefetch_reads_at_most_its_window_ahead():
     taken: list[int] = []
 
     class Source:
@@ -587,7 +589,7 @@ HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
     ids=["in order", "crossed", "all on one", "ranks that host nothing", "a rank without buckets"],
 )
 @pytest.mark.parametrize("bucket_bytes", [64, 1000])
-def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bucket_bytes):
+def test_each_device_gets_only_the_buckets_that_its_engine_ranks_require(hosted, bucket_bytes):
     publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
     exchange = Exchange(publish, hosted)
     for version in (0, 1):
@@ -610,7 +612,7 @@ def test_each_device_is_handed_what_its_engine_ranks_take_and_no_more(hosted, bu
     assert not [path for path in files.SHM.iterdir() if "transporttest" in path.name]
 
 
-def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applied():
+def test_a_corrupt_bucket_is_refused_by_its_engine_rank_before_it_is_applied():
     publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0, 1], []])
     addresses = exchange.send(publish)
@@ -630,7 +632,7 @@ def test_a_corrupt_bucket_is_found_by_the_rank_that_takes_it_before_it_is_applie
     exchange.abandon()
 
 
-def test_a_trainer_rank_that_hands_nothing_over_is_named():
+def test_a_colocated_trainer_rank_that_sends_nothing_is_named():
     publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=1000, required=HALVES)
     exchange = Exchange(publish, [[0], [1]], timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 0 waited in vain .* for trainer rank 1 to send bucket"):
@@ -638,7 +640,7 @@ def test_a_trainer_rank_that_hands_nothing_over_is_named():
     exchange.abandon()
 
 
-def test_a_segment_is_written_piece_by_piece_whatever_the_kernel_takes_at_once() -> None:
+def test_a_shared_memory_file_is_complete_after_short_writes() -> None:
     content = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
     segment, pwrite = files.SegmentFile(run_id="pieces", rank=0), os.pwrite
     segment.begin(WeightVersion(1), 1200)
@@ -651,7 +653,7 @@ def test_a_segment_is_written_piece_by_piece_whatever_the_kernel_takes_at_once()
     assert np.array_equal(found, np.concatenate([np.zeros(100), content, np.zeros(100)]))
 
 
-def test_a_segment_that_has_no_room_is_refused_before_and_while_it_is_written() -> None:
+def test_a_shared_memory_file_without_room_is_refused_before_and_during_writing() -> None:
     segment = files.SegmentFile(run_id="noroom", rank=0)
     with pytest.raises(RuntimeError, match=r"/dev/shm has no room for \d+ bytes .*publish.transport=gloo"):
         segment.begin(WeightVersion(1), 1 << 60)

@@ -1,4 +1,4 @@
-"""Transports whose bytes never leave CUDA devices."""
+"""Transports that keep weights on CUDA devices."""
 
 import multiprocessing
 from multiprocessing.connection import Connection
@@ -38,7 +38,7 @@ def publish(version: int) -> Publish:
 
 
 def arrived(found: Publish, inbox: ColocatedInbox | GroupInbox) -> bool:
-    """Whether every tensor lies whole on a device."""
+    """Whether every tensor arrived complete on a device."""
     received = ReceivedPieces(found.manifest, inbox, engine_rank=0)
     for name, expected in tensors().items():
         part = received.read(name, Box(start=(0,) * expected.dim(), shape=tuple(expected.shape)))
@@ -48,13 +48,13 @@ def arrived(found: Publish, inbox: ColocatedInbox | GroupInbox) -> bool:
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 4096 * 4 * 3 + 5, 9_000_001])
-def test_the_checksum_of_a_device_is_that_of_the_host(length):
+def test_device_and_host_compute_the_same_checksum(length):
     payload = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     assert multilinear(payload.cuda()) == multilinear(payload)
 
 
 def _map(pipe: Connection) -> None:
-    """Another process on the same device: takes addresses of two publishes, answers whether all has come."""
+    """Another process on the same device: maps two publishes and answers whether every tensor arrived."""
     from rollout.transports.cuda_ipc import map_cuda
 
     for version in (0, 1):
@@ -64,7 +64,7 @@ def _map(pipe: Connection) -> None:
         del memory, inbox
 
 
-def test_what_is_laid_down_on_a_device_is_mapped_by_another_process_and_freed():
+def test_buckets_on_a_device_are_mapped_by_another_process_and_freed():
     from rollout.transports.cuda_ipc import CudaRegion
 
     context = multiprocessing.get_context("spawn")
@@ -102,7 +102,7 @@ def _channel(port: int) -> GroupChannel:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
 @pytest.mark.parametrize("delta", [False, True])
-def test_nccl_brings_publishes_from_device_to_device(delta):
+def test_nccl_delivers_publishes_from_device_to_device(delta):
     store = open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()

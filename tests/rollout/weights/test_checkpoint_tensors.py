@@ -1,4 +1,4 @@
-"""The list of tensors that an engine expects is the one that a checkpoint really holds."""
+"""The tensors that an engine expects are those of a real checkpoint."""
 
 import pytest
 from safetensors.torch import load_file
@@ -11,7 +11,7 @@ from tests.support.engines.packing import stacked
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "experts"])
-def test_expected_tensors_are_those_of_a_checkpoint(checkpoints, family, format):
+def test_expected_tensors_equal_those_of_a_checkpoint(checkpoints, family, format):
     directory = checkpoints.path(family, "A", format)
     stored = stacked(load_file(directory / "model.safetensors"))
     found = expected_tensors(str(checkpoints.path(family, "A", "bf16")), WeightFormat(name=format))
@@ -33,7 +33,7 @@ def test_excepted_layers_and_modules_stay_bfloat16_and_are_named_to_vllm(checkpo
     assert len(kept) == 8 and "model.layers.1.mlp.down_proj" in kept and "model.layers.0.self_attn.q_proj" in kept
 
 
-def test_experts_and_routers_in_bfloat16_are_named_to_vllm_as_it_asks_for_them(checkpoints):
+def test_experts_and_routers_in_bfloat16_are_named_to_vllm_in_its_own_form(checkpoints):
     directory = str(checkpoints.path("experts", "A", "bf16"))
     format = WeightFormat(name="int8", bf16_first_layers=1)
     kept = linears_in_bf16(expected_tensors(directory, format))
@@ -42,7 +42,7 @@ def test_experts_and_routers_in_bfloat16_are_named_to_vllm_as_it_asks_for_them(c
     assert routers == ["model.layers.1.mlp.gate"]
 
 
-def test_every_process_is_told_its_threads_and_to_stay_offline():
+def test_every_process_gets_its_threads_and_stays_offline():
     env = ProcessEnv(single_node=True)
     for found in (env.controller(), env.trainer_rank(threads=3), env.engine(threads=2), env.single_threaded()):
         assert found["NUMBA_NUM_THREADS"] == "1" and found["HF_HUB_OFFLINE"] == "1"
@@ -50,7 +50,7 @@ def test_every_process_is_told_its_threads_and_to_stay_offline():
     assert env.single_threaded()["OMP_NUM_THREADS"] == "1"
 
 
-def test_engines_are_bound_to_the_cores_they_are_given_and_to_none_otherwise():
+def test_engines_are_bound_only_to_the_cores_they_are_given():
     env = ProcessEnv(single_node=False)
     assert env.engine(threads=1)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert env.engine(threads=2, cores=((0, 1), (2, 3)))["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"

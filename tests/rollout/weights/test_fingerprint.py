@@ -1,4 +1,4 @@
-"""Sums over weights: equal whatever the cut, and different for every fault that moves or spoils a row."""
+"""Fingerprints of weights: independent of the partition, and changed by every fault that moves or damages a row."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def sums(matrix: torch.Tensor) -> dict[str, np.ndarray]:
     return {"w": of_box(matrix, Box(start=(0,) * matrix.dim(), shape=tuple(matrix.shape)), tuple(matrix.shape))}
 
 
-def test_parts_sum_up_to_the_whole() -> None:
+def test_fingerprints_of_parts_sum_to_that_of_the_whole() -> None:
     cuts = [(0, 0, 100, 96), (100, 0, 412, 32), (100, 32, 412, 64)]
     boxes = [Box(start=(r, c), shape=(n, k)) for r, c, n, k in cuts]
     parts = [{"w": of_box(MATRIX[box.slices((0, 0))], box, (512, 96))} for box in boxes]
@@ -49,18 +49,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_far_beyond_rounding(name: str) -> None:
+def test_every_fault_changes_the_fingerprint_far_beyond_rounding(name: str) -> None:
     torch.manual_seed(1)
     assert difference(sums(FAULTS[name](MATRIX)), sums(MATRIX))[0] > 0.05
 
 
-def test_whichever_row_is_doubled_is_found_and_said() -> None:
+def test_any_doubled_row_is_detected_and_named() -> None:
     for row in range(0, 512, 3):
         gap, where = difference(sums(one_row_doubled(MATRIX, row)), sums(MATRIX))
         assert gap > 0.03 and where == f"w, {row // 8 + 1}. of 64 groups of rows"
 
 
-def test_nine_of_ten_doubled_rows_of_the_largest_matrices_are_found() -> None:
+def test_nine_of_ten_doubled_rows_of_the_largest_matrices_are_detected() -> None:
     """A group has 462 rows; measured over 200 of them: 96 %."""
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(29_568, 32, generator=random)
@@ -69,7 +69,7 @@ def test_nine_of_ten_doubled_rows_of_the_largest_matrices_are_found() -> None:
     assert sum(found) >= 0.9 * len(found)
 
 
-def test_rounding_is_far_below_the_bound_even_where_rows_stand_out() -> None:
+def test_rounding_stays_far_below_the_bound_even_with_outlier_rows() -> None:
     uneven = MATRIX.clone()
     uneven[100:104] *= 300
     products = multiply(uneven, column_signs(WHOLE, (512, 96))).to(torch.bfloat16)
@@ -77,7 +77,7 @@ def test_rounding_is_far_below_the_bound_even_where_rows_stand_out() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 1000])
-def test_vectors_and_small_tensors_have_sums_too(rows: int) -> None:
+def test_vectors_and_small_tensors_have_fingerprints(rows: int) -> None:
     vector = torch.randn(rows)
     wrong = vector.clone()
     wrong[rows // 2] += 1
@@ -85,12 +85,12 @@ def test_vectors_and_small_tensors_have_sums_too(rows: int) -> None:
     assert difference(sums(wrong), sums(vector))[0] > 0.05
 
 
-def test_a_tensor_of_one_side_only_is_named() -> None:
+def test_a_tensor_that_one_side_lacks_is_named() -> None:
     assert difference({}, sums(MATRIX)) == (1.0, "w is known to one side only")
 
 
 def through_8_bits(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, largest: float) -> torch.Tensor:
-    """What a kernel makes of an expert if each token's activations get 8-bit codes before the last matrix."""
+    """Output of an expert whose activations are rounded to 8 bits per token before the last matrix."""
     inputs = expert_inputs(gate.shape[1])
     inner = torch.nn.functional.silu(inputs @ gate.t()) * (inputs @ up.t())
     scale = inner.abs().amax(1, keepdim=True) / largest
@@ -99,7 +99,7 @@ def through_8_bits(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, lar
 
 
 @pytest.mark.parametrize("largest", [127.0, 448.0])
-def test_experts_in_8_bits_are_apart_by_far_more_than_their_activations_rounding(largest: float) -> None:
+def test_different_experts_in_8_bits_differ_by_far_more_than_activation_rounding(largest: float) -> None:
     random = torch.Generator().manual_seed(0)
     shape, num_experts = (512, 256), 48
     experts = [

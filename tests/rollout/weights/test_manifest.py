@@ -1,4 +1,4 @@
-"""The wire format: trailers prove a bucket, `check` proves a manifest."""
+"""The wire format: a checksum verifies a bucket, `check` verifies a manifest."""
 
 import dataclasses
 from itertools import combinations
@@ -22,7 +22,7 @@ def test_a_sealed_bucket_verifies(payload, version):
 
 
 @given(payload=st.binary(min_size=1, max_size=300), data=st.data())
-def test_any_flipped_bit_is_found(payload, data):
+def test_any_flipped_bit_is_detected(payload, data):
     bucket = torch.frombuffer(bytearray(payload + bytes(TRAILER.size)), dtype=torch.uint8)
     seal(bucket, 5)
     position = data.draw(st.integers(min_value=0, max_value=len(bucket) * 8 - 1))
@@ -39,7 +39,7 @@ def test_a_bucket_of_another_publish_is_refused_naming_both_versions():
 
 
 def naive(payload: bytes) -> int:
-    """The device's checksum word by word, in Python's own integers."""
+    """The device's checksum, word by word in Python integers."""
     full = (1 << 64) - 1
 
     def of_row(number: int) -> int:
@@ -59,12 +59,12 @@ def naive(payload: bytes) -> int:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 63, 4096 * 4, 4096 * 4 * 3 + 5])
-def test_a_devices_checksum_is_the_sum_that_it_says(length):
+def test_a_devices_checksum_equals_the_documented_sum(length):
     payload = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
     assert multilinear(payload) == naive(payload.numpy().tobytes())
 
 
-def test_a_devices_checksum_finds_flips_swaps_and_shifts():
+def test_a_devices_checksum_detects_flips_swaps_and_shifts():
     random = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (4096 * 4 * 2 + 100,), dtype=torch.uint8, generator=random)
     right = multilinear(payload)
@@ -134,19 +134,19 @@ boxes_of_matrix = st.lists(
 
 
 @given(boxes_of_matrix)
-def test_boxes_overlap_exactly_if_two_have_an_element_in_common(boxes):
+def test_boxes_overlap_exactly_if_they_share_an_element(boxes):
     assert overlap(boxes) == any(a.common(b).size for a, b in combinations(boxes, 2))
     rows = [Box(start=box.start[:1], shape=box.shape[:1]) for box in boxes]
     assert overlap(rows) == any(a.common(b).size for a, b in combinations(rows, 2))
 
 
 @given(boxes_of_matrix)
-def test_a_box_holds_another_exactly_if_they_have_all_of_it_in_common(boxes):
+def test_a_box_contains_another_exactly_if_it_has_all_its_elements(boxes):
     for a, b in combinations([box for box in boxes if box.size], 2):
         assert a.holds(b) == (a.common(b).size == b.size)
 
 
-def test_a_stack_is_named_without_the_number_and_its_matrices_with_it():
+def test_a_stack_of_experts_is_named_without_number_and_its_matrices_with_number():
     name = "model.layers.3.mlp.experts.17.up_proj.weight_scale"
     stack = "model.layers.3.mlp.experts.up_proj.weight_scale"
     assert stack_of(name) == stack_of(stack) == stack and of_expert(stack, 17) == name

@@ -1,4 +1,4 @@
-"""INT8 products are exact: by vLLM's kernel where it is right, by ours where it is not."""
+"""INT8 products are exact: by vLLM's kernel if it is exact, else by ours."""
 
 import os
 import re
@@ -43,11 +43,11 @@ def test_products_of_the_largest_codes_are_exact(num_inputs):
     assert torch.equal(exact_product(inputs, codes), expected)
 
 
-def test_a_chunk_of_the_largest_codes_stays_below_what_float32_holds_exactly():
+def test_a_chunk_of_the_largest_codes_is_exact_in_float32():
     assert CHUNK * 127 * 127 < 2**24
 
 
-def test_codes_of_tokens_stand_for_the_inputs_to_half_a_code():
+def test_codes_of_tokens_approximate_the_inputs_to_half_a_code():
     inputs = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
     inputs[3] = 0
     codes, scales = quantise_tokens(inputs)
@@ -79,21 +79,21 @@ def test_a_layer_multiplies_by_its_codes_scales_and_bias(monkeypatch):
     )
 
 
-def test_vllms_kernel_is_replaced_where_it_is_wrong_and_nowhere_else(monkeypatch):
+def test_vllms_kernel_is_replaced_only_where_it_is_inexact(monkeypatch):
     monkeypatch.setattr(exact_int8, "check_vllm_kernel", lambda: KernelCheck(kernel="right", error=0.0))
     assert not ExactInt8.is_supported()[0]
     monkeypatch.setattr(exact_int8, "check_vllm_kernel", lambda: KernelCheck(kernel="wrong", error=0.05))
     assert ExactInt8.is_supported()[0]
 
 
-def test_it_is_offered_to_vllm_once_and_first():
+def test_our_kernel_is_registered_with_vllm_once_and_first():
     for _ in range(2):
         exact_int8.register()
     offered = kernels._POSSIBLE_INT8_KERNELS[current_platform._enum]
     assert offered[0] is ExactInt8 and offered.count(ExactInt8) == 1
 
 
-def test_the_line_names_the_kernel_and_what_happens():
+def test_the_log_line_names_the_kernel_and_the_consequence():
     assert KernelCheck(kernel="K", error=0.0).line() == "INT8: test products of K equal exact sums"
     assert "test products of K are off by up to 21% on this machine" in KernelCheck(kernel="K", error=0.21).line()
 
@@ -118,7 +118,7 @@ print(check.is_exact, type(chosen).__name__, max(errors))
 
 
 def chosen_with(isa: str) -> list[str]:
-    """Whether vLLM's kernel is exact, the kernel that is chosen, and its error, where oneDNN knows no newer `isa`."""
+    """(vLLM's kernel is exact, chosen kernel, its error) with oneDNN limited to `isa`."""
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
     environment |= {"PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": isa}
     command = [sys.executable, "-c", CHOSEN]
@@ -128,7 +128,7 @@ def chosen_with(isa: str) -> list[str]:
 
 
 def test_a_kernel_that_saturates_is_found_and_replaced_on_every_cpu():
-    """oneDNN without VNNI instructions is wrong everywhere, except that newer CPUs may not ask it at all."""
+    """oneDNN without VNNI is inexact on every CPU, but vLLM may choose another kernel on newer CPUs."""
     is_exact, chosen, error = chosen_with("AVX2")
     assert float(error) == 0
     assert (is_exact, chosen) == ("False", "ExactInt8")

@@ -1,4 +1,4 @@
-"""Experts in 8 bits on a CUDA device: pushed ones compute what vLLM loads by itself, and sums tell them apart."""
+"""Experts in 8 bits on a CUDA device: pushed and loaded ones compute the same, and fingerprints tell experts apart."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def experts(checkpoints, tmp_path_factory):
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])
-def test_pushed_experts_compute_what_a_loaded_directory_computes_through_a_b_a(experts, format):
+def test_pushed_experts_compute_the_same_as_a_loaded_directory_through_a_b_a(experts, format):
     for weights, answer in zip("ABA", experts.answers[f"push-experts-ABA-{format}"], strict=True):
         expected = experts.fresh("experts", weights, format)
         assert answer["tokens"] == expected["tokens"]
@@ -31,7 +31,7 @@ def test_pushed_experts_compute_what_a_loaded_directory_computes_through_a_b_a(e
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])
-def test_sums_tell_experts_in_8_bits_apart(experts, format):
+def test_fingerprints_tell_experts_in_8_bits_apart(experts, format):
     for pushed in experts.answers[f"push-experts-ABA-{format}"]:
         found = pushed["sum_gaps"]
         assert found.pop("as meant")[0] < MAX_WEIGHT_GAP * EXPERT_LENIENCY / 2

@@ -17,17 +17,17 @@ SPECS = (
 
 
 class Boxes:
-    """Of tensors that are there."""
+    """Parts of tensors in memory."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A view into the middle of something larger, as a bucket's piece is."""
+        """A view into the middle of a larger array, like a piece of a bucket."""
         whole = {"matrix.weight": MATRIX, "m.experts.up.weight": STACK}[name]
         found = whole[box.slices((0,) * whole.dim())]
         larger = torch.cat([torch.full((5,), -1.0), found.flatten()])
         return larger[5:].view(found.shape)
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Row by row, and each row in two."""
+        """Two pieces for each row."""
         *before, row, left = box.start
         *one, rows, columns = box.shape
         for number in range(rows):
@@ -48,7 +48,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("how", VIEWS)
-def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> None:
+def test_a_copied_part_equals_the_same_view_of_the_tensor(how: str) -> None:
     shown = dict(StandIns(SPECS).items())
     assert list(shown) == ["matrix.weight", *(f"m.experts.{expert}.up.weight" for expert in range(3))]
     stand_ins = StandIns(SPECS)
@@ -60,7 +60,7 @@ def test_what_is_copied_is_what_the_same_view_of_the_tensor_shows(how: str) -> N
             assert torch.equal(found, expected)
 
 
-def test_a_square_matrix_is_transposed_where_its_loader_does_so() -> None:
+def test_a_square_matrix_is_transposed_if_its_loader_transposes_it() -> None:
     square = MATRIX[:, :4].contiguous()
 
     class Square(Boxes):

@@ -1,4 +1,4 @@
-"""What loaders were seen to copy is copied without them; a layer to which they do anything else is left to them."""
+"""Recorded copies are replayed without loaders; layers with any other operation still use their loaders."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ WHOLE = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_s
 
 
 class Boxes:
-    """Of tensors that are there."""
+    """Parts of tensors in memory."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -32,12 +32,12 @@ class Boxes:
         return WHOLE[name][box.slices((0,) * WHOLE[name].dim())]
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """In one."""
+        """A single piece."""
         yield box, self.read(name, box)
 
 
 class Layer(nn.Module):
-    """A weight of 4 x 6, and a bias."""
+    """A weight [4, 6] and a bias."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Layer(nn.Module):
         self.num_calls = 0
 
     def load(self, param: torch.Tensor, loaded: torch.Tensor, how: str) -> None:
-        """As vLLM's layers do, in all the ways they have."""
+        """Load like vLLM's layers, in each of their ways."""
         self.num_calls += 1
         rows = {"upper": slice(0, 2), "lower": slice(2, 4), "padded": slice(0, 3), "partial": slice(0, 2)}
         source = loaded[:, 6:] if how == "columns" else loaded
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers by the way they are loaded in."""
+    """Layers by their way of loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Model(nn.Module):
         self.layers["twin"], self.layers["odd_twin"] = Layer(), Layer()
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Hand every tensor to its layer, one to two of them."""
+        """Give every tensor to its layer; one tensor goes to two layers."""
         for name, loaded in weights:
             layer, _, how = name.partition(".")
             if name == "halves.bias":
@@ -93,21 +93,21 @@ def model() -> Model:
     return built
 
 
-def test_only_layers_that_are_filled_by_copies_and_nothing_else_are_plain() -> None:
+def test_only_layers_filled_by_copies_alone_are_plain() -> None:
     recording = StandIns(SPECS).record(model())
     assert recording.plain == {"layers.halves", "layers.columns", "layers.twin"}
     # the twin's tensor goes to a layer that needs its loader
     assert loader_replay.replayed(recording) == {"layers.halves", "layers.columns"}
 
 
-def test_a_tensor_that_is_cast_on_its_way_is_not_taken_for_a_copy() -> None:
+def test_a_cast_tensor_does_not_count_as_a_copy() -> None:
     layers = model()
     cast = TensorSpec(name="halves.cast", shape=(4, 6), dtype="float32")
     with pytest.raises(RuntimeError, match=r"do not copy halves\.cast"):
         StandIns([cast]).record(layers)
 
 
-def test_what_is_replayed_is_what_loaders_load_in_the_order_of_tensors() -> None:
+def test_replayed_copies_equal_loaded_ones_in_the_order_of_tensors() -> None:
     layers, stand_ins = model(), StandIns(SPECS)
     recording = stand_ins.record(layers)
     loaders = {name: layer.weight.weight_loader for name, layer in layers.layers.items()}
@@ -140,7 +140,7 @@ def test_what_is_replayed_is_what_loaders_load_in_the_order_of_tensors() -> None
     assert {name: layer.weight.weight_loader for name, layer in layers.layers.items()} == loaders
 
 
-def test_a_failed_copy_leaves_the_loaders_where_they_were() -> None:
+def test_a_failed_copy_restores_the_loaders() -> None:
     class Broken(Boxes):
         def read(self, name: str, box: Box) -> torch.Tensor:
             raise RuntimeError("lost")
@@ -157,5 +157,5 @@ def test_a_failed_copy_leaves_the_loaders_where_they_were() -> None:
     assert meta["weight"].weight_loader == before
 
 
-def test_nothing_is_replayed_of_what_was_not_recorded() -> None:
+def test_tensors_without_recording_are_not_replayed() -> None:
     assert list(loader_replay.steps(SPECS[:2], Recording((), frozenset()))) == [SPECS[:2]]

@@ -1,7 +1,7 @@
-"""Drafts change nothing but speed: greedy tokens, distributions at a temperature, log-probabilities.
+"""Drafts change only speed, not greedy tokens, distributions at a temperature or log-probabilities.
 
-Engines run in a process of their own (`tests.support.engines.drafting_jobs`); what they should have emitted comes from
-transformers in float32, from the same weights.
+Engines run in a process of their own (`tests.support.engines.drafting_jobs`); the reference is transformers in float32
+with the same weights.
 """
 
 import math
@@ -31,13 +31,13 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
 def answers(background) -> Answers:
-    """Of engines on the machine's own platform; the parameter only says which machines it is for."""
+    """Answers of engines on this machine's platform; the parameter only selects the machines."""
     root, emitted = background.wait("lossless")
     return Answers(Path(root), pickle.loads(Path(emitted).read_bytes()))
 
 
 def reference(root: Path, format: str):
-    """The weights of a checkpoint in float32; INT8 multiplies activations that are rounded as its kernels do."""
+    """A checkpoint's model in float32; for INT8, activations are rounded as by the kernels."""
     model = AutoModelForCausalLM.from_pretrained(root / "bf16", dtype=torch.float32)
     if format == "int8":
         for name, layer in model.named_modules():
@@ -48,7 +48,7 @@ def reference(root: Path, format: str):
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """Each row to 8 bits and back."""
+    """Rounds each row to 8 bits and decodes it."""
     scale = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
     return (rows / scale).round() * scale
 
@@ -61,7 +61,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def gaps(a: jobs.Emitted, b: jobs.Emitted) -> np.ndarray:
-    """Distances of log-probabilities, as far as the tokens are the same."""
+    """Differences of log-probabilities up to the first different token."""
     ends = [first_difference(x, y) for x, y in zip(a.tokens, b.tokens, strict=True)]
     return np.concatenate(
         [np.abs(np.subtract(x[:end], y[:end])) for x, y, end in zip(a.logprobs, b.logprobs, ends, strict=True)]
@@ -69,7 +69,7 @@ def gaps(a: jobs.Emitted, b: jobs.Emitted) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", jobs.KINDS, ids=lambda kind: kind.name)
-def test_greedy_tokens_are_those_of_a_stock_engine(answers, kind):
+def test_greedy_tokens_equal_those_of_a_baseline_engine(answers, kind):
     stock, small, drafted = (
         answers.emitted[f"greedy-{kind.name}-{name}"] for name in ("stock", "stock-in-small-batches", "drafted")
     )
@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_a_stock_engine(answers, kind):
 
 
 @pytest.mark.parametrize("kind", jobs.KINDS, ids=lambda kind: kind.name)
-def test_greedy_log_probabilities_are_those_of_a_stock_engine(answers, kind):
+def test_greedy_log_probabilities_equal_those_of_a_baseline_engine(answers, kind):
     stock, small, drafted = (
         answers.emitted[f"greedy-{kind.name}-{name}"] for name in ("stock", "stock-in-small-batches", "drafted")
     )
@@ -101,7 +101,7 @@ def test_greedy_log_probabilities_are_those_of_a_stock_engine(answers, kind):
 
 @dataclass(frozen=True)
 class Sampled:
-    """Next tokens of one engine, and what they should have been drawn from."""
+    """Sampled tokens of one engine and their reference distributions."""
 
     tokens: np.ndarray
     """[S, T]"""
@@ -144,14 +144,14 @@ def surprise(expected: np.ndarray, seen: np.ndarray) -> float:
     num_bins = expected.shape[1]
     excess = np.bincount(seen, minlength=num_bins) - expected.sum(axis=0)
     covariance = np.diag(expected.sum(axis=0)) - expected.T @ expected
-    # the bins add up, so one of them says nothing
+    # bins sum to the number of draws, so one of them is redundant
     chi_square = excess[1:] @ np.linalg.solve(covariance[1:, 1:], excess[1:])
     freedom = num_bins - 1
     return float(((chi_square / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom)))
 
 
 def by_token(probabilities: np.ndarray, tokens: np.ndarray) -> float:
-    """Surprise over the 40 most likely tokens; the others are one bin."""
+    """Surprise over the 40 most likely tokens; all others share a bin."""
     common = np.argsort(probabilities.sum(axis=0))[::-1][:40]
     bin_of = np.zeros(jobs.VOCABULARY, dtype=np.int64)
     bin_of[common] = np.arange(1, 41)
@@ -160,7 +160,7 @@ def by_token(probabilities: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def by_rank(probabilities: np.ndarray, tokens: np.ndarray) -> float:
-    """Surprise over how likely the drawn tokens were among all: the likeliest, the second, .., the rest."""
+    """Surprise over the ranks of the drawn tokens by probability: first, second, .., the rest."""
     edges = np.array([0, 1, 2, 3, 5, 8, 16, 32, 64])
     drawn = np.take_along_axis(probabilities, tokens[:, None], axis=1)
     ranks = (probabilities > drawn).sum(axis=1)
@@ -170,7 +170,7 @@ def by_rank(probabilities: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def surprises(found: Sampled) -> dict[str, float]:
-    """Of all next tokens, and of those apart that no draft, or only padding, came before."""
+    """Surprise of all sampled tokens, and of those alone that follow no draft or only padding."""
     report = {}
     for part, at in (("all", slice(None)), ("first", slice(0, 1)), ("later", slice(1, None))):
         tokens = found.tokens[:, at].reshape(-1)
@@ -182,7 +182,7 @@ def surprises(found: Sampled) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", jobs.SAMPLED_KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("temperature", jobs.TEMPERATURES)
-def test_sampled_tokens_are_distributed_as_without_drafts(answers, kind, temperature):
+def test_sampled_tokens_have_the_same_distribution_with_drafts(answers, kind, temperature):
     found = sampled(answers, kind, temperature, "drafted")
     stats = answers.emitted[f"sampled-{kind.name}-{temperature}-drafted"].stats
     assert found.tokens.size >= 60_000
@@ -193,8 +193,8 @@ def test_sampled_tokens_are_distributed_as_without_drafts(answers, kind, tempera
 
 @pytest.mark.parametrize("kind", jobs.SAMPLED_KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("temperature", jobs.TEMPERATURES)
-def test_a_seed_gives_the_same_response_with_drafts_but_for_rounding(answers, kind, temperature):
-    """A number falls on the other side of a border where another batch shape rounds the distribution differently."""
+def test_a_seed_gives_the_same_response_with_and_without_drafts_but_for_rounding(answers, kind, temperature):
+    """Another batch shape rounds the distribution differently, so a random number may select the neighbouring token."""
     stock, drafted = (answers.emitted[f"sampled-{kind.name}-{temperature}-{name}"] for name in ("stock", "drafted"))
     assert drafted.stats.num_accepted > 5000
     pairs = list(zip(stock.tokens, drafted.tokens, strict=False))
@@ -206,14 +206,14 @@ def test_a_seed_gives_the_same_response_with_drafts_but_for_rounding(answers, ki
 
 @pytest.mark.parametrize("quirk", jobs.QUIRKS)
 @pytest.mark.parametrize("answers", ["cpu"], indirect=True)
-def test_tokens_that_vllm_samples_are_not_without_the_workaround(answers, quirk):
+def test_tokens_that_vllm_samples_have_another_distribution_without_the_workaround(answers, quirk):
     report = surprises(sampled(answers, jobs.KINDS[0], 1.0, f"without-{quirk}"))
     assert max(report.values()) > UNLIKELY, report
 
 
 @pytest.mark.parametrize("kind", jobs.SAMPLED_KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("temperature", jobs.TEMPERATURES)
-def test_sampled_log_probabilities_are_teacher_forced_ones_as_nearly_as_without_drafts(answers, kind, temperature):
+def test_sampled_log_probabilities_are_as_close_to_teacher_forced_ones_with_drafts(answers, kind, temperature):
     stock, drafted = (sampled(answers, kind, temperature, name) for name in ("stock", "drafted"))
     noise, found = (np.abs(each.logprobs - each.expected_logprobs) for each in (stock, drafted))
     assert found.mean() < 1.1 * noise.mean()

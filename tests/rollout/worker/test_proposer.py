@@ -1,4 +1,4 @@
-"""Rows of vLLM's batch become slots of the drafter; and an engine that drafts is otherwise the engine that it was."""
+"""Rows of vLLM's batch map to rows of the drafter; drafting changes nothing else in an engine."""
 
 import asyncio
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ CONFIG = SimpleNamespace(
 
 
 class Recorder:
-    """A drafter that drafts as much as it may, and notes what it was told."""
+    """A drafter that drafts the permitted maximum and records its calls."""
 
     def __init__(self) -> None:
         self.opened: list[dict[str, int]] = []
@@ -72,7 +72,7 @@ class Batch:
         self.runner.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
 
     def propose(self, **num_tokens: int) -> dict[str, list[int]]:
-        """One draft by name of the request; 0 tokens mean that its prompt is still being computed."""
+        """Drafts by request name; 0 tokens mean that the prompt is still being computed."""
         self.runner.input_batch.req_ids = list(num_tokens)
         sampled = [[1] if count else [] for count in num_tokens.values()]
         lengths = np.array([*num_tokens.values(), 99, 99], dtype=np.int32)  # vLLM's arrays are longer than the batch
@@ -85,7 +85,7 @@ def batch(monkeypatch) -> Batch:
     return Batch(monkeypatch)
 
 
-def test_a_request_keeps_its_slot_when_rows_move_and_when_it_is_preempted(batch):
+def test_a_request_keeps_its_draft_row_when_batch_rows_move_and_after_preemption(batch):
     for name in "abc":
         batch.knows(name)
     assert batch.propose(a=20, b=20) == {"a": [0] * K, "b": [1] * K}
@@ -96,7 +96,7 @@ def test_a_request_keeps_its_slot_when_rows_move_and_when_it_is_preempted(batch)
     assert batch.num_forwards == 4
 
 
-def test_a_request_that_has_ended_gives_its_slot_back_once(batch):
+def test_a_finished_request_frees_its_draft_row_once(batch):
     batch.knows("a")
     batch.propose(a=20)
     batch.proposer.end({"a", "never sampled"})
@@ -104,7 +104,7 @@ def test_a_request_that_has_ended_gives_its_slot_back_once(batch):
     assert batch.drafter.closed == [0]
 
 
-def test_a_prompt_that_is_still_being_computed_is_not_drafted(batch):
+def test_a_request_in_prefill_is_not_drafted(batch):
     batch.knows("a")
     batch.knows("b")
     assert batch.propose(a=0, b=20) == {"a": [], "b": [1] * K}
@@ -119,20 +119,20 @@ def test_a_request_without_a_prompt_key_is_not_drafted(batch):
 @pytest.mark.parametrize(
     ("num_tokens", "room"), [(11, 4), (55, 4), (56, 3), (58, 1), (59, 0), (60, 0)], ids=lambda value: str(value)
 )
-def test_a_draft_ends_where_the_response_must(batch, num_tokens, room):
+def test_a_draft_ends_at_the_response_limit(batch, num_tokens, room):
     batch.knows("a", prompt=10, limit=50)
     assert len(batch.propose(a=num_tokens)["a"]) == room
-    # the forward emits what it accepts and one more
+    # a forward emits the accepted tokens and one more
     assert num_tokens + room + 1 <= 60 or room == 0
 
 
-def test_a_draft_ends_where_the_engines_longest_request_does(batch):
+def test_a_draft_ends_at_the_engines_maximum_length(batch):
     batch.knows("a", prompt=10, limit=500)
     assert batch.propose(a=98)["a"] == [0]
     assert batch.drafter.opened[0] == {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100, "step": 7}
 
 
-def test_drafts_leave_every_row_its_place_in_the_forward(batch):
+def test_drafts_leave_every_row_at_least_one_token_of_the_forward(batch):
     """12 tokens fit a forward."""
     names = "abcdef"
     for name in names:
@@ -143,7 +143,7 @@ def test_drafts_leave_every_row_its_place_in_the_forward(batch):
         assert count * (1 + room) <= 12
 
 
-def test_a_rank_whose_drafts_nobody_uses_drafts_nothing():
+def test_a_rank_whose_drafts_are_unused_drafts_nothing():
     proposer = HistoryProposer(CONFIG)
     assert proposer.propose([[1], [2]], np.array([5, 5]), np.zeros((2, 9), dtype=np.int32)) == [[], []]
     proposer.end({"a"})
@@ -171,22 +171,22 @@ def references(checkpoints) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="module")
-def says_a(references) -> list[int]:
+def tokens_of_a(references) -> list[int]:
     return references["A"].greedy(PROMPT, LENGTH)[0]
 
 
 @pytest.fixture
-def remembering(drafting, segments, loop, references, says_a):
-    """The engine serves weights A, and its prompt's history is what A and B say, with a flaw every 12 tokens."""
+def remembering(drafting, segments, loop, references, tokens_of_a):
+    """The engine serves weights A; the prompt's history has responses of A and B with an error every 12 tokens."""
     loop.run(drafting.push("A"))
-    remember(segments, drafting.engine.state().weight_version, says_a, references["B"].greedy(PROMPT, LENGTH)[0])
+    remember(segments, drafting.engine.state().weight_version, tokens_of_a, references["B"].greedy(PROMPT, LENGTH)[0])
     loop.run(drafting.engine.draft_stats())
     loop.run(drafting.engine.drain_trace())
     return drafting
 
 
-def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, says_a):
-    assert loop.run(greedy(remembering))[1].response_ids.tolist() == says_a
+def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, tokens_of_a):
+    assert loop.run(greedy(remembering))[1].response_ids.tolist() == tokens_of_a
     forwards, stats = loop.run(remembering.engine.drain_trace()), loop.run(remembering.engine.draft_stats())
     assert len(forwards) < LENGTH / 2
     assert stats.num_requests == stats.num_hits == 1
@@ -199,14 +199,14 @@ def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loo
     assert loop.run(remembering.engine.draft_stats()) == DraftStats()
 
 
-def test_rollout_log_probabilities_are_teacher_forced_ones(remembering, loop, references):
+def test_rollout_log_probabilities_equal_teacher_forced_ones(remembering, loop, references):
     _, columns = loop.run(greedy(remembering))
     _, expected = references["A"].greedy(PROMPT, LENGTH)
     assert np.abs(columns.rollout_logprobs - expected).max() < 1e-3
 
 
-def test_weights_that_change_in_mid_response_leave_the_response_that_it_would_be(remembering, loop, references):
-    """Stamps count several tokens per forward, and keys and values of before the update are not used after it."""
+def test_a_publish_in_mid_response_gives_the_same_response_with_drafts(remembering, loop, references):
+    """Version spans count several tokens per forward, and keys and values from before the update are not reused."""
 
     async def updated():
         theirs = []
@@ -236,7 +236,7 @@ def test_weights_that_change_in_mid_response_leave_the_response_that_it_would_be
     assert np.abs(columns.rollout_logprobs - (first_logprobs + rest_logprobs)).max() < 1e-3
 
 
-def test_abort_keeps_the_tokens_so_far(remembering, loop, says_a):
+def test_abort_keeps_the_tokens_sampled_before(remembering, loop, tokens_of_a):
     async def aborted():
         group = remembering.group(prompt=PROMPT, temperature=0.0, max_response_tokens=240)
         job = asyncio.create_task(remembering.engine.generate_group(group))
@@ -247,18 +247,18 @@ def test_abort_keeps_the_tokens_so_far(remembering, loop, says_a):
     summary, columns = loop.run(aborted())
     (length,) = summary.lengths
     assert 20 <= length < 240
-    assert columns.response_ids.tolist()[:LENGTH] == says_a[:length]
+    assert columns.response_ids.tolist()[:LENGTH] == tokens_of_a[:length]
     version = remembering.engine.state().weight_version
     assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=length),),)
 
 
-def test_a_response_goes_on_from_its_partial_text_in_the_prefix_cache(remembering, loop, says_a):
+def test_an_aborted_response_resumes_from_its_text_in_the_prefix_cache(remembering, loop, tokens_of_a):
     for done in (150, 125, 124):  # a block is 128 tokens
-        _, columns = loop.run(greedy(remembering, (*PROMPT, *says_a[:done]), LENGTH - done))
-        assert columns.response_ids.tolist() == says_a[done:]
+        _, columns = loop.run(greedy(remembering, (*PROMPT, *tokens_of_a[:done]), LENGTH - done))
+        assert columns.response_ids.tolist() == tokens_of_a[done:]
 
 
-def test_a_request_at_the_engines_end_costs_its_neighbour_no_drafts(remembering, loop, says_a):
+def test_a_request_at_the_maximum_length_takes_no_drafts_from_its_neighbour(remembering, loop, tokens_of_a):
     async def both():
         job = asyncio.create_task(greedy(remembering))
         while not job.done():
@@ -267,11 +267,11 @@ def test_a_request_at_the_engines_end_costs_its_neighbour_no_drafts(remembering,
 
     loop.run(greedy(remembering))
     alone = len(loop.run(remembering.engine.drain_trace()))
-    assert loop.run(both()) == says_a
+    assert loop.run(both()) == tokens_of_a
     assert len(loop.run(remembering.engine.drain_trace())) < alone + 30
 
 
-def test_a_probe_is_not_drafted_and_disturbs_nothing(remembering, loop, references, says_a):
+def test_a_probe_is_not_drafted_and_changes_no_response(remembering, loop, references, tokens_of_a):
     async def probed():
         job = asyncio.create_task(greedy(remembering))
         await remembering.until_emitted(20)
@@ -283,9 +283,9 @@ def test_a_probe_is_not_drafted_and_disturbs_nothing(remembering, loop, referenc
         logprobs = references["A"].model(torch.tensor([PROBE])).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0].numpy()
     assert np.abs(np.subtract(probe, expected)).max() < 1e-3
-    assert response == says_a
+    assert response == tokens_of_a
     assert loop.run(remembering.engine.draft_stats()).num_requests == 1
 
 
-def test_a_stock_engine_reports_no_drafts(live, loop):
+def test_a_baseline_engine_reports_no_drafts(live, loop):
     assert loop.run(live.engine.draft_stats()) == DraftStats()

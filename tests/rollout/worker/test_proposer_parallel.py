@@ -1,4 +1,4 @@
-"""An engine of two ranks drafts as one of one rank does: the rank whose drafts are used drafts, the other verifies."""
+"""An engine of two ranks drafts like one of one rank: one rank drafts, the other only verifies."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def drafting(checkpoints, loop, tmp_path_factory, segments):
 
 
 @pytest.mark.parametrize("weights", ["A", "B"])
-def test_two_ranks_say_what_the_model_says_in_fewer_forwards(drafting, segments, loop, checkpoints, weights):
+def test_two_ranks_emit_the_models_tokens_in_fewer_forwards(drafting, segments, loop, checkpoints, weights):
     tokens, logprobs = Reference(checkpoints.path("qwen3", weights, "bf16")).greedy(PROMPT, LENGTH)
     loop.run(drafting.push(weights))
     remember(segments, drafting.engine.state().weight_version, tokens)

@@ -1,4 +1,4 @@
-"""After a push, an engine computes exactly what vLLM computes from a directory that it loaded by itself."""
+"""An engine with pushed weights computes exactly the same as vLLM with the same weights loaded from a directory."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def gap(found: list, expected: list) -> float:
         ("experts", "bf16"),
     ],
 )
-def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(oracle, family, format):
+def test_pushed_weights_compute_the_same_as_a_loaded_directory_through_a_b_a(oracle, family, format):
     pushed = oracle.answers[f"push-{family}-ABA-{format}"]
     for weights, answer in zip("ABA", pushed, strict=True):
         expected = oracle.fresh(family, weights, format)
@@ -33,18 +33,18 @@ def test_pushed_weights_compute_what_a_loaded_directory_computes_through_a_b_a(o
         assert gap([answer["probe"]], [expected["probe"]]) == 0
 
 
-def test_a_probe_leaves_the_keys_and_values_of_others_as_they_are(oracle):
+def test_a_probe_leaves_cached_keys_and_values_of_requests_unchanged(oracle):
     pushed = [one for name, answers in oracle.answers.items() if name.startswith("push") for one in answers]
     assert pushed and all(one["blocks_changed_by_probe"] == 0 for one in pushed)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_the_two_checkpoints_differ_so_that_equality_means_something(oracle, family):
+def test_checkpoints_a_and_b_give_different_answers(oracle, family):
     a, b = oracle.fresh(family, "A", "int8"), oracle.fresh(family, "B", "int8")
     assert gap([a["probe"]], [b["probe"]]) > 0.5
 
 
-def test_sums_tell_an_expert_from_another_and_its_matrices_apart(oracle):
+def test_fingerprints_tell_experts_and_their_matrices_apart(oracle):
     for pushed in oracle.answers["push-experts-ABA-bf16"]:
         found = pushed["sum_gaps"]
         # by how much depends on the CPU's kernel: an expert rounds to BF16 two or three times
@@ -56,7 +56,7 @@ def test_sums_tell_an_expert_from_another_and_its_matrices_apart(oracle):
             assert any(f".experts.{one}." in where for one in ("12" if fault.startswith("two") else "1")), fault
 
 
-def test_int8_differs_from_bf16_but_not_by_much(oracle):
+def test_int8_differs_slightly_from_bf16(oracle):
     exact, quantised = oracle.fresh("qwen3", "A", "bf16"), oracle.fresh("qwen3", "A", "int8")
     difference = np.abs(np.subtract(exact["probe"], quantised["probe"])).mean()
     assert 0 < difference < 0.2
@@ -74,7 +74,7 @@ def test_int8_linears_are_multiplied_by_an_int8_kernel(oracle):
     ("job", "kernel"),
     [("push-qwen2-ABA-fp8_channel", "EmulatedFp8Channel"), ("push-blocks-ABA-fp8_block", "EmulatedFp8Block")],
 )
-def test_fp8_on_a_cpu_says_that_it_is_emulated(oracle, job, kernel):
+def test_fp8_on_a_cpu_reports_that_it_is_emulated(oracle, job, kernel):
     kernels = dict(oracle.answers[job][0]["kernels"])
     assert {found for name, found in kernels.items() if ".layers." in name} == {kernel}
 
@@ -84,16 +84,16 @@ def test_bf16_linears_are_not_quantised(oracle):
     assert not any("Int8" in kernel for kernel in kernels.values())
 
 
-def test_an_engine_that_turns_positions_otherwise_fails_the_probe_with_the_right_weights(oracle):
+def test_an_engine_with_another_rotary_embedding_fails_the_probe_despite_right_weights(oracle):
     found, expected = oracle.answers["push-into-another-rope"][1]["probe"], oracle.fresh("qwen3", "A", "bf16")["probe"]
     assert np.abs(np.subtract(found, expected)).mean() > EngineConfig().probe_max_logprob_gap["bf16"]
 
 
 @pytest.mark.parametrize("format", ["fp8_block"])
-def test_two_ranks_that_were_sent_fp8_say_what_two_ranks_say_that_loaded_it(parallel_formats, format):
+def test_two_ranks_answer_alike_with_pushed_and_with_loaded_fp8_weights(parallel_formats, format):
     found = parallel_formats[format]
     assert found["sent"]["tokens"] == found["loaded"]["tokens"]
     assert gap(found["sent"]["logprobs"], found["loaded"]["logprobs"]) < 1e-6
     assert gap([found["sent"]["probe"]], [found["loaded"]["probe"]]) < 1e-6
     first, second = found["required"]
-    assert first == second  # halves, and what both hold
+    assert first == second  # halves, and tensors that both ranks hold

@@ -1,4 +1,4 @@
-"""Each workaround is still needed. A test that fails here says: upstream has mended it, drop the workaround."""
+"""Each workaround is still needed. If a test here fails, upstream has fixed the fault: remove the workaround."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def test_onednn_int8_is_right_after_every_reload(oracle):
         assert "onednn" in dict(answer["kernels"])["model.layers.0.mlp.down_proj"]
 
 
-def test_vllm_still_offers_its_int8_kernel_matrices_that_packing_refuses(monkeypatch):
+def test_vllm_still_gives_its_int8_kernel_matrices_that_it_cannot_pack(monkeypatch):
     current_platform.import_kernels()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", layer_utils.check_cpu_sgl_kernel)
@@ -46,8 +46,14 @@ def test_vllm_still_offers_its_int8_kernel_matrices_that_packing_refuses(monkeyp
     assert not scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.int8)
     assert scaled_mm_cpu.check_cpu_sgl_kernel(64, 64, torch.int8)
     assert scaled_mm_cpu.check_cpu_sgl_kernel(48, 64, torch.bfloat16)
+
+
+def test_packing_still_refuses_a_part_of_a_block_or_this_cpu_never_packs():
+    current_platform.import_kernels()
     pack = getattr(torch.ops._C, "convert_weight_packed", None)
-    if pack is not None:  # builds for CPUs without AVX-512 lack it
+    if pack is None:  # builds for CPUs without AVX-512 BF16 lack it
+        assert not layer_utils.check_cpu_sgl_kernel(48, 64, torch.int8), "vLLM chooses a kernel that cannot pack"
+    else:
         with pytest.raises(RuntimeError, match="BLOCK_N"):
             pack(torch.ones(48, 64, dtype=torch.int8))
 
@@ -78,7 +84,7 @@ def test_experts_still_multiply_by_unpacked_weights_after_a_reload_without_the_w
     assert np.abs(np.subtract(answer["probe"], expected["probe"])).mean() > 0.2
 
 
-def test_an_embedding_is_still_packed_for_products_that_nobody_asks_it_for():
+def test_an_untied_embedding_is_still_packed_for_products_that_never_happen():
     embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
     torch.nn.Module.__init__(embedding)
     embedding.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
@@ -105,7 +111,7 @@ def test_an_embedding_that_is_quantised_keeps_its_method():
     assert embedding.quant_method is method
 
 
-def test_an_output_layer_is_still_packed_through_a_reload_and_let_go_of_where_it_will_be_packed_anew():
+def test_an_output_layer_still_keeps_its_packed_copy_through_a_reload_without_the_workaround():
     def embedding() -> VocabParallelEmbedding:
         layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
         torch.nn.Module.__init__(layer)
@@ -128,7 +134,7 @@ def test_an_output_layer_is_still_packed_through_a_reload_and_let_go_of_where_it
     assert hasattr(model.lm_head, "cpu_linear")
 
 
-def test_a_call_that_waits_when_the_engine_dies_raises():
+def test_a_waiting_call_raises_when_the_engine_dies():
     dead = SimpleNamespace(engine_dead=False)
 
     async def never(method: str) -> str:
@@ -169,7 +175,7 @@ print(what_changes_when_the_scales_do())
 """
 
 
-def test_onednn_still_reads_scales_that_it_does_not_own_unless_it_is_given_a_copy():
+def test_onednn_still_reads_freed_scales_unless_it_gets_a_copy():
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ONEDNN_READS_SCALES_LATER]
     done = subprocess.run(
@@ -178,14 +184,14 @@ def test_onednn_still_reads_scales_that_it_does_not_own_unless_it_is_given_a_cop
     assert done.stdout.split()[-2:] == ["result", "nothing"], done.stderr[-2000:]
 
 
-def test_a_cpu_generator_still_cannot_be_rewound_as_vllm_does_after_a_chunk_of_a_prefill():
+def test_a_cpu_generator_still_cannot_be_rewound_after_a_prefill_chunk():
     with pytest.raises(RuntimeError):
         torch.Generator().get_offset()
 
 
 @pytest.fixture
 def sampler(monkeypatch):
-    """vLLM's rejection sampler with its CPU stand-ins in place, as in an engine's process."""
+    """vLLM's rejection sampler with its CPU replacements, as in an engine's process."""
     current_platform.import_kernels()
 
     def sample(*arguments):
@@ -203,14 +209,14 @@ def sampler(monkeypatch):
 
 
 @pytest.fixture
-def mended(sampler):
+def patched_sampler(sampler):
     for _ in range(2):  # a process may start more than one engine
         quirks.drafted_rows_are_sampled_at_a_random_temperature()
         quirks.padding_of_a_draft_is_accepted()
     return sampler
 
 
-def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft():
+def test_temperatures_are_still_not_expanded_over_the_tokens_of_a_draft():
     output = torch.full((3,), torch.nan)
     ends = torch.tensor([2, 3], dtype=torch.int32)
     cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.0]), ends, 0, 1)
@@ -222,16 +228,16 @@ def test_temperatures_are_still_not_spread_over_the_tokens_of_a_draft():
     dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_value_per_request_is_spread_over_its_tokens(mended, counts, dtype):
+def test_a_value_per_request_is_expanded_over_its_tokens(patched_sampler, counts, dtype):
     values = torch.arange(len(counts)).to(dtype)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    found = mended.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
+    found = patched_sampler.expand_batch_to_tokens(values, ends, sum(counts), replace_from=0, replace_to=9)
     assert found.dtype is dtype
     assert found.tolist() == [row or 9 for row, count in enumerate(counts) for _ in range(count)]
 
 
 def rejection_of_padding(sampler) -> list[int]:
-    """Outcome of a row whose only draft is padding, behind a row that ends with a sure token."""
+    """Outcome of a row whose only draft is padding, behind a row whose last token is certain."""
     output = torch.full((2, 2), -1, dtype=torch.int32)
     sampler._rejection_random_sample(
         output,
@@ -250,15 +256,15 @@ def rejection_of_padding(sampler) -> list[int]:
     return output[1].tolist()
 
 
-def test_padding_of_a_draft_is_still_accepted(sampler):
+def test_draft_padding_is_still_accepted_without_the_workaround(sampler):
     assert rejection_of_padding(sampler) == [-1, 1]
 
 
-def test_padding_of_a_draft_is_rejected_with_the_workaround(mended):
-    assert rejection_of_padding(mended) == [2, -1]
+def test_draft_padding_is_rejected_with_the_workaround(patched_sampler):
+    assert rejection_of_padding(patched_sampler) == [2, -1]
 
 
-def test_another_kernel_than_the_stand_in_is_left_alone(sampler, monkeypatch):
+def test_the_workaround_leaves_other_kernels_alone(sampler, monkeypatch):
     monkeypatch.setattr(rejection_sampler, "expand_kernel", SimpleNamespace(func=print))
     monkeypatch.setattr(rejection_sampler, "rejection_random_sample_kernel", SimpleNamespace(func=print))
     before = sampler.expand_batch_to_tokens, sampler._rejection_random_sample

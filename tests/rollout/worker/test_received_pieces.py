@@ -12,7 +12,7 @@ BIAS = torch.arange(4, dtype=torch.float32)
 
 
 class Buckets:
-    """An inbox that notes what is taken."""
+    """An inbox that records the buckets taken."""
 
     def __init__(self, payloads: dict[int, bytes]) -> None:
         self.payloads, self.taken = payloads, []
@@ -24,7 +24,7 @@ class Buckets:
 
 
 def publish(cuts: list[tuple[Box, tuple[int, ...]]]) -> tuple[WeightManifest, Buckets]:
-    """The matrix cut so, a bucket each, and the bias in a bucket of its own for everybody."""
+    """The matrix cut into one bucket per box, and the bias in a bucket for all ranks."""
     boxes = [(0, MATRIX, box, ranks) for box, ranks in cuts] + [(1, BIAS, Box(start=(0,), shape=(4,)), ())]
     payloads = {}
     buckets = []
@@ -51,7 +51,7 @@ def publish(cuts: list[tuple[Box, tuple[int, ...]]]) -> tuple[WeightManifest, Bu
 LEFT, RIGHT = Box(start=(0, 0), shape=(4, 3)), Box(start=(0, 3), shape=(4, 3))
 
 
-def test_a_rank_takes_its_own_buckets_and_no_others() -> None:
+def test_a_rank_receives_only_its_own_buckets() -> None:
     manifest, inbox = publish([(LEFT, (0,)), (RIGHT, (1,))])
     received = ReceivedPieces(manifest, inbox, engine_rank=1)
     assert torch.equal(received.read("matrix", RIGHT), MATRIX[:, 3:])
@@ -88,7 +88,7 @@ def test_buckets_are_released_when_all_of_them_was_read_and_vectors_may_be_loade
         received.read("matrix", LEFT)
 
 
-def test_nothing_of_a_tensor_is_nothing() -> None:
+def test_an_empty_box_gives_an_empty_part() -> None:
     manifest, inbox = publish([(LEFT, ()), (RIGHT, ())])
     assert ReceivedPieces(manifest, inbox, engine_rank=0).read("matrix", Box(start=(4, 0), shape=(0, 6))).shape == (
         0,

@@ -1,4 +1,4 @@
-"""Tokens are drawn as the model says, by numbers of their own, and drafts only say which come at once."""
+"""Tokens follow the model's distribution, with a random number per position; drafts only speed sampling up."""
 
 import logging
 from dataclasses import replace
@@ -56,7 +56,7 @@ def every_row(sampling: SamplingMetadata, logits: torch.Tensor, uniforms: list[f
 # -- numbers ---------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_uniform_and_those_of_neighbours_have_nothing_to_do_with_each_other():
+def test_random_numbers_are_uniform_and_uncorrelated_with_their_neighbours():
     seeds, places = (x.ravel() for x in np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300)))
     found = uniform_numbers(seeds, places)
     assert found.min() >= 0 and found.max() < 1
@@ -67,7 +67,7 @@ def test_numbers_are_uniform_and_those_of_neighbours_have_nothing_to_do_with_eac
         assert abs(other.mean()) < 4 / 12 / np.sqrt(other.size)
 
 
-def test_a_number_belongs_to_its_seed_and_place_alone():
+def test_a_random_number_depends_only_on_seed_and_position():
     seeds, places = np.array([7, 2**63 - 1, 7], dtype=np.uint64), np.array([3, 0, 4])
     found = uniform_numbers(seeds, places)
     assert len(set(found)) == 3
@@ -84,7 +84,7 @@ def test_a_number_belongs_to_its_seed_and_place_alone():
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     seed=st.integers(0, 2**32),
 )
-def test_a_token_is_where_its_number_falls_in_the_distribution(vocabulary, spread, temperature, seed):
+def test_a_token_is_selected_by_inverting_the_cumulative_distribution(vocabulary, spread, temperature, seed):
     dice = np.random.default_rng(seed)
     logits = torch.from_numpy(dice.normal(0, spread, (40, vocabulary)).astype(np.float32))
     uniforms = np.concatenate([dice.random(38), [0.0, GREATEST]])
@@ -98,8 +98,8 @@ def test_a_token_is_where_its_number_falls_in_the_distribution(vocabulary, sprea
     np.testing.assert_allclose(logprobs.numpy(), expected, rtol=1e-6, atol=2e-5)
 
 
-def test_rare_tokens_are_drawn_as_often_as_the_model_says():
-    """The last ones lie behind a sum so near to 1 that float32 would add them as nothing or twice."""
+def test_rare_tokens_are_drawn_with_the_models_probability():
+    """The last tokens lie behind a sum so near to 1 that float32 would lose them or count them twice."""
     probabilities = np.concatenate([[0.5], np.full(300, 1e-8), [0.4], np.full(300, 3e-8)])
     probabilities[0] += 1 - probabilities.sum()
     logits = torch.from_numpy(np.log(probabilities).astype(np.float32)).expand(20_000, -1)
@@ -111,7 +111,7 @@ def test_rare_tokens_are_drawn_as_often_as_the_model_says():
     assert ((seen - len(tokens) / 300) ** 2).sum() / (len(tokens) / 300) < 300 + 5 * np.sqrt(600)
 
 
-def test_draws_are_distributed_as_the_model_says():
+def test_draws_follow_the_models_distribution():
     torch.manual_seed(0)
     logits = 1.5 * torch.randn(300)
     seen = np.zeros(300)
@@ -127,7 +127,7 @@ def test_draws_are_distributed_as_the_model_says():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1e-300, 0.5, GREATEST])
-def test_what_has_no_probability_is_never_drawn(uniform):
+def test_tokens_without_probability_are_never_drawn(uniform):
     logits = torch.full((3, 700), -torch.inf)
     logits[0, 0] = logits[1, 300] = logits[2, 699] = 2.0
     tokens, logprobs = every_row(metadata_of([1.0] * 3), logits, [uniform] * 3)
@@ -135,7 +135,7 @@ def test_what_has_no_probability_is_never_drawn(uniform):
     assert logprobs.tolist() == [0, 0, 0]
 
 
-def test_logits_that_are_not_numbers_show_in_the_log_probability_of_their_row_alone():
+def test_nan_logits_affect_only_the_log_probability_of_their_row():
     logits = torch.randn(3, 300)
     expected, said = every_row(metadata_of([1.0] * 3), logits, [0.3] * 3)
     logits[1] = torch.nan
@@ -146,8 +146,8 @@ def test_logits_that_are_not_numbers_show_in_the_log_probability_of_their_row_al
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_temperature_top_k_and_top_p_of_each_request_are_those_of_vllm(dtype):
-    """vLLM draws with other noise, so what it says of our tokens is held against what we say."""
+def test_temperature_top_k_and_top_p_of_each_request_agree_with_vllm(dtype):
+    """vLLM draws with other noise, so the test compares log-probabilities of our tokens."""
     torch.manual_seed(0)
     logits = (3 * torch.randn(6, 500)).to(dtype)
     options = {"top_k": [500, 5, 500, 3, 500, 1], "top_p": [1.0, 1.0, 0.6, 0.8, 1.0, 1.0]}
@@ -204,7 +204,7 @@ def test_a_gpu_draws_the_same_tokens():
     ),
     st.data(),
 )
-def test_a_draft_stands_up_to_the_first_token_that_was_not_drawn(rows, data):
+def test_a_draft_is_accepted_up_to_its_first_wrong_token(rows, data):
     drafts = [[draft for _, draft in row] for row in rows]
     drawn = [[*(token for token, _ in row), data.draw(st.integers(0, 2))] for row in rows]
     expected = []
@@ -226,7 +226,7 @@ def test_a_draft_stands_up_to_the_first_token_that_was_not_drawn(rows, data):
 
 
 class Rows:
-    """A runner of vLLM's whose model says what follows from the last token alone."""
+    """A vLLM runner whose model predicts from the last token alone."""
 
     def __init__(self, sampling: SamplingMetadata, *, prompt_length: int = 3) -> None:
         torch.manual_seed(1)
@@ -255,7 +255,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_texts_are_the_same_with_drafts_and_without(temperature):
+def test_texts_are_the_same_with_and_without_drafts(temperature):
     def rows() -> Rows:
         return Rows(metadata_of([temperature] * 5, seeds={row: 100 + row for row in range(5)}))
 
@@ -278,7 +278,7 @@ def test_texts_are_the_same_with_drafts_and_without(temperature):
     assert len({tuple(text[3:]) for text in plain.texts}) == 5
 
 
-def test_requests_without_a_seed_are_drawn_anew():
+def test_requests_without_a_seed_differ_between_runs():
     first, second = (Rows(metadata_of([1.0] * 4)) for _ in range(2))
     torch.manual_seed(5)
     for _ in range(20):
@@ -288,7 +288,7 @@ def test_requests_without_a_seed_are_drawn_anew():
 
 
 class Biased:
-    """A processor that somebody brought."""
+    """A user's logits processor."""
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ class Biased:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_only_vllm_does_is_left_to_it_and_said_once(more, caplog):
+def test_unsupported_sampling_is_left_to_vllm_and_logged_once(more, caplog):
     rows = Rows(metadata_of([1.0] * 2, **more))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -316,7 +316,7 @@ def test_what_only_vllm_does_is_left_to_it_and_said_once(more, caplog):
     ("kind", "field", "idle", "busy"),
     [(MinPLogitsProcessor, "min_p_count", 0, 1), (LogitBiasLogitsProcessor, "biases", {}, {0: {3: 1.0}})],
 )
-def test_a_processor_of_vllms_counts_while_a_request_asks_for_it(kind, field, idle, busy):
+def test_a_logits_processor_of_vllm_counts_only_while_a_request_uses_it(kind, field, idle, busy):
     processor = kind.__new__(kind)
     rows = Rows(metadata_of([1.0] * 2, logitsprocs=LogitsProcessors([processor])))
     setattr(processor, field, idle)
@@ -327,7 +327,7 @@ def test_a_processor_of_vllms_counts_while_a_request_asks_for_it(kind, field, id
     assert rows.left == 1
 
 
-def test_other_log_probabilities_than_processed_ones_are_left_to_vllm():
+def test_unprocessed_log_probabilities_are_left_to_vllm():
     rows = Rows(metadata_of([1.0] * 2))
     rows.sampler.logprobs_mode = "raw_logprobs"
     rows._sample(torch.zeros(2, 40), None)

@@ -1,4 +1,4 @@
-"""An engine that drafts whether it pays or not, and what its model says without a draft."""
+"""An engine that always drafts, and the greedy tokens of its model without drafts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ LENGTH = 200
 
 @contextmanager
 def drafting_engine(checkpoints, loop, directory: Path, segments: Path, *, tensor_parallel: int = 1) -> Iterator[Live]:
-    """In float32: its greedy tokens do not depend on the batch. Serves weights A."""
+    """A float32 engine that serves weights A; in float32, greedy tokens do not depend on the batch."""
     config = EngineConfig(
         tensor_parallel=tensor_parallel,
         kv_cache_bytes=64 << 20,
@@ -65,7 +65,7 @@ def in_float32(spec: EngineSpec, bf16_modules=()):
 
 
 class Reference:
-    """What a model says greedily, by transformers in float32."""
+    """Greedy tokens of a model, by transformers in float32."""
 
     def __init__(self, directory) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -84,7 +84,7 @@ class Reference:
 
 
 def remember(segments: Path, version: int, *said: list[int]) -> None:
-    """Make this the history of the prompt, with a flaw every 12 tokens."""
+    """Make these tokens the history of the prompt, with an error every 12 tokens."""
     past = [np.array([7 if at % 12 == 11 else t for at, t in enumerate(tokens)], dtype=np.int32) for tokens in said]
     responses = [PastResponse(token_ids=ids, step=0, sample=sample) for sample, ids in enumerate(past)]
     write_segment(segments, build_segment(KEY, version, responses))

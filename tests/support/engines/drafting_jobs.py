@@ -1,4 +1,4 @@
-"""What engines emit with and without drafts, as a script in a process of its own.
+"""Emits responses of engines with and without drafts, as a script in its own process.
 
 One process holds many engines one after another. Reads checkpoints from the folder named first, writes a pickled
 dictionary, `Emitted` by name of the job, to the file named second.
@@ -59,7 +59,7 @@ SMALL_BATCH = 7
 
 @dataclass(frozen=True)
 class Emitted:
-    """Responses in the order of the orders, and what their engine says of its drafts."""
+    """Responses in the order of the requests, and the draft statistics of their engine."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -75,7 +75,7 @@ class Order:
 
 
 def greedy_orders() -> list[Order]:
-    """Prompts of many lengths, some that end beside a block and some that reach the engine's longest request."""
+    """Prompts of many lengths; some end at a block boundary and some reach the engine's maximum length."""
     dice, max_tokens = random.Random(7), 48
     orders = []
     for number in range(256):
@@ -87,7 +87,7 @@ def greedy_orders() -> list[Order]:
 
 
 def sampled_orders(temperature: float, samples: int) -> list[Order]:
-    """Siblings whose prompts are cached but for one token, so that the scheduler pads their first draft."""
+    """Siblings whose prompts are cached except for one token, so that the scheduler pads their first draft."""
     dice = random.Random(8)
     sampling = SamplingSpec(temperature=temperature, max_response_tokens=NUM_SAMPLED)
     prompts = [[dice.randrange(3, VOCABULARY - 1) for _ in range(BLOCK + 1)] for _ in range(NUM_PROMPTS)]
@@ -99,7 +99,7 @@ def sampled_orders(temperature: float, samples: int) -> list[Order]:
 
 
 def engine(root: Path, kind: Kind, *, drafts: DraftSpec | None = None):
-    """A synchronous engine of the product's own arguments; only its number format is the test's."""
+    """A synchronous engine with the product's arguments; only the number format is chosen by the test."""
     from vllm import LLM, EngineArgs
 
     from rollout.engine.vllm_args import engine_arguments
@@ -160,7 +160,7 @@ def publish(folder: Path, orders: list[Order], tokens: list[list[int]]) -> str:
 
 
 class Jobs:
-    """Runs one engine after another and keeps what they emit."""
+    """Runs one engine after another and collects their responses."""
 
     def __init__(self, root: Path) -> None:
         from vllm.v1.sample import rejection_sampler
@@ -173,7 +173,7 @@ class Jobs:
     def run(
         self, orders: dict[str, list[Order]], kind: Kind, drafts: DraftSpec | None = None, *, by_vllm: bool = False
     ) -> None:
-        """One engine for some jobs one after another, each by its name, sampled by us or by vLLM."""
+        """Run the named jobs one after another on one engine, sampled by us or by vLLM."""
         from vllm.platforms import current_platform
 
         from rollout.worker import sampler
@@ -234,6 +234,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.support.engines import drafting_jobs  # what is pickled is named after the module
+    from tests.support.engines import drafting_jobs  # pickled classes carry the module's name
 
     drafting_jobs.main()

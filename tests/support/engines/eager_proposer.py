@@ -1,10 +1,10 @@
-"""A proposer that drafts whatever the history offers, whether it pays or not: tests want rejections."""
+"""A proposer that always drafts, even if it does not pay, because tests need rejections."""
 
 from rollout.worker.proposer import HistoryProposer
 
 
 class EagerProposer(HistoryProposer):
-    """Ours in everything but the price."""
+    """The product's proposer without costs."""
 
     def make_drafter(self, cost_model):
         from history.drafting.drafter import Drafter
@@ -18,4 +18,4 @@ class EagerProposer(HistoryProposer):
         )
 
     def observe(self, forward):
-        """Prices are not asked for."""
+        """Ignores forwards, because no costs are learned."""

@@ -1,4 +1,4 @@
-"""What the scripts of this folder read and answer: checkpoints of tiny models, and what engines make of them."""
+"""Inputs and outputs of this folder's scripts: checkpoints of tiny models, and answers of engines."""
 
 import json
 from collections.abc import Sequence
@@ -89,5 +89,5 @@ def oracle_files(checkpoints: Checkpoints, folder: Path, jobs: Sequence[dict] = 
 
 
 def read_oracle(answers: str) -> Oracle:
-    """What `tests.support.engines.oracle` has written."""
+    """Read the answers written by `tests.support.engines.oracle`."""
     return Oracle({job["name"]: job["answers"] for job in json.loads(Path(answers).read_text())})

@@ -1,4 +1,4 @@
-"""A started engine with what the tests need to publish to it."""
+"""A started engine, and the means to publish to it."""
 
 import asyncio
 import contextlib
@@ -50,13 +50,13 @@ class Live:
         await self.engine.weights.init_transport(ShmChannel())
 
     async def push(self, weights: str) -> None:
-        """A healthy publish through shared memory, up to serving."""
+        """A valid publish through shared memory, until the engine serves it."""
         publish = self.publish(weights)
         await self.engine.weights.update(publish.manifest, self.stage(publish))
         await self.engine.weights.resume()
 
     async def use_gloo(self, timeout_s: float = 60) -> tuple[list[GroupSender], object]:
-        """Returns the senders of two trainer ranks, and the store to be kept."""
+        """Returns the senders of two trainer ranks, and the store, which must stay alive."""
         store = open_store(host="127.0.0.1", timeout_s=timeout_s)
         channel = GroupChannel(
             host="127.0.0.1",
@@ -91,7 +91,7 @@ class Live:
         return await self.engine.generate_group(self.group(**group))
 
     async def greedy(self) -> dict[str, list]:
-        """Answers of the same form as the oracle's."""
+        """Answers in the same form as the oracle's."""
         from tests.support.engines.oracle import NUM_TOKENS, PROBE, PROMPTS
 
         answers: dict[str, list] = {"tokens": [], "logprobs": []}
@@ -103,7 +103,7 @@ class Live:
         return answers
 
     async def until_emitted(self, num_tokens: int) -> None:
-        """Wait until every response in flight has so many tokens."""
+        """Wait until every response in flight has this many tokens."""
         from rollout.worker.vllm_compat import num_emitted_tokens
 
         while True:
@@ -114,7 +114,7 @@ class Live:
 
 
 def send_in_thread(publish: Publish, sender: GroupSender, rank: int, *, only: int | None = None) -> threading.Thread:
-    """Send without caring how it ends."""
+    """Send in a thread and ignore errors."""
 
     def send() -> None:
         with contextlib.suppress(RuntimeError):

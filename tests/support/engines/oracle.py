@@ -1,4 +1,4 @@
-"""What vLLM computes by its own loader, and what it computes after a push: run as a script in a process of its own.
+"""Answers of vLLM with weights from its own loader, and after a push: a script in its own process.
 
 One process holds many engines one after another (0.2 s each after the first), which AsyncLLM cannot do. Reads a list
 of jobs as JSON from its first argument's path, writes answers as JSON to its second.
@@ -22,7 +22,7 @@ NUM_TOKENS = 20
 
 @dataclass
 class Job:
-    """One engine, the checkpoints it goes through, and how it is to be disturbed."""
+    """One engine, its sequence of checkpoints, and the disturbances to apply."""
 
     name: str
     format: str
@@ -75,13 +75,13 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))
     llm.finish_weight_update()
     llm.reset_prefix_cache()
-    assert recorded(llm, tensors) == required  # and what is answered next is answered by the model that was left behind
+    assert recorded(llm, tensors) == required  # recording leaves the engine's model in place
     for sender in senders:
         sender.abandon()
 
 
 def sum_gaps(llm, directories: list[str], directory: str, format: str, version: int) -> dict[str, list]:
-    """Size and place of the largest difference of sums after each fault of the experts.
+    """Size and place of the largest fingerprint difference after each fault of the experts.
 
     The right weights are in place again afterwards.
     """
@@ -102,7 +102,7 @@ def sum_gaps(llm, directories: list[str], directory: str, format: str, version: 
 
 
 def blocks_changed_by_probe(llm) -> int:
-    """Of the key-value caches, whose content is gone afterwards."""
+    """Changed blocks of the key-value caches; their content is lost."""
 
     def fill(worker) -> None:
         for cache in worker.model_runner.kv_caches:
@@ -119,7 +119,7 @@ def blocks_changed_by_probe(llm) -> int:
 
 
 def recorded(llm, tensors) -> list[dict]:
-    """What each rank's loaders take of these tensors: all of them, on one rank."""
+    """Boxes of these tensors that the rank's loaders read; one rank reads all of them."""
     from rollout.weights.manifest import TensorSpec
 
     specs = tuple(
@@ -132,7 +132,7 @@ def recorded(llm, tensors) -> list[dict]:
 
 
 def whole_matrices(tensor) -> list:
-    """The boxes of a tensor that is loaded whole: of a stack one for each expert."""
+    """Boxes of a tensor that is loaded whole: for a stack, one for each expert."""
     from rollout.weights.manifest import Box
 
     if tensor.dim() < 3:
@@ -141,7 +141,7 @@ def whole_matrices(tensor) -> list:
 
 
 def routers(directory: str) -> list[str]:
-    """Modules of a checkpoint that choose experts: they are in BF16 whatever the format."""
+    """Router modules of a checkpoint: they are BF16 in every format."""
     names = load_file(Path(directory) / "model.safetensors")
     return [name.removesuffix(".weight") for name in names if name.endswith(".mlp.gate.weight")]
 
@@ -160,7 +160,7 @@ def run(job: Job) -> None:
 
     kept = (cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm, getattr(quirks, job.without_quirk, None))
     kept_check = exact_int8.check_vllm_kernel
-    if job.onednn:  # also where its products are wrong: what a reload changes is asked, not what the products are
+    if job.onednn:  # also if its products are inexact: the job measures changes by a reload, not the products
         cpu.check_cpu_sgl_kernel = lambda *args: False
         exact_int8.check_vllm_kernel = lambda: exact_int8.KernelCheck(kernel="oneDNN", error=0.0)
     if job.without_quirk:

@@ -1,4 +1,4 @@
-"""A publisher in a few lines: cuts tensors as trainer ranks would own them and packs them into buckets."""
+"""A small publisher: cuts tensors like trainer ranks and packs them into buckets."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Publish:
     """Bucket index to (offset, bytes) of its pieces."""
 
     def send(self, sender: Sender, rank: int = 0, *, only: int | None = None) -> str:
-        """Send one rank's buckets (`only` the first so many)."""
+        """Send one rank's buckets, `only` the first ones if given."""
         own = [bucket for bucket in self.manifest.buckets if bucket.source_rank == rank]
         sender.open(self.manifest.weight_version, own)
         for bucket in own[:only]:
@@ -34,7 +34,7 @@ class Publish:
 
 
 def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors as a publish names them: those of a layer's experts as stacks."""
+    """A checkpoint's tensors under their names in a publish: experts of a layer are stacks."""
     found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items(), key=lambda entry: [int(part) for part in re.findall(r"\d+", entry[0])]):
         found.setdefault(re.sub(r"(\.experts)\.\d+\.", r"\1.", name), []).append(tensor)
@@ -53,7 +53,7 @@ def pack(
 ) -> Publish:
     """Cut every tensor over `num_ranks` (columns of o_proj and down_proj, else rows) and fill buckets in order.
 
-    A tensor of which engine ranks take parts that tile it is cut into those instead, and each is sent to its takers.
+    If the boxes that engine ranks require tile a tensor, it is cut into those boxes; each goes to its ranks.
     """
     specs = [
         TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
@@ -104,7 +104,7 @@ def pack(
 
 
 def _parts(tensor: torch.Tensor, required: Sequence[tuple[Box, ...]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """The boxes that ranks take and their takers; nothing if it is one for all, or if they do not tile the tensor."""
+    """Required boxes with their ranks; empty if all ranks require one box, or if the boxes do not tile the tensor."""
     takers: dict[Box, tuple[int, ...]] = {}
     for rank, boxes in enumerate(required):
         for box in boxes:

@@ -1,4 +1,4 @@
-"""Engines of two ranks in FP8: what one that loaded a directory says, and one that was sent the weights.
+"""FP8 engines of two ranks: answers of one that loaded a directory and of one that received the weights.
 
 `python -m tests.support.engines.parallel_formats CHECKPOINTS ANSWERS`; writes {format: {loaded: ..., sent: ...}}.
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def start(runner: asyncio.Runner, checkpoints: Checkpoints, family: str, format: str, *, load: bool) -> Live:
-    """An engine that serves weights B; where it does not load them, they come after weights A."""
+    """An engine that serves weights B; if it does not load them, they are pushed after weights A."""
     config = EngineConfig(
         tensor_parallel=2,
         format=format,

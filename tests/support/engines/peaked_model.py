@@ -1,4 +1,4 @@
-"""A tiny model whose next token is a matter of a few, so that drafts are accepted now and rejected then."""
+"""A tiny model with a few likely next tokens, so that some drafts are accepted and some rejected."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tests.support.engines.tiny_vllm_models import in_format, make_weights, save
 
 
 def peaked_weights() -> dict[str, torch.Tensor]:
-    """Often the vocabulary's last token is the likeliest."""
+    """Weights whose likeliest token is often the vocabulary's last."""
     weights = make_weights("qwen3", 1)
     weights["lm_head.weight"] *= 4
     weights["model.embed_tokens.weight"][:, 0] = 1
@@ -21,7 +21,7 @@ def peaked_weights() -> dict[str, torch.Tensor]:
 
 
 def save_peaked(root: Path) -> Sequence[str]:
-    """Its directories in BF16 and INT8, no end of sequence; returns the arguments of
+    """Save the model in BF16 and INT8 without end-of-sequence id; returns the arguments of
     `tests.support.engines.drafting_jobs`."""
     for format in ("bf16", "int8"):
         save_checkpoint(root / format, "qwen3", in_format(peaked_weights(), format), format)

@@ -1,6 +1,6 @@
 """Tiny Hugging Face models with random weights, and checkpoints that vLLM's own loader reads.
 
-The quantiser here is the independent one: five lines, written from the rule, sharing nothing with the product.
+The quantiser here is independent of the product: five lines that follow the rule.
 """
 
 import json
@@ -69,7 +69,7 @@ def make_weights(family: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Stacked experts as the hub has them."""
+    """Stacked experts as separate tensors, as on the hub."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "gate_up_proj":
         halves = [(expert, half, part) for expert, both in enumerate(tensor) for half, part in enumerate(both.chunk(2))]
@@ -110,7 +110,7 @@ def _in_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save_checkpoint(directory: Path, family: str, tensors: dict[str, torch.Tensor], format: str) -> Path:
-    """Write a directory as a user would find it on a hub."""
+    """Write a model directory in the form of the hub."""
     directory.mkdir(parents=True)
     config = FAMILIES[family].to_dict()
     config["architectures"] = [type(FAMILIES[family]).__name__.replace("Config", "ForCausalLM")]

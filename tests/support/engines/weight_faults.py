@@ -1,4 +1,4 @@
-"""Weights that are not what was meant, each with the tensor by which that is found out."""
+"""Faulty weights, each with the tensor by which the fault is detected."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ ATTENTION, MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
 
 
 def exchanged(first: str, second: str) -> Fault:
-    """Two modules' weights in each other's place, with their scales."""
+    """Exchange two modules' weights and scales."""
 
     def fault(tensors: Tensors) -> Tensors:
         pairs = {f"{a}.{end}": f"{b}.{end}" for a, b in ((first, second), (second, first)) for end in ENDS}
@@ -42,7 +42,7 @@ def first_column_negated(codes: torch.Tensor) -> torch.Tensor:
 
 
 def stale(tensors: Tensors, old: Tensors) -> Tensors:
-    """One layer of another version."""
+    """Replace one layer by that of another version."""
     return {name: old[name] if name.startswith(LAYER) else tensor for name, tensor in tensors.items()}
 
 
@@ -87,7 +87,7 @@ def _of_expert(name: str, renamed: dict[str, str]) -> str:
 
 
 def decoded(tensors: Tensors, name: str) -> torch.Tensor:
-    """What a tensor of a checkpoint stands for."""
+    """Decoded values of a tensor of a checkpoint."""
     values = tensors[name].float()
     if f"{name}_scale" in tensors:
         return values * tensors[f"{name}_scale"]
@@ -98,7 +98,7 @@ def decoded(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def meant(tensors: Tensors) -> dict[str, np.ndarray]:
-    """Sums of what a checkpoint stands for."""
+    """Fingerprint of a checkpoint's decoded values."""
     found = {}
     for name, tensor in tensors.items():
         if ".experts." in name:

@@ -1,8 +1,8 @@
-"""Parameters that are FP8 themselves, without Transformer Engine.
+"""FP8 parameters without Transformer Engine.
 
-`FakeFp8Parameter` has their fields and nothing that a tensor has beside them: whoever takes it for a tensor fails.
-`BlockTensor` is one of torch's too, so that Megatron's buffers, optimizer and checkpoints take it; `in_megatron` is
-what Transformer Engine would do for Megatron there. Both follow transformer_engine 2.12; kernels are the project's.
+`FakeFp8Parameter` has only the fields of an FP8 parameter: code that uses it as a tensor fails.
+`BlockTensor` is also a torch tensor, so Megatron's buffers, optimizer and checkpoints accept it; `in_megatron` does
+Transformer Engine's part there. Both follow transformer_engine 2.12; kernels are the project's.
 """
 
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,12 +19,12 @@ class Quantizer:
 
 
 def padded(grid):
-    """Columns up to a multiple of four; the padding is no number."""
+    """Columns padded with NaN to a multiple of four."""
     return torch.nn.functional.pad(grid, (0, -grid.shape[1] % 4), value=float("nan"))
 
 
 class Fields:
-    """As `Float8BlockwiseQTensor` lays out codes and scales."""
+    """Codes and scales in the layout of `Float8BlockwiseQTensor`."""
 
     _is_2D_scaled = True  # noqa: N815  upstream's name
 
@@ -50,7 +50,7 @@ class Fields:
 
 
 class FakeFp8Parameter(Fields):
-    """Can be neither sliced nor detached nor written to."""
+    """A parameter that cannot be sliced, detached or written to."""
 
     def __init__(self, weight):
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
@@ -58,7 +58,7 @@ class FakeFp8Parameter(Fields):
 
 
 class BlockTensor(Fields, torch.Tensor):
-    """Decodes for whatever torch does with it; what would write to it and be lost, or quantise unasked, fails."""
+    """A tensor that decodes for every torch operation; writes that would be lost or would quantise implicitly fail."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -103,7 +103,7 @@ def _replace(tensor, raw):
 
 
 def _quantize_shards(parameters, shards, offsets, group, fsdp=None):
-    """`cast_master_weights_to_fp8`, through the whole matrix."""
+    """`cast_master_weights_to_fp8`, by quantising the whole matrix."""
     for parameter, shard, offset in zip(parameters, shards, offsets, strict=True):
         whole = torch.zeros(parameter.numel())
         if shard is not None:
@@ -120,7 +120,7 @@ def _build(real):
                 list(module.named_parameters(recurse=False)) if options.fp8 == "blockwise_param" else ()
             ):
                 if parameter.ndim == 2:
-                    # what a parameter is built with was never a weight
+                    # initial values of a parameter are not weights
                     made = torch.nn.Parameter(BlockTensor.of(torch.ones_like(parameter.detach())))
                     made.__dict__.update(parameter.__dict__)
                     module.register_parameter(name, made)
@@ -131,7 +131,7 @@ def _build(real):
 
 @contextmanager
 def in_megatron():
-    """The trainer builds, and Megatron takes, FP8 parameters on a CPU."""
+    """Lets the trainer build FP8 parameters on a CPU and Megatron use them."""
     from megatron.core import fp8_utils
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -145,7 +145,7 @@ def in_megatron():
 
         put(fp8_utils, FP8_TENSOR_CLASS=BlockTensor, HAVE_TE_FP8_TENSOR_CLASS=True)
         put(fp8_utils, _modify_underlying_storage_impl=_replace, _quantize_param_shard_impl=_quantize_shards)
-        # gloo gathers tensors of several dtypes as if they were of one
+        # gloo treats tensors of several dtypes as one dtype
         put(param_and_grad_buffer, _coalescing_manager=lambda *_, **__: nullcontext())
         put(trainer, build=_build(trainer.build))
         yield

@@ -4,7 +4,7 @@ import torch
 
 
 class MemorySender:
-    """Sender and inbox of one rank or of many; its memory is not zero at first."""
+    """Sender and inbox of one or many ranks; its memory is not zero initially."""
 
     def __init__(self):
         self.buckets = {}

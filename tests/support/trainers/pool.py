@@ -107,7 +107,7 @@ class RankPool:
                 process.join()
 
     def close(self) -> None:
-        """Let the ranks end by themselves, so that what they started (managers of checkpoints) ends with them."""
+        """Let the ranks end by themselves, so that processes that they started (checkpoint managers) end too."""
         for connection in self._connections:
             connection.send(None)
         self._end(wait_s=20)

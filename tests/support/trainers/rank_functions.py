@@ -1,4 +1,4 @@
-"""What the parity tests run on trainer ranks (picklable: plain functions of this module)."""
+"""Functions that the parity tests run on trainer ranks (picklable: plain functions of this module)."""
 
 import torch
 
@@ -31,7 +31,7 @@ def build_loaded(
 
 
 def run_schedule(model, batches, forward_step, *, forward_only):
-    """One pass of Megatron's schedule over packed batches; returns what the last stage's loss function reported."""
+    """One pass of Megatron's schedule over packed batches; returns the reports of the last stage's loss function."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return get_forward_backward_func()(

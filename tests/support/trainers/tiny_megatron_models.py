@@ -83,7 +83,7 @@ def config_of(name):
 
 
 def save_model(name, directory, *, dtype=torch.float32, max_shard_size="5GB"):
-    """A random model whose norms and biases are not the neutral ones they are initialised to."""
+    """A random model whose norms and biases differ from their neutral initial values."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(list(VARIANTS).index(name))
@@ -105,7 +105,7 @@ def reference_logits(directory, sequences):
 
 
 def one_by_one(tensors):
-    """transformers stacks the experts of a layer in memory; files and the table of names have each by itself."""
+    """Splits experts that transformers stacks in memory; files and the table of names have separate experts."""
     found = {}
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
