@@ -20,10 +20,6 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
-FAST := tests/test_layering.py tests/docs/test_prose.py tests/history/index tests/history/lengths tests/launcher \
-    tests/rollout/data tests/rollout/planning tests/rollout/tracing tests/rollout/weights \
-    tests/megatron_rl/algorithm tests/megatron_rl/batching tests/megatron_rl/controller
-
 BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation learning.example_epochs \
     learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
     publish.delta rollout rollout.sampling rollout.step_time
@@ -55,7 +51,7 @@ quickstart: ## from nothing to a model that learned: set-up, data, model, warm s
 	$(RUN) -m examples.arithmetic.quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q $(FAST) -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test: $(STAMP) ## all tests that need no GPU
 	$(RUN) -m pytest tests -m "not gpu" $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import ClusterConfig
+from tests.support.markers import mark_slow
 from tests.support.runs.background import Background, run_script
 from tests.support.runs.drafting_runs import (
     run_that_begins_with_traces,
@@ -155,7 +156,8 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs are asked for last: they go on beside all other tests until then."""
+    """Tests of whole runs come last: the runs go on beside all other tests until then."""
+    mark_slow(items)
     items.sort(key=lambda item: "end_to_end" in item.path.parts)
 
 
