@@ -55,11 +55,11 @@ def load(path: Path, learner: Learner) -> None:
     if not (path / "metadata.json").exists():
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
     common = dist_checkpointing.load_common_state_dict(str(path))
-    saved, own = common.get("spread_experts", False), _spread_experts()
-    if saved != own:
+    saved, spread = common.get("spread_experts", False), _spread_experts()
+    if saved != spread:
         raise ValueError(
-            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
-            f"{'above 1' if own else '1'} now; keep it above 1 or at 1 as it was"
+            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, but it is "
+            f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
     same_partition = common["partition"] == _partition()
     with loadable(learner.optimizer):

@@ -146,7 +146,7 @@ class TrainerGroup:
         return list(found[first_rank])
 
     def plan_publishes(self, required: Sequence[Required]) -> None:
-        """Tell every rank what the engines' ranks take."""
+        """Plan publishes on every rank; `required` as in `plan_reshard`."""
         self.ranks.call("plan_publishes", ray.put(list(required)))
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:

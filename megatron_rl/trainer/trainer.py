@@ -137,7 +137,7 @@ class Trainer:
         started = time.perf_counter()
         self._packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to forward those of others
+        path = self._packer.send(sender, weight_version)  # a rank without buckets may forward buckets of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
@@ -166,7 +166,7 @@ class Trainer:
         """Move parts of this rank to host memory; returns the bytes freed on its device."""
         freed = self._offloader.offload(parts)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # free memory stays reserved otherwise, and the engine is another process
+            torch.cuda.empty_cache()  # the engine is another process and cannot use reserved memory
         return freed
 
     def onload(self) -> None:
