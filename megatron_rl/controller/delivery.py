@@ -136,7 +136,7 @@ class ColocatedDelivery:
             sorted({rank for home in self._homes for rank, host in enumerate(home) if host == trainer_rank})
             for trainer_rank in range(self._trainer.ranks.num_ranks)
         ]
-        self._trainer.ranks.call("open_hand_over", hosted, self._memory)
+        self._trainer.ranks.call("open_colocated", hosted, self._memory)
         channels = {
             number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])

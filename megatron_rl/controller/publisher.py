@@ -81,7 +81,9 @@ class Publisher:
         self._delivery = delivery
         self._plan = plan
         layout = plan.format.layout
-        self._expert_codes = {one.name for one in plan.tensors if one.is_stack and layout and one.dtype == layout.dtype}
+        self._expert_codes = {
+            tensor.name for tensor in plan.tensors if tensor.is_stack and layout and tensor.dtype == layout.dtype
+        }
         self._run_id = run_id
         self._probe_tokens = probe_tokens(vocab_size, probe_length)
         self._max_probe_gap = max_probe_gap

@@ -192,14 +192,14 @@ def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: Model
     Raises:
         ValueError: see `build`.
     """
-    ours = {
+    derived = {
         **_architecture(spec),
         **_partition(spec, parallel, sequence_parallel=options.sequence_parallel),
         **_numbers(options.dtype, random_weights=options.random_weights),
         **fp8_compute.config_fields(options.fp8),
     }
-    _check_passthrough(options.megatron, ours)
-    return TransformerConfig(**{**ours, **_kernels(), **_recompute(options.recompute), **options.megatron})
+    _check_passthrough(options.megatron, derived)
+    return TransformerConfig(**{**derived, **_kernels(), **_recompute(options.recompute), **options.megatron})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -305,10 +305,10 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
     return {}
 
 
-def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object]) -> None:
-    known = [one.name for one in fields(TransformerConfig) if one.init]
+def _check_passthrough(megatron: Mapping[str, object], derived: Mapping[str, object]) -> None:
+    known = [item.name for item in fields(TransformerConfig) if item.init]
     for key in megatron:
-        if key in ours:
+        if key in derived:
             raise ValueError(
                 f"trainer.megatron.{key} is not free: it follows from the model's config.json and the other keys of "
                 "trainer; remove it"

@@ -132,7 +132,7 @@ class TrainerActor:
             sender.attach(engine, channel)
         self._sender = sender
 
-    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
+    def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.
 
         Args:

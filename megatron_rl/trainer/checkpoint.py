@@ -99,9 +99,9 @@ def _decode(model: dict[str, object]) -> None:
     Megatron does so on load (`force_all_tensors_to_non_fp8`, on the device) but not on save. Call it after the
     optimizer's state is built, because that finds its parameters by identity.
     """
-    for one in nested_values(model):
-        if is_fp8_parameter(data := getattr(one, "data", None)):
-            one.data = decoded(data).cpu()
+    for entry in nested_values(model):
+        if is_fp8_parameter(data := getattr(entry, "data", None)):
+            entry.data = decoded(data).cpu()
 
 
 def _partition() -> tuple[int, int, int]:
@@ -129,9 +129,9 @@ def _generators() -> ShardedObject:
 
 
 def _restore_generators(states: dict[str, object]) -> None:
-    own, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
-    assert isinstance(own, torch.Tensor) and isinstance(cuda, torch.Tensor)
-    torch.set_rng_state(own)
+    cpu, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
+    assert isinstance(cpu, torch.Tensor) and isinstance(cuda, torch.Tensor)
+    torch.set_rng_state(cpu)
     if torch.cuda.is_available() and len(cuda):
         torch.cuda.set_rng_state(cuda)
     tensor_parallel.get_cuda_rng_tracker().set_states(megatron)

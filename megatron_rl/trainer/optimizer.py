@@ -93,8 +93,8 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     count is added to them. It gives all parameters the same count tensor, which each parameter would advance, so every
     parameter gets a copy.
     """
-    found = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
-    for part in found:
+    counting = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
+    for part in counting:
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             if not (state := part.optimizer.state[parameter]):
                 state["step"] = torch.tensor(0.0)
@@ -103,9 +103,9 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        for part in found:
+        for part in counting:
             del part._set_main_param_and_optimizer_states
-    for part in found:
+    for part in counting:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 

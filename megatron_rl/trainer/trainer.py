@@ -121,16 +121,16 @@ class Trainer:
 
     def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
         """One optimizer step of SFT. Metrics are complete on the last pipeline stage only."""
-        own = batch.micro_batches[self._position.data]
+        micro_batches = batch.micro_batches[self._position.data]
         dummy = np.zeros(1, dtype=np.int32)
         packed = [
             pack_batch(
                 [(rows.prompts[row], rows.responses[row]) for row in micro] or [(dummy, dummy)],
                 multiple_of=self.row_multiple,
             ).to(device())
-            for micro in own
+            for micro in micro_batches
         ]
-        return self._learner.sft_step(packed, [not micro for micro in own], batch.num_tokens)
+        return self._learner.sft_step(packed, [not micro for micro in micro_batches], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
         """Quantise with new scales and pass this rank's buckets to `sender`."""
