@@ -156,7 +156,7 @@ class TrainerActor:
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
             rank=self._rank,
             hosted=hosted,
-            buckets=self._joined.plan.buckets,
+            buckets=self._joined.publishes.plan.buckets,
             backend=backend,
             timeout_s=self._spec.publish.timeout_s,
         )
