@@ -1,7 +1,7 @@
 """Short names of the built-in losses and advantages.
 
-A configuration names a built-in function by its short name (`grpo`) and a function of the user's own by its dotted
-path (`my_package.my_module.my_function`). A dotted path to a built-in function is refused with the short name, so that
+A configuration names a built-in function by its short name (`grpo`) and a user's function by its dotted path
+ (`my_package.my_module.my_function`). A dotted path to a built-in function is refused with the short name, so that
 the modules of this package may move without breaking saved configurations.
 
 Pure: names only. `megatron_rl.algorithm` holds the functions.
@@ -24,9 +24,9 @@ class BuiltIns:
     """Module in which earlier versions held the functions; configurations saved then name it."""
 
     def problem(self, value: str) -> str:
-        """Why `value` can be no value of the key, with the name to use; empty if nothing is wrong.
+        """Why `value` is invalid, with the name to use; empty if it is valid.
 
-        Whether a dotted path of the user's own leads to a function is not looked at.
+        Does not check whether a dotted path leads to a function.
         """
         if value in self.names:
             return ""

@@ -178,7 +178,7 @@ class AlgorithmConfig(Config):
 
 
 def _known(value: str, built_ins: BuiltIns) -> str:
-    """`value`, unless it can be no name of a function."""
+    """`value`; raises an error if it cannot name a function."""
     if problem := built_ins.problem(value):
         raise PydanticCustomError("function_name", "{problem}", {"problem": problem})
     return value

@@ -1,14 +1,18 @@
-"""What engines with unfinished responses do while the trainer works: they pause, or sample on.
+"""Time sharing of devices between the trainer and the engines.
 
-Only with `planner.overlap` or `planner.head_start` is anything unfinished then.
+`PauseEngines` and `KeepSampling` set what engines with unfinished responses do while the trainer works. Responses are
+unfinished at that time only with `planner.overlap` or `planner.head_start`.
 
-`DeviceSharing`: who holds the devices that trainer and engines share: calls that make room for whoever works next.
+`DeviceSharing` frees device memory for the trainer or the engines, whichever works next. A colocated step on GPUs:
 
-A colocated step on GPUs: engines sample while the trainer is in host memory; they sleep while it trains; its gradients
-and optimizer leave again, engines wake their weights and are sent new ones; the trainer's weights leave when the last
-proof that needs them is made, and only then keys and values come back. Nothing here moves weights between the two.
+1. Engines sample. The trainer is in host memory.
+2. Engines sleep. The trainer trains.
+3. The trainer offloads gradients and optimizer. Engines allocate their weights and receive new ones.
+4. The trainer offloads its weights after its last part in checking the publish. Engines allocate keys and values.
 
-Invariant: engines that slept serve nothing before a publish has brought them weights.
+Weights are sent elsewhere (`megatron_rl.controller.delivery`).
+
+Invariant: an engine that slept serves nothing before a publish has given it weights.
 """
 
 from collections.abc import Iterator
@@ -22,10 +26,10 @@ from rollout.pool.engine_pool import EnginePool
 
 
 class PauseEngines:
-    """`placement.mode` = colocated: engines pause, and keep what they have begun."""
+    """`placement.mode` = colocated: engines pause and keep their unfinished responses."""
 
     def __init__(self, engines: EngineGroup, *, timeout_s: float, leaves_work: bool) -> None:
-        """Without `leaves_work` all that was admitted is finished when the trainer begins, and nobody is asked."""
+        """Without `leaves_work` no response is unfinished when the trainer begins, so no engine is paused."""
         self._engines = engines
         self._timeout_s = timeout_s
         self._leaves_work = leaves_work
@@ -33,33 +37,33 @@ class PauseEngines:
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
-        """Engines pause, and do so until they are waited for."""
+        """Pause the engines; they stay paused until `engines_work`."""
         if self._leaves_work and not self._are_paused:
             self._engines.pause_sampling(timeout_s=self._timeout_s)
             self._are_paused = True
         yield
 
     def engines_work(self) -> None:
-        """They go on."""
+        """Resume sampling."""
         if self._are_paused:
             self._engines.resume_sampling(timeout_s=self._timeout_s)
             self._are_paused = False
 
 
 class KeepSampling:
-    """`placement.mode` = disaggregated: engines go on, and are given what waits."""
+    """`placement.mode` = disaggregated: engines continue to sample and receive waiting requests."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
-        """The pool works in the background."""
+        """Run the pool in the background within the context."""
         with self._pool.run_in_background():
             yield
 
     def engines_work(self) -> None:
-        """They never stopped."""
+        """Nothing to do, because engines never paused."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,15 +73,15 @@ class DeviceSharing:
     trainer: TrainerGroup
     engines: EngineGroup
     offload: Literal["none", "optimizer", "all"]
-    """What of the trainer leaves while engines sample."""
+    """Trainer state that is in host memory while engines sample."""
     sleep: bool
-    """Whether engines give up their memory while the trainer works."""
+    """Whether engines free their device memory while the trainer works."""
     timeout_s: float
     asleep: bool = field(default=False)
-    """Engines hold no weights: a publish comes before they serve."""
+    """Whether engines hold no weights. A publish must come before they serve."""
 
     def to_trainer(self) -> None:
-        """Before it trains or saves."""
+        """Free devices for the trainer. Call it before the trainer trains or saves."""
         if self.sleep and not self.asleep:
             self.engines.sleep(timeout_s=self.timeout_s)
             self.asleep = True
@@ -85,14 +89,14 @@ class DeviceSharing:
             self.trainer.onload()
 
     def to_publish(self) -> None:
-        """Before weights are sent: only the trainer's weights and the engines' are there."""
+        """Leave only the weights of trainer and engines on the devices. Call it before weights are sent."""
         if self.offload != "none":
             self.trainer.offload(("gradients", "optimizer"))
         if self.asleep:
             self.engines.wake("weights", timeout_s=self.timeout_s)
 
     def to_engines(self) -> None:
-        """When the trainer has no further part in a publish: engines may forward."""
+        """Free devices for the engines, which may forward afterwards. Call it after the trainer's part in a publish."""
         if self.offload == "all":
             self.trainer.offload(("weights",))
         if self.asleep:

@@ -1,10 +1,8 @@
-"""The loop: one step is one trip round the ring.
+"""The training loop: one step samples, trains and publishes.
 
-Everything that differs between runs is in an object that is passed in: *when* prompts are admitted in
-the planner, *where* engines and trainer live in the phases, *how* weights travel in the publisher, *what*
-is written down in the recorder. The loop itself only fixes the order, which is the protocol: the weights
-of policy version t are published before step t samples, step t trains on them, and the result is
-published as t + 1.
+Objects passed to the constructor hold everything that differs between runs. The planner decides when prompts are
+admitted, the phases share devices, the publisher sends weights, the recorder writes results. The loop fixes the order:
+policy version t is published before step t samples, step t trains on its samples, and the result is published as t + 1.
 
 The controller never holds tokens, only handles (`ScoredGroup.columns`), and never imports torch.
 """
@@ -36,24 +34,24 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Where a run writes itself down; `launcher.run_dir.recorder.RunRecorder` in a run, a list in tests."""
+    """Records the results of a run: `launcher.run_dir.recorder.RunRecorder`, or a list in tests."""
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
-        """A long phase has come this far."""
+        """Report that `done` of `total` responses of a long phase are complete."""
 
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
-        """A step is over: its metrics and samples are to be kept."""
+        """Record metrics and samples of a finished step."""
 
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
-        """An evaluation is over."""
+        """Record a finished evaluation."""
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
-        """Write a checkpoint that `finished_steps` resumes from."""
+        """Write a checkpoint from which a run resumes after `finished_steps` steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """The few numbers that the loop itself reads."""
+    """Numbers that the loop itself reads."""
 
     num_steps: int
     evaluate_every: int
@@ -63,13 +61,13 @@ class LoopSettings:
     max_micro_batch_tokens: int
     data_parallel: int
     costs: CostModel
-    """What samples are spread over ranks and micro batches by."""
+    """Costs by which samples are spread over ranks and micro batches."""
     seed: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """One run, from `first_step` to the end."""
+    """Runs all steps from `first_step` to the end."""
 
     planner: Planner
     pool: EnginePool
@@ -82,10 +80,10 @@ class Controller:
     settings: LoopSettings
     restarter: EngineRestarter
     history: HistoryClient | None = None
-    """None: nothing is remembered, engines do not draft."""
+    """None: engines do not draft."""
     first_step: int = 0
     num_repeated_publishes: int = field(default=0, init=False)
-    """Publishes in which an engine died."""
+    """Publishes that were repeated because an engine died."""
 
     def run(self) -> None:
         """Run every remaining step; returns when the last one is published, evaluated and saved."""
@@ -114,11 +112,10 @@ class Controller:
             self._after(step + 1)
 
     def _publish(self, version: int) -> PublishReport:
-        """Bring every engine to `version`. If one dies meanwhile another takes its place, and all are brought there
-        again.
+        """Publish `version` to every engine. If an engine dies, restart it and repeat the publish.
 
         Raises:
-            RuntimeError: of another cause, or engines have died too often.
+            RuntimeError: the publish failed although no engine died, or engines have died too often.
         """
         while True:
             try:
@@ -128,12 +125,12 @@ class Controller:
                 if not self.restarter.restart_lost():
                     raise
                 self.num_repeated_publishes += 1
-                _log.warning("weight version %d is published again, an engine died in it: %s", version, error)
+                _log.warning("weight version %d is published again, because an engine died: %s", version, error)
 
     def _make_ready(self, finished_steps: int) -> None:
-        """Have the history ready of what is sampled next: an evaluation if one is due, then a step's prompts.
+        """Prefetch the history of the next prompts: an evaluation's if one is due, then those of the next step.
 
-        Ordered as soon as it is known, while the trainer works; nobody waits for it.
+        The call does not wait; the prefetch runs while the trainer works.
         """
         if self.history is None:
             return

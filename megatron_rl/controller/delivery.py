@@ -1,9 +1,11 @@
-"""How a publish gets from trainer ranks to engines, as the controller sees it: one object per transport.
+"""The controller's side of sending a publish from trainer ranks to engines: one class per transport.
 
-A *staged* delivery (shared memory, colocated) lets every rank lay down its whole share first; engines then look at all
-of it before they touch anything. A *streaming* delivery (gloo, NCCL) has engines wait for buckets while trainer ranks
-quantise and send. All are given a manifest that every engine has accepted, and return when every engine has applied it
-(and is not serving yet).
+A *staged* delivery (shared memory, colocated): every trainer rank stages all its buckets, then engines verify all of
+them before they apply any. A *streaming* delivery (gloo, NCCL): engines verify and apply bucket after bucket while
+trainer ranks quantise and send.
+
+`deliver` gets a manifest that every engine has accepted. It returns when every engine has applied the weights. Engines
+do not serve them yet.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from rollout.weights.manifest import WeightManifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryReport:
-    """What the two ends say of a publish that has come."""
+    """Measurements of both sides of a delivered publish."""
 
     staged: tuple[StagedWeights, ...]
     """By trainer rank."""
@@ -32,11 +34,11 @@ class WeightDelivery(Protocol):
     """One transport between a trainer and its engines."""
 
     def connect(self) -> None:
-        """Join both ends; once, before the first publish."""
+        """Connect trainer ranks and engines; call it once, before the first publish."""
         ...
 
     def deliver(self, manifest: WeightManifest) -> DeliveryReport:
-        """Bring one publish from every trainer rank into every engine."""
+        """Send one publish from the trainer ranks to every engine and apply it."""
         ...
 
 
@@ -49,13 +51,13 @@ class ShmDelivery:
         self._timeout_s = timeout_s
 
     def connect(self) -> None:
-        """Tell both ends to use shared memory."""
+        """Select shared memory on trainer ranks and engines."""
         self._trainer.ranks.call("open_shm")
         joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.alive, ShmChannel()))
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> DeliveryReport:
-        """Stage everything, apply it, let go of it."""
+        """Stage all buckets, apply them, release them."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         segments = {part.rank: part.path for part in staged if part.path}
         try:
@@ -67,7 +69,7 @@ class ShmDelivery:
 
 
 class StreamingDelivery:
-    """gloo or NCCL, in a chain: trainer ranks that send, then the engines of one node, of the next one, and so on."""
+    """gloo or NCCL in a chain: sending trainer ranks, engines of the first node, engines of the second node, ..."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class StreamingDelivery:
         self._backend: Backend = backend
 
     def connect(self) -> None:
-        """Join one group per engine, with what sends to it; returns when all of them are complete."""
+        """Join one process group per engine, which holds the engine and its senders; returns when all are complete."""
         nodes = self._engines.node_ids(timeout_s=self._timeout_s)
         addresses = self._trainer.open_stores(self._source_ranks[0], len(nodes), timeout_s=self._timeout_s)
         order = side_by_side(list(nodes.values()))
@@ -110,7 +112,7 @@ class StreamingDelivery:
 
 
 class ColocatedDelivery:
-    """Colocated engines: each device's trainer rank lays down what the engine ranks on it take."""
+    """Colocated engines: each device's trainer rank stages the buckets of the engine ranks on the same device."""
 
     def __init__(
         self,
@@ -129,12 +131,12 @@ class ColocatedDelivery:
         self._homes = homes
 
     def connect(self) -> None:
-        """Tell both ends who lies on whose device."""
+        """Tell trainer ranks and engines which of their ranks share a device."""
         hosted = [
             sorted({rank for home in self._homes for rank, host in enumerate(home) if host == trainer_rank})
             for trainer_rank in range(self._trainer.ranks.num_ranks)
         ]
-        self._trainer.ranks.call("open_hand_over", hosted, self._memory)
+        self._trainer.ranks.call("open_colocated", hosted, self._memory)
         channels = {
             number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])
@@ -145,7 +147,7 @@ class ColocatedDelivery:
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
     def deliver(self, manifest: WeightManifest) -> DeliveryReport:
-        """Exchange and stage everything, apply it, let go of it."""
+        """Exchange and stage all buckets, apply them, release them."""
         staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         paths = {part.rank: part.path for part in staged}
         addresses = {

@@ -1,4 +1,4 @@
-"""What a run does where no engine is left in the middle of a rollout: another is started and given the weights."""
+"""Recovers from the loss of all engines during a rollout: restarts engines and publishes the last weights to them."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,19 +8,19 @@ from megatron_rl.controller.publisher import Publisher
 
 
 class EngineRestarter(Protocol):
-    """Brings engines back that have died; `launcher.cluster.engine_restarts.EngineRestarter` in a run."""
+    """Restarts dead engines; `launcher.cluster.engine_restarts.EngineRestarter` in a run."""
 
     @property
     def num_restarts(self) -> int:
-        """Engines that have been started again in this run."""
+        """Engines restarted in this run."""
 
     def restart_lost(self) -> int:
-        """Start another engine for each that is lost; returns how many. They need a publish before they serve."""
+        """Restart every lost engine; returns their number. They need a publish before they serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRevival:
-    """Called by the pool (`EnginePool`) when no engine is left; returns when there is one that serves."""
+    """Called by `EnginePool` when no engine is left; returns when restarted engines serve."""
 
     restarter: EngineRestarter
     publisher: Publisher
@@ -29,7 +29,7 @@ class EngineRevival:
     """None: trainer and engines stay in memory side by side."""
 
     def __call__(self) -> None:
-        """Start an engine for each that is lost, and bring it the version that was published last."""
+        """Restart every lost engine, and publish the last version again."""
         self.restarter.restart_lost()
         if self.sharing is not None:
             self.sharing.to_publish()

@@ -1,8 +1,8 @@
-"""The phases of a step as context managers: who may use the machine now, and how long it took.
+"""The phases of a step as context managers, which prepare devices for the phase and measure its time.
 
-A `TrainPhasePolicy` says what engines do while the trainer works; where both share devices, one makes room for the
-other first (`Sharing`). Both are in `megatron_rl.controller.colocation`. Every phase is a span (start and end on the
-wall clock) that goes to `events.jsonl`, and its seconds go to the step's metrics.
+A `TrainPhasePolicy` sets what engines do while the trainer works. If both share devices, `Sharing` frees memory before
+a phase. Implementations of both are in `megatron_rl.controller.colocation`. Every phase is a span (start and end on the
+wall clock) in `events.jsonl`, and its seconds are a metric of the step.
 """
 
 import time
@@ -15,17 +15,17 @@ RecordSpan = Callable[[str, str, float, float], None]
 
 
 class Sharing(Protocol):
-    """Makes room on shared devices for whoever works next (`megatron_rl.controller.colocation`)."""
+    """Frees memory on shared devices for the next phase (`megatron_rl.controller.colocation.DeviceSharing`)."""
 
     asleep: bool
-    """Engines hold no weights: a publish comes before they serve."""
+    """Whether engines hold no weights. A publish must come before they serve."""
 
     def to_trainer(self) -> None:
-        """Before the trainer trains or saves."""
+        """Call it before the trainer trains or saves."""
         ...
 
     def to_publish(self) -> None:
-        """Before weights are sent."""
+        """Call it before weights are sent."""
         ...
 
 
@@ -33,11 +33,11 @@ class TrainPhasePolicy(Protocol):
     """What engines with unfinished responses do while the trainer works (`megatron_rl.controller.colocation`)."""
 
     def trainer_works(self) -> AbstractContextManager[None]:
-        """Around training, saving and sending weights."""
+        """Context of training, saving and sending weights."""
         ...
 
     def engines_work(self) -> None:
-        """Before engines are waited for."""
+        """Call it before waiting for responses of engines."""
         ...
 
 
@@ -60,7 +60,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, actor: str, activity: str) -> Iterator[None]:
-        """Count and record what the body takes."""
+        """Measure the body and record it as a span."""
         started_at, started = time.time(), time.perf_counter()
         try:
             yield
@@ -71,7 +71,7 @@ class PhaseClock:
 
 
 class Phases:
-    """Phases of a run."""
+    """The phases of a run; each method is the context of one phase."""
 
     def __init__(self, clock: PhaseClock, sharing: Sharing | None = None, *, policy: TrainPhasePolicy) -> None:
         """Without `sharing`, trainer and engines stay in memory side by side."""
@@ -81,14 +81,14 @@ class Phases:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Engines sample, scorers score."""
+        """Engines sample responses and scorers score them."""
         self._policy.engines_work()
         with self.clock.phase("engines", "rollout"):
             yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """The trainer computes."""
+        """The trainer trains."""
         with self._policy.trainer_works():
             self._make_room()
             with self.clock.phase("trainer", "train"):
@@ -96,7 +96,7 @@ class Phases:
 
     @contextmanager
     def publish(self) -> Iterator[None]:
-        """Weights travel."""
+        """Weights are sent to the engines."""
         with self._policy.trainer_works():
             if self._sharing is not None:
                 with self.clock.phase("engines", "switch"):
@@ -113,7 +113,7 @@ class Phases:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """The trainer writes itself to disk."""
+        """The trainer writes a checkpoint."""
         with self._policy.trainer_works():
             self._make_room()
             with self.clock.phase("trainer", "checkpoint"):

@@ -1,7 +1,7 @@
-"""The error of a publish that engines did not accept."""
+"""The error of a publish that an engine refused."""
 
 from rollout.failures import PlacedError
 
 
 class PublishRefusedError(PlacedError):
-    """Metadata, checksums, sums or the probe did not fit; no token was sampled from the weights."""
+    """Metadata, checksums, weight sums or the probe did not match. No token was sampled from the refused weights."""

@@ -1,4 +1,4 @@
-"""What one publish moved, how long its stages took, and how it was proven."""
+"""Sizes, times and checks of one publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,34 +14,35 @@ class PublishReport:
     wire_bytes: int
     """Bytes of all buckets."""
     scales_s: float
-    """Until ranks agreed on the scales that they share, slowest trainer rank."""
+    """Seconds for scales that trainer ranks share; the slowest rank."""
     pack_s: float
-    """All other scales, cutting, quantising and writing into buckets, slowest trainer rank."""
+    """Seconds for all other scales, slicing, quantising and writing to buckets; the slowest trainer rank."""
     send_s: float
-    """Checksums and handing over, slowest trainer rank; with a streaming transport while engines apply."""
+    """Seconds for checksums and sending; the slowest trainer rank. Streaming transports send while engines apply."""
     drain_s: float
-    """Until responses were finished, where they are waited for; before anything below."""
+    """Seconds until running responses had finished, before the delivery; 0 unless `publish.in_flight` is `drain`."""
     num_in_flight: int
-    """Responses that the publish interrupted, waiting ones included, all engines."""
+    """Responses that the publish interrupted, waiting ones included; sum over engines."""
     num_recomputed_tokens: int
-    """Tokens whose keys and values are computed anew after it, all engines."""
+    """Tokens whose keys and values are recomputed after the publish; sum over engines."""
     pause_s: float
-    """Until the slowest engine sampled nothing any more."""
+    """Seconds until the engine had stopped sampling; the slowest engine."""
     apply_s: float
-    """Until the slowest engine had the weights in place, with whatever still had to come."""
+    """Seconds until the engine had applied the weights, waiting for buckets included; the slowest engine."""
     deliver_s: float
-    """From the first rank's start to the last engine's new weights; includes all of the above."""
+    """Seconds from the start of the delivery until all engines have applied the weights. Includes all times above
+    except `drain_s`."""
     probe_s: float
+    """Seconds for weight sums, the probe and resuming the engines."""
     weight_gaps: tuple[float, ...]
-    """[engines] largest difference of a sum of weights (`rollout.weights.fingerprint`), engine against trainer."""
+    """[engines] largest relative difference of weight sums (`rollout.weights.fingerprint`) from the trainer's."""
     probe_gaps: tuple[float, ...]
-    """[engines] mean absolute difference of the probe prompt's log-probabilities, engine against trainer."""
-
+    """[engines] mean absolute difference of the probe prompt's log-probabilities from the trainer's, in nats."""
     codes: Mapping[int, QuantizationStats]
-    """What 8 bits cost the weights, by layer; empty in BF16."""
+    """Quantisation statistics by layer; empty in BF16."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat metrics."""
+        """Metrics by name; docs/observability.md lists units and reductions."""
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),

@@ -1,13 +1,15 @@
-"""Sequences one publish: check, deliver, prove, resume.
+"""The controller's side of a publish: check, deliver, compare, probe, resume.
 
-The controller's side; no torch, no bytes. The order is decision 3's: every engine accepts the manifest
-before a byte is sent; the delivery brings the buckets over, and engines verify before they apply; sums over
-all weights, taken through the engine's kernels, are compared with the trainer's; the probe compares each
-engine's log-probabilities with the trainer's own under the same codes; only then the engine serves the
-new version. Whatever goes wrong is raised with the engine or rank named; an engine
-that could not prove itself stays fenced: no token is sampled from weights that nobody vouches for.
+The order is that of decision 3:
 
-`probe_tokens` is the fixed prompt that every publish is proven with.
+1. Every engine accepts the manifest before a byte is sent.
+2. The delivery sends the buckets. Engines verify before they apply.
+3. Sums over all weights, computed by the engine's kernels, are compared with the trainer's.
+4. The probe compares each engine's log-probabilities with the trainer's under the same codes.
+5. Engines serve the new version.
+
+Errors name the engine or rank. An engine that fails step 3 or 4 stays fenced: no token is sampled from unverified
+weights. This process holds neither torch nor weights.
 """
 
 import time
@@ -31,7 +33,7 @@ from rollout.weights.manifest import stack_of
 
 
 def probe_tokens(vocab_size: int, num_tokens: int) -> list[int]:
-    """Token ids spread over the whole vocabulary, the same in every run."""
+    """Token ids of the probe prompt: spread over the whole vocabulary and the same in every run."""
     return [(7919 * (index + 1)) % vocab_size for index in range(num_tokens)]
 
 
@@ -68,17 +70,20 @@ class Publisher:
         drain_timeout_s: float | None = None,
         make_room: Callable[[], None] | None = None,
     ) -> None:
-        """`plan` is the trainer's own (`plan_reshard` of the same arguments); `max_probe_gap` in nats.
+        """Publish by `delivery`, which must be connected.
 
-        With `drain_timeout_s` engines finish their responses before weights move, within so many seconds. `make_room`
-        is called when the trainer has no further part in a publish, and engines forward only afterwards.
+        `plan` equals the trainer's (`plan_reshard` of the same arguments). `max_probe_gap` is in nats. With
+        `drain_timeout_s`, engines finish their responses before weights are sent, within that time. `make_room` is
+        called after the trainer's last part in a publish, and engines forward only afterwards.
         """
         self._trainer = trainer
         self._engines = engines
         self._delivery = delivery
         self._plan = plan
         layout = plan.format.layout
-        self._expert_codes = {one.name for one in plan.tensors if one.is_stack and layout and one.dtype == layout.dtype}
+        self._expert_codes = {
+            tensor.name for tensor in plan.tensors if tensor.is_stack and layout and tensor.dtype == layout.dtype
+        }
         self._run_id = run_id
         self._probe_tokens = probe_tokens(vocab_size, probe_length)
         self._max_probe_gap = max_probe_gap
@@ -86,13 +91,13 @@ class Publisher:
         self._drain_timeout_s = drain_timeout_s
         self._make_room = make_room
         self.version = -1
-        """Of the last publish that was proven."""
+        """Version of the last publish that passed all checks; -1 before the first."""
 
     def publish(self, policy_version: int) -> PublishReport:
-        """Bring every engine to `policy_version`; returns when all of them serve it.
+        """Publish `policy_version` to every engine; returns when all engines serve it.
 
         Raises:
-            PublishRefusedError: an engine refused the weights, or did not pass the sums or the probe.
+            PublishRefusedError: an engine refused the weights, or its weight sums or its probe did not match.
             RuntimeError: a rank or an engine failed, ended or was late.
         """
         try:
@@ -135,14 +140,14 @@ class Publisher:
         )
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
-        """Hold what each engine has loaded against what the trainer meant; returns the largest difference of each."""
+        """Compare each engine's weight sums with the trainer's; returns the largest difference of each engine."""
         summing = self._engines.begin_loaded_fingerprint()
         expected = add_up(self._trainer.published_fingerprint(timeout_s=self._timeout_s))
         loaded = self._engines.wait(summing, timeout_s=self._timeout_s)
         judged = {engine: difference(sums, expected, leniency=self._leniency) for engine, sums in loaded.items()}
         faults = {
             engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
-            "what is allowed"
+            "the bound"
             for engine, (gap, where) in judged.items()
             if not gap <= MAX_WEIGHT_GAP
         }
@@ -172,7 +177,7 @@ class Publisher:
         if bad:
             fault = (
                 f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
-                f"{max(bad.values()):.3g} nats on average, {self._max_probe_gap} are allowed "
+                f"{max(bad.values()):.3g} nats on average; the bound is {self._max_probe_gap} "
                 "(engine.probe_max_logprob_gap)"
             )
             self._fence(dict.fromkeys(bad, fault))
@@ -180,5 +185,5 @@ class Publisher:
 
 
 def _gap(logprobs: Sequence[float], reference: ProbeResult) -> float:
-    """Mean absolute difference in nats; NaN if the engine's are not finite."""
+    """Mean absolute difference in nats; not finite if a log-probability of the engine is not."""
     return float(np.abs(np.asarray(logprobs, dtype=np.float64) - reference.logprobs).mean())

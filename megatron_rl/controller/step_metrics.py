@@ -1,7 +1,7 @@
-"""The metrics of one step, flat, by verl's names where the meaning is the same.
+"""The metrics of one step by name; verl's names where the meaning is the same.
 
-Pure. Counters of what was dropped, substituted or cut are always present, zero included: an absent
-number would look like an absent problem.
+Counters of dropped, substituted or truncated responses are always present, zero included, so that a missing counter is
+never mistaken for zero. Pure. docs/observability.md lists units and reductions.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def step_metrics(
     published: PublishReport,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Everything that is written down about a step."""
+    """All metrics of a step."""
     return {
         **_rewards(groups),
         **_lengths(groups),

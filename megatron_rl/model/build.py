@@ -79,8 +79,31 @@ class ModelOptions:
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """One chunk of the policy: a GPTModel over packed batches that ends in token scores."""
 
-    spec: ModelSpec
-    chunk_tokens: int
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: TransformerConfig,
+        *,
+        parallel: ParallelConfig,
+        position: Position,
+        chunk_tokens: int,
+    ) -> None:
+        """Build the layers of `position`'s pipeline stage; at most `chunk_tokens` tokens have logits at one time."""
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config),
+            vocab_size=spec.padded_vocab_size(parallel.tensor),
+            max_sequence_length=spec.max_positions,
+            pre_process=position.pipeline == 0,
+            post_process=position.pipeline == parallel.pipeline - 1,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+        )
+        self.spec = spec
+        self._chunk_tokens = chunk_tokens
+        if spec.rope_scaling is not None:
+            self.rotary_pos_emb.inv_freq = scaled_frequencies(self.rotary_pos_emb.inv_freq, spec.rope_scaling)
 
     def forward(  # type: ignore[override]
         self, batch: PackedBatch, *, temperature: float | None = None
@@ -133,7 +156,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
                 group=group if group.size() > 1 else None,
             ),
             temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
         )
 
 
@@ -168,21 +191,8 @@ def build(
     if layer_names() == "local":
         rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
     config = transformer_config(spec, parallel, options)
-    model = PolicyModel(
-        config=config,
-        transformer_layer_spec=_block_spec(config),
-        vocab_size=spec.padded_vocab_size(parallel.tensor),
-        max_sequence_length=spec.max_positions,
-        pre_process=position.pipeline == 0,
-        post_process=position.pipeline == parallel.pipeline - 1,
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-    )
+    model = PolicyModel(spec, config, parallel=parallel, position=position, chunk_tokens=options.chunk_tokens)
     fp8_compute.check_parameters(model, options.fp8)
-    model.spec, model.chunk_tokens = spec, options.chunk_tokens
-    if spec.rope_scaling is not None:
-        model.rotary_pos_emb.inv_freq = scaled_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
     return [model]
 
 
@@ -192,14 +202,14 @@ def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: Model
     Raises:
         ValueError: see `build`.
     """
-    ours = {
+    derived = {
         **_architecture(spec),
         **_partition(spec, parallel, sequence_parallel=options.sequence_parallel),
         **_numbers(options.dtype, random_weights=options.random_weights),
         **fp8_compute.config_fields(options.fp8),
     }
-    _check_passthrough(options.megatron, ours)
-    return TransformerConfig(**{**ours, **_kernels(), **_recompute(options.recompute), **options.megatron})
+    _check_passthrough(options.megatron, derived)
+    return TransformerConfig(**{**derived, **_kernels(), **_recompute(options.recompute), **options.megatron})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -305,10 +315,10 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
     return {}
 
 
-def _check_passthrough(megatron: Mapping[str, object], ours: Mapping[str, object]) -> None:
-    known = [one.name for one in fields(TransformerConfig) if one.init]
+def _check_passthrough(megatron: Mapping[str, object], derived: Mapping[str, object]) -> None:
+    known = [item.name for item in fields(TransformerConfig) if item.init]
     for key in megatron:
-        if key in ours:
+        if key in derived:
             raise ValueError(
                 f"trainer.megatron.{key} is not free: it follows from the model's config.json and the other keys of "
                 "trainer; remove it"

@@ -62,9 +62,9 @@ def check_parameters(model: torch.nn.Module, fp8: Fp8) -> None:
     Raises:
         RuntimeError: no parameter is FP8 although requested, or the reverse.
     """
-    found = sum(is_fp8_parameter(parameter) for parameter in model.parameters())
-    if bool(found) != (fp8 == "blockwise_param"):
-        raise RuntimeError(f"trainer.fp8 = {fp8}, but Megatron has built {found} FP8 parameters")
+    num_fp8 = sum(is_fp8_parameter(parameter) for parameter in model.parameters())
+    if bool(num_fp8) != (fp8 == "blockwise_param"):
+        raise RuntimeError(f"trainer.fp8 = {fp8}, but Megatron has built {num_fp8} FP8 parameters")
 
 
 @contextmanager

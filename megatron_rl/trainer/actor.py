@@ -132,7 +132,7 @@ class TrainerActor:
             sender.attach(engine, channel)
         self._sender = sender
 
-    def open_hand_over(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
+    def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.
 
         Args:
@@ -156,7 +156,7 @@ class TrainerActor:
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
             rank=self._rank,
             hosted=hosted,
-            buckets=self._joined.plan.buckets,
+            buckets=self._joined.publishes.plan.buckets,
             backend=backend,
             timeout_s=self._spec.publish.timeout_s,
         )

@@ -55,11 +55,11 @@ def load(path: Path, learner: Learner) -> None:
     if not (path / "metadata.json").exists():
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
     common = dist_checkpointing.load_common_state_dict(str(path))
-    saved, own = common.get("spread_experts", False), _spread_experts()
-    if saved != own:
+    saved, spread = common.get("spread_experts", False), _spread_experts()
+    if saved != spread:
         raise ValueError(
-            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, which is "
-            f"{'above 1' if own else '1'} now; keep it above 1 or at 1 as it was"
+            f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, but it is "
+            f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
     same_partition = common["partition"] == _partition()
     with loadable(learner.optimizer):
@@ -99,9 +99,9 @@ def _decode(model: dict[str, object]) -> None:
     Megatron does so on load (`force_all_tensors_to_non_fp8`, on the device) but not on save. Call it after the
     optimizer's state is built, because that finds its parameters by identity.
     """
-    for one in nested_values(model):
-        if is_fp8_parameter(data := getattr(one, "data", None)):
-            one.data = decoded(data).cpu()
+    for entry in nested_values(model):
+        if is_fp8_parameter(data := getattr(entry, "data", None)):
+            entry.data = decoded(data).cpu()
 
 
 def _partition() -> tuple[int, int, int]:
@@ -129,9 +129,9 @@ def _generators() -> ShardedObject:
 
 
 def _restore_generators(states: dict[str, object]) -> None:
-    own, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
-    assert isinstance(own, torch.Tensor) and isinstance(cuda, torch.Tensor)
-    torch.set_rng_state(own)
+    cpu, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
+    assert isinstance(cpu, torch.Tensor) and isinstance(cuda, torch.Tensor)
+    torch.set_rng_state(cpu)
     if torch.cuda.is_available() and len(cuda):
         torch.cuda.set_rng_state(cuda)
     tensor_parallel.get_cuda_rng_tracker().set_states(megatron)

@@ -142,11 +142,11 @@ class TrainerGroup:
 
     def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
         """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
-        found = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
-        return list(found[first_rank])
+        addresses = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
+        return list(addresses[first_rank])
 
     def plan_publishes(self, required: Sequence[Required]) -> None:
-        """Tell every rank what the engines' ranks take."""
+        """Plan publishes on every rank; `required` as in `plan_reshard`."""
         self.ranks.call("plan_publishes", ray.put(list(required)))
 
     def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
@@ -167,8 +167,8 @@ class TrainerGroup:
 
     def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
         """Log-probabilities of the probe prompt under the weights as staged."""
-        found = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
-        return _results([result for result in found if result is not None], ProbeResult)[0]
+        results = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
+        return _results([result for result in results if result is not None], ProbeResult)[0]
 
     def offload(self, parts: "Sequence[Part]") -> None:
         """Move parts of every rank to host memory; see `Offloader`."""
@@ -215,7 +215,7 @@ def start_trainer(
     return TrainerGroup(group)
 
 
-def _results(found: Sequence[object], kind: type[Result]) -> list[Result]:
-    checked = [result for result in found if isinstance(result, kind)]
-    assert len(checked) == len(found), f"a rank returned something else than {kind.__name__}"
+def _results(results: Sequence[object], kind: type[Result]) -> list[Result]:
+    checked = [result for result in results if isinstance(result, kind)]
+    assert len(checked) == len(results), f"a rank returned something else than {kind.__name__}"
     return checked

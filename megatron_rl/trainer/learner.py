@@ -34,7 +34,7 @@ from megatron_rl.trainer.results import StepResult
 
 
 @dataclass(slots=True)
-class _Tally:
+class _StepSums:
     """Sums of a step on this rank."""
 
     mismatch: MismatchSums
@@ -91,23 +91,23 @@ class Learner:
     def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
-        tally = _Tally(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
+        totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
         if not batch.mini_batches:
-            return self._result(tally)
+            return self._result(totals)
         mini_batches = [
             load_mini_batch(mini, self._data_rank, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
         ]
         one_update = len(mini_batches) == 1 and algorithm.num_epochs == 1 and not algorithm.correction.batch_normalize
         if one_update:
-            self._update(mini_batches[0], None, None, tally)
+            self._update(mini_batches[0], None, None, totals)
         else:
             old = [self.logprobs(mini.micro_batches) for mini in mini_batches]
-            weights = self._weights(mini_batches, old, tally)
+            weights = self._weights(mini_batches, old, totals)
             for _ in range(algorithm.num_epochs):
                 for index, mini in enumerate(mini_batches):
-                    self._update(mini, old[index], weights[index], tally)
-        return self._result(tally)
+                    self._update(mini, old[index], weights[index], totals)
+        return self._result(totals)
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""
@@ -120,17 +120,20 @@ class Learner:
         return run_schedule(self.chunks, packed, keep, temperature=self._temperature, backward=False)
 
     def _weights(
-        self, mini_batches: Sequence[LoadedMiniBatch], old: Sequence[list[torch.Tensor]], tally: _Tally
+        self, mini_batches: Sequence[LoadedMiniBatch], old: Sequence[list[torch.Tensor]], totals: _StepSums
     ) -> list[list[torch.Tensor]]:
         """Correction weights of the whole step, [R] each, and its mismatch; empty lists before the last stage."""
         if not self._is_last:
             return [[] for _ in mini_batches]
         pairs = [
-            [(micro, micro.against(_real(micro, one))) for micro, one in zip(mini.micro_batches, of_mini, strict=True)]
+            [
+                (micro, micro.against(_real(micro, logprobs)))
+                for micro, logprobs in zip(mini.micro_batches, of_mini, strict=True)
+            ]
             for mini, of_mini in zip(mini_batches, old, strict=True)
         ]
         sums = self._normalization([pair for of_mini in pairs for _, pair in of_mini])
-        return [[self._micro_weights(micro, pair, tally, sums) for micro, pair in of_mini] for of_mini in pairs]
+        return [[self._micro_weights(micro, pair, totals, sums) for micro, pair in of_mini] for of_mini in pairs]
 
     def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
         """Sum and count of the step's weights over data-parallel ranks; None without batch normalisation."""
@@ -144,12 +147,12 @@ class Learner:
         return sums
 
     def _micro_weights(
-        self, micro: LoadedMicroBatch, pair: PackedLogprobs, tally: _Tally, sums: torch.Tensor | None
+        self, micro: LoadedMicroBatch, pair: PackedLogprobs, totals: _StepSums, sums: torch.Tensor | None
     ) -> torch.Tensor:
         config = self._algorithm.correction
-        tally.mismatch = tally.mismatch.merge(MismatchSums.of(pair, config=config))
+        totals.mismatch = totals.mismatch.merge(MismatchSums.of(pair, config=config))
         weights = final_weights(pair, config=config, sums=sums)
-        tally.by_age.add(pair, weights, micro.staleness)
+        totals.by_age.add(pair, weights, micro.staleness)
         return weights
 
     def _update(
@@ -157,7 +160,7 @@ class Learner:
         mini: LoadedMiniBatch,
         old: list[torch.Tensor] | None,
         weights: list[torch.Tensor] | None,
-        tally: _Tally,
+        totals: _StepSums,
     ) -> None:
         """One optimizer step. Without `old`, the forward's own log-probabilities are the old ones."""
 
@@ -166,7 +169,7 @@ class Learner:
             logprobs = _real(micro, scores.logprobs)
             old_logprobs = logprobs.detach() if old is None else _real(micro, old[number])
             micro_weights = (
-                self._micro_weights(micro, micro.against(old_logprobs), tally, None)
+                self._micro_weights(micro, micro.against(old_logprobs), totals, None)
                 if weights is None
                 else weights[number]
             )
@@ -176,8 +179,8 @@ class Learner:
         packed = [micro.packed for micro in mini.micro_batches]
         outputs, grad_norm = self._optimizer_step(packed, loss, temperature=self._temperature)
         for output in outputs:
-            tally.add(output.metrics)
-        tally.count(grad_norm)
+            totals.add(output.metrics)
+        totals.count(grad_norm)
 
     def _micro_loss(
         self,
@@ -220,12 +223,12 @@ class Learner:
             output = sft_loss(scores.logprobs, coefficients=share)
             return output.loss, output
 
-        tally = _Tally(MismatchSums.empty(config=self._algorithm.correction), SumsByAge.empty(0))
+        totals = _StepSums(MismatchSums.empty(config=self._algorithm.correction), SumsByAge.empty(0))
         outputs, grad_norm = self._optimizer_step(packed, loss, temperature=1.0)
         for output in outputs:
-            tally.add(output.metrics)
-        tally.count(grad_norm)
-        return self._result(tally)
+            totals.add(output.metrics)
+        totals.count(grad_norm)
+        return self._result(totals)
 
     def _optimizer_step(
         self, packed: Sequence[PackedBatch], loss: OnScores[LossOutput], *, temperature: float
@@ -246,43 +249,43 @@ class Learner:
         _, grad_norm, _ = self.optimizer.step()
         return outputs, float(grad_norm)
 
-    def _result(self, tally: _Tally) -> StepResult:
-        attempts = tally.updates + tally.skipped
+    def _result(self, totals: _StepSums) -> StepResult:
+        attempts = totals.updates + totals.skipped
         metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured()
-        if tally.grad_norms:
-            metrics["actor/grad_norm"] = sum(tally.grad_norms) / len(tally.grad_norms)
+        if totals.grad_norms:
+            metrics["actor/grad_norm"] = sum(totals.grad_norms) / len(totals.grad_norms)
         if self._is_last and attempts:
-            metrics |= self._reduced(tally, attempts)
-        return StepResult(metrics=metrics, num_optimizer_steps=tally.updates, num_skipped_updates=tally.skipped)
+            metrics |= self._reduced(totals, attempts)
+        return StepResult(metrics=metrics, num_optimizer_steps=totals.updates, num_skipped_updates=totals.skipped)
 
     def _measured(self) -> dict[str, float]:
         """Measured micro-batch costs on this rank; empty in a pipeline and until a fit is possible."""
-        found = self._times.fit()
-        if found is None:
+        costs = self._times.fit()
+        if costs is None:
             return {}
         return {
-            "perf/attention_parity_tokens": found.parity_tokens,
-            "perf/train_seconds_per_mtoken": found.seconds_per_token * 1e6,
-            "perf/micro_batch_overhead_s": found.overhead_s,
+            "perf/attention_parity_tokens": costs.parity_tokens,
+            "perf/train_seconds_per_mtoken": costs.seconds_per_token * 1e6,
+            "perf/micro_batch_overhead_s": costs.overhead_s,
         }
 
-    def _reduced(self, tally: _Tally, attempts: int) -> dict[str, float]:
+    def _reduced(self, totals: _StepSums, attempts: int) -> dict[str, float]:
         """Metrics of the step over data-parallel ranks. Loss metrics are means over its optimizer steps."""
         group = parallel_state.get_data_parallel_group()
-        names = sorted(tally.sums)
-        own = torch.tensor([tally.sums[name] for name in names], dtype=torch.float64)
-        summed, maximised = tally.mismatch.vectors()
-        by_age = tally.by_age.sums
-        sums = torch.cat([own, by_age.flatten(), summed]).to(self._device)
+        names = sorted(totals.sums)
+        losses = torch.tensor([totals.sums[name] for name in names], dtype=torch.float64)
+        summed, maximised = totals.mismatch.vectors()
+        by_age = totals.by_age.sums
+        sums = torch.cat([losses, by_age.flatten(), summed]).to(self._device)
         maximised = maximised.to(self._device)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
         sums, maximised = sums.cpu(), maximised.cpu()
         ages_end = len(names) + by_age.numel()
-        mismatch = tally.mismatch.from_vectors(sums[ages_end:], maximised)
+        mismatch = totals.mismatch.from_vectors(sums[ages_end:], maximised)
         by_age = sums[len(names) : ages_end].reshape(by_age.shape)
-        losses = {name: float(value) / attempts for name, value in zip(names, sums, strict=False)}
-        return losses | mismatch.finalize() | SumsByAge(by_age).metrics()
+        metrics = {name: float(value) / attempts for name, value in zip(names, sums, strict=False)}
+        return metrics | mismatch.finalize() | SumsByAge(by_age).metrics()
 
 
 def _real(micro: LoadedMicroBatch, values: torch.Tensor) -> torch.Tensor:

@@ -62,11 +62,11 @@ def load_mini_batch(
     batch: MiniBatch, data_rank: int, fetch: FetchColumns, *, multiple_of: int, device: torch.device
 ) -> LoadedMiniBatch:
     """Fetch and pack the micro batches of one data-parallel rank."""
-    own = batch.micro_batches[data_rank]
-    refs = {sample.group_id: sample.columns for micro in own for sample in micro.samples}
+    micro_batches = batch.micro_batches[data_rank]
+    refs = {sample.group_id: sample.columns for micro in micro_batches for sample in micro.samples}
     columns = dict(zip(refs, fetch(list(refs.values())), strict=True))
     return LoadedMiniBatch(
-        micro_batches=tuple(_load(micro, columns, multiple_of=multiple_of, device=device) for micro in own),
+        micro_batches=tuple(_load(micro, columns, multiple_of=multiple_of, device=device) for micro in micro_batches),
         num_tokens=batch.num_response_tokens,
         num_sequences=batch.num_sequences,
     )

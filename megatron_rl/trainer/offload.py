@@ -60,15 +60,15 @@ class Offloader:
             del content
             storage.resize_(0)
         self._away[part] = away
-        return dropped + sum(one.num_bytes for one in away)
+        return dropped + sum(emptied.num_bytes for emptied in away)
 
     def onload(self) -> None:
         """Restore all offloaded parts."""
         for away in self._away.values():
-            for one in away:
-                one.storage.resize_(one.num_bytes)
-                content = torch.empty(0, dtype=torch.uint8, device=one.storage.device).set_(one.storage)  # type: ignore[call-overload]
-                content.zero_() if one.host is None else content.copy_(one.host)
+            for emptied in away:
+                emptied.storage.resize_(emptied.num_bytes)
+                content = torch.empty(0, dtype=torch.uint8, device=emptied.storage.device).set_(emptied.storage)  # type: ignore[call-overload]
+                content.zero_() if emptied.host is None else content.copy_(emptied.host)
         self._away = {}
 
     def _tensors(self, part: Part) -> Iterator[torch.Tensor]:
@@ -79,9 +79,10 @@ class Offloader:
                 for chunk in self._chunks:
                     yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
             case "optimizer":
-                known = {storage.data_ptr() for storage in _storages(self._weights())}
-                own = (one for one in self._optimizer_tensors() if one.untyped_storage().data_ptr() not in known)
-                yield from own
+                weights = {storage.data_ptr() for storage in _storages(self._weights())}
+                for tensor in self._optimizer_tensors():
+                    if tensor.untyped_storage().data_ptr() not in weights:
+                        yield tensor
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks:
@@ -91,14 +92,14 @@ class Offloader:
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """FP32 masters and Adam's moments."""
         chained = isinstance(self._optimizer, ChainedOptimizer)
-        for one in self._optimizer.chained_optimizers if chained else [self._optimizer]:
-            for group in one.optimizer.param_groups:
+        for optimizer in self._optimizer.chained_optimizers if chained else [self._optimizer]:
+            for group in optimizer.optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
-            for state in one.optimizer.state.values():
+            for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Distinct storages that are not empty."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in storages.values() if storage.nbytes()]

@@ -86,14 +86,15 @@ def build_optimizer(
 
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """While a checkpoint is loaded: torch's Adam in a distributed optimizer has what Megatron 0.16 looks for.
+    """Context in which Megatron 0.16 can load a checkpoint into a distributed optimizer with torch's Adam.
 
-    Without Transformer Engine that is torch's own Adam, whose count of updates is part of a parameter's state. Megatron
-    expects moments before it loads any, finds no count among those that it has saved, and gives one tensor to
-    all parameters, which each of them would advance.
+    Without Transformer Engine, Megatron uses torch's Adam, which counts updates in each parameter's state. Megatron
+    expects moments to exist before it loads them, so they are created. Its saved moments lack the count, so the
+    count is added to them. It gives all parameters the same count tensor, which each parameter would advance, so every
+    parameter gets a copy.
     """
-    found = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
-    for part in found:
+    counting = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
+    for part in counting:
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             if not (state := part.optimizer.state[parameter]):
                 state["step"] = torch.tensor(0.0)
@@ -102,9 +103,9 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        for part in found:
+        for part in counting:
             del part._set_main_param_and_optimizer_states
-    for part in found:
+    for part in counting:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 

@@ -94,14 +94,14 @@ def _output(model: PolicyModel, published: PublishedValues, outer: Swapped) -> C
 
 
 def _hook(module: torch.nn.Module, prefix: str, published: PublishedValues) -> list[torch.utils.hooks.RemovableHandle]:
-    own: Swapped = []
+    swapped: Swapped = []
 
     def enter(*_: object) -> None:
-        own.extend(_swap(module, prefix, published))
+        swapped.extend(_swap(module, prefix, published))
 
     def leave(*_: object) -> None:
-        _restore(own)
-        own.clear()
+        _restore(swapped)
+        swapped.clear()
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 

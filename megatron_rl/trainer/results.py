@@ -33,9 +33,9 @@ class StagedWeights:
     pack_s: float
     """Seconds for all other scales, slicing, quantising and writing to buckets."""
     send_s: float
-    """Seconds for checksums and handing over."""
+    """Seconds for checksums and sending."""
     codes: Mapping[int, QuantizationStats]
-    """What 8 bits cost this rank's weights, by layer; empty in BF16."""
+    """Quantisation statistics of this rank's weights by layer; empty in BF16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Ray actor; tests call it in a pool of processes.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,16 @@ from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPublishes:
+    """What all publishes of a run have in common on one trainer rank."""
+
+    plan: ReshardPlan
+    """Equal on all ranks and in the controller."""
+    packer: WeightPacker
+    """Fills this rank's buckets of the plan."""
 
 
 class Trainer:
@@ -71,7 +82,8 @@ class Trainer:
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         self._learner = self._build_learner()
         self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
-        self.plan_publishes(())
+        self._publishes: PlannedPublishes | None = None
+        """None until `plan_publishes`; SFT publishes nothing."""
 
     def _build_learner(self) -> Learner:
         config = self.spec.config
@@ -90,8 +102,8 @@ class Trainer:
         )
 
     def plan_publishes(self, required: Sequence[Required]) -> None:
-        """Plan what later publishes send to whom; `required` as in `plan_reshard`."""
-        self.plan: ReshardPlan = plan_reshard(
+        """Plan what later publishes send to which engine rank; `required` as in `plan_reshard`."""
+        plan = plan_reshard(
             self._model_spec,
             self.spec.config.parallel,
             format=self.spec.format,
@@ -100,14 +112,28 @@ class Trainer:
             required=required,
         )
         tensor_parallel = self.spec.config.parallel.tensor > 1
-        self._packer = WeightPacker(
-            self.plan,
+        packer = WeightPacker(
+            plan,
             rank=self._position.rank,
             held=self._held,
             parameters=dict(self._model.named_parameters()),
             tensor_group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
             fingerprints=lambda shard: is_first_replica(shard, self.spec.config.parallel, self._position.data),
         )
+        self._publishes = PlannedPublishes(plan=plan, packer=packer)
+
+    @property
+    def publishes(self) -> PlannedPublishes:
+        """What `plan_publishes` planned.
+
+        Raises:
+            RuntimeError: no publish is planned.
+        """
+        if self._publishes is None:
+            raise RuntimeError(
+                f"trainer rank {self._position.rank} has no plan of publishes; call plan_publishes before the first one"
+            )
+        return self._publishes
 
     @property
     def row_multiple(self) -> int:
@@ -121,42 +147,43 @@ class Trainer:
 
     def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
         """One optimizer step of SFT. Metrics are complete on the last pipeline stage only."""
-        own = batch.micro_batches[self._position.data]
+        micro_batches = batch.micro_batches[self._position.data]
         dummy = np.zeros(1, dtype=np.int32)
         packed = [
             pack_batch(
                 [(rows.prompts[row], rows.responses[row]) for row in micro] or [(dummy, dummy)],
                 multiple_of=self.row_multiple,
             ).to(device())
-            for micro in own
+            for micro in micro_batches
         ]
-        return self._learner.sft_step(packed, [not micro for micro in own], batch.num_tokens)
+        return self._learner.sft_step(packed, [not micro for micro in micro_batches], batch.num_tokens)
 
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
         """Quantise with new scales and pass this rank's buckets to `sender`."""
+        packer = self.publishes.packer
         started = time.perf_counter()
-        self._packer.refresh_scales()
+        packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path = self._packer.send(sender, weight_version)  # a rank without buckets may have to forward those of others
+        path = packer.send(sender, weight_version)  # a rank without buckets may forward buckets of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
             num_bytes=sender.sent_bytes,
             scales_s=scales_s,
-            pack_s=self._packer.pack_s,
-            send_s=self._packer.send_s,
-            codes=self._packer.watch.sums(),
+            pack_s=packer.pack_s,
+            send_s=packer.send_s,
+            codes=packer.watch.sums(),
         )
 
     def published_fingerprint(self) -> Fingerprint:
         """Sums of what this rank published with the last `stage`; see `rollout.weights.fingerprint`."""
-        return self._packer.published_fingerprint()
+        return self.publishes.packer.published_fingerprint()
 
     def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
         """Log-probabilities of the probe prompt under the weights that the last `stage` published."""
         return probe.probe(
             self._learner.chunks,
-            self._packer.published_values,
+            self.publishes.packer.published_values,
             token_ids,
             row_multiple=self.row_multiple,
             device=device(),
@@ -166,7 +193,7 @@ class Trainer:
         """Move parts of this rank to host memory; returns the bytes freed on its device."""
         freed = self._offloader.offload(parts)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # free memory stays reserved otherwise, and the engine is another process
+            torch.cuda.empty_cache()  # the engine is another process and cannot use reserved memory
         return freed
 
     def onload(self) -> None:

@@ -136,7 +136,7 @@ def test_only_experts_in_8_bits_may_differ_by_the_rounding_of_activations(tensor
     if is_served:
         one.publish(3)
     else:
-        with pytest.raises(RuntimeError, match=r"differs from the trainer's by \d+(\.\d+)? times what is allowed"):
+        with pytest.raises(RuntimeError, match=r"differs from the trainer's by \d+(\.\d+)? times the bound"):
             one.publish(3)
 
 

@@ -122,8 +122,9 @@ def test_published_codes_are_the_parameters_codes_where_blocks_agree(single_rank
     trainer = trainer_of(single_rank, save_model(family, tmp_path / "model", dtype=torch.bfloat16), "blockwise_param")
     losses(trainer, steps=1)
     sender = MemorySender()
+    trainer.plan_publishes(())
     staged = trainer.stage(WeightVersion(1), sender)
-    sent = assembled([(None, sender.contents, None, trainer.plan)])
+    sent = assembled([(None, sender.contents, None, trainer.publishes.plan)])
     agreed = []
     for one in trainer._held:
         parameter = primaries(trainer).get(one.megatron_name)
@@ -146,11 +147,13 @@ def test_the_probe_uses_the_published_values_and_leaves_the_parameters_unchanged
     trainer = trainer_of(single_rank, directory, "blockwise_param", format="bf16")
     losses(trainer, steps=1)
     before = contents(trainer)
+    trainer.plan_publishes(())
     trainer.stage(WeightVersion(1), MemorySender())
     found = trainer.probe(PROBE).logprobs
     assert same(contents(trainer), before)
     trainer.export(str(tmp_path / "exported"))
     plain = trainer_of(single_rank, tmp_path / "exported", "none", format="bf16")
+    plain.plan_publishes(())
     plain.stage(WeightVersion(1), MemorySender())
     np.testing.assert_allclose(found, plain.probe(PROBE).logprobs, atol=1e-3)
 

@@ -67,6 +67,7 @@ def through_a_step(position, parallel, directory, work, batch):
         trainer.train(batch, lambda refs: refs)
         assert not same(contents(trainer), before)
         sender, after = MemorySender(), contents(trainer)
+        trainer.plan_publishes(())
         trainer.stage(WeightVersion(1), sender)
         assert trainer.probe(PROBE) is not None
         assert same(contents(trainer), after), "the probe put back what was there"
@@ -93,7 +94,7 @@ def through_a_step(position, parallel, directory, work, batch):
             for layer, one in enumerate(stacked):
                 name = f"decoder.layers.{layer}.self_attention.linear_proj.weight"
                 assert torch.equal(one, fp8_parameters.decoded(primaries(trainer)[name])), name
-        return sender.contents, trainer.plan, list(own_blocks(trainer))
+        return sender.contents, trainer.publishes.plan, list(own_blocks(trainer))
 
 
 def own_blocks(trainer):

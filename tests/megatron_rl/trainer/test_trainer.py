@@ -78,11 +78,12 @@ def train_and_publish(position, parallel, spec, batches):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
+    trainer.plan_publishes(())
     results = [trainer.train(batch, lambda refs: refs) for batch in batches]
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
     probe = trainer.probe(list(range(1, 13)))
-    return results, sender.contents, probe, trainer.plan
+    return results, sender.contents, probe, trainer.publishes.plan
 
 
 def assembled(outcomes) -> dict[str, np.ndarray]:
@@ -218,12 +219,13 @@ def probe_twice(position, parallel, spec):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
+    trainer.plan_publishes(())
     trainer.stage(WeightVersion(0), MemorySender())
     before = {name: p.clone() for name, p in trainer._model.named_parameters()}
     first = trainer.probe(list(range(1, 13)))
     for name, p in trainer._model.named_parameters():
         assert torch.equal(p, before[name]), name
-    published = {name: trainer._packer.published_values(name) for name in before}
+    published = {name: trainer.publishes.packer.published_values(name) for name in before}
     for name, p in trainer._model.named_parameters():
         p.data.copy_(published[name])
     import megatron_rl.trainer.probe as probe
@@ -360,9 +362,10 @@ def load_and_train(position, parallel, spec, batch, path):
 
 def finish_with(trainer, batch):
     results = [trainer.train(batch, lambda refs: refs)]
+    trainer.plan_publishes(())
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
-    return results, sender.contents, None, trainer.plan
+    return results, sender.contents, None, trainer.publishes.plan
 
 
 def test_supervised_steps_learn_the_same_under_every_partition_with_the_mean_negative_logprob_as_loss(ranks, tmp_path):
@@ -399,7 +402,10 @@ def sft_steps(position, parallel, spec, batches, rows):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
-    return [trainer.sft_step(batch, rows) for batch in batches]
+    results = [trainer.sft_step(batch, rows) for batch in batches]
+    with pytest.raises(RuntimeError, match="has no plan of publishes"):
+        trainer.stage(WeightVersion(0), MemorySender())
+    return results
 
 
 def teacher_forced(directory, rows):

@@ -221,7 +221,7 @@ def run_ahead(example: Path) -> Path:
     output = finish(process)
     assert "placement.mode: disaggregated -> colocated" in output
     assert output.count("engine 0 died and is restarted") == 1
-    assert f"weight version {NUM_STEPS} is published again, an engine died in it" in output
+    assert f"weight version {NUM_STEPS} is published again, because an engine died" in output
     return run_dir
 
 
