@@ -120,10 +120,10 @@ def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: in
     networks = 1 if spec.experts is None else spec.experts.per_token
     layer = 5 * spec.hidden_size + heads + 3 * networks * spec.ffn_size
     if trainer.recompute == "full":
-        kept = spec.num_layers * spec.hidden_size + layer
+        elements = spec.num_layers * spec.hidden_size + layer
     else:
-        kept = spec.num_layers * layer
-    return tokens * kept * width // trainer.parallel.tensor
+        elements = spec.num_layers * layer
+    return tokens * elements * width // trainer.parallel.tensor
 
 
 def engine_rank(

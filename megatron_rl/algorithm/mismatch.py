@@ -145,14 +145,14 @@ class SumsByAge:
 
     def metrics(self) -> dict[str, float]:
         """Mean weight, effective sample size (as a share) and k3 per staleness; empty if all responses are fresh."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if len(self.sums) == 1:
-            return found
+            return metrics
         for age, (tokens, weight, squared, divergence) in enumerate(self.sums.tolist()):
             if tokens:
                 prefix = f"rollout_corr/stale_{age}"
-                found[f"{prefix}/tokens"] = tokens
-                found[f"{prefix}/weight_mean"] = weight / tokens
-                found[f"{prefix}/eff_sample_size"] = weight**2 / (tokens * squared) if squared else 0.0
-                found[f"{prefix}/k3_kl"] = divergence / tokens
-        return found
+                metrics[f"{prefix}/tokens"] = tokens
+                metrics[f"{prefix}/weight_mean"] = weight / tokens
+                metrics[f"{prefix}/eff_sample_size"] = weight**2 / (tokens * squared) if squared else 0.0
+                metrics[f"{prefix}/k3_kl"] = divergence / tokens
+        return metrics

@@ -167,11 +167,11 @@ def _survey(scored: ScoredGroup, *, policy_version: int, algorithm: AlgorithmCon
     if algorithm.drop_zero_variance and (len(finished) == 0 or np.ptp(rewards) == 0):
         return _Survey(aborted=aborted, zero_variance=len(finished))
     per_response = dict(zip(finished, _advantages(scored, finished, rewards, algorithm).tolist(), strict=True))
-    kept = [i for i in finished if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
+    trained = [i for i in finished if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
     return _Survey(
-        samples=tuple(_sample(scored, i, advantage=per_response[i], policy_version=policy_version) for i in kept),
+        samples=tuple(_sample(scored, i, advantage=per_response[i], policy_version=policy_version) for i in trained),
         aborted=aborted,
-        masked_truncated=len(finished) - len(kept),
+        masked_truncated=len(finished) - len(trained),
     )
 
 

@@ -79,17 +79,17 @@ def exchange(tokens: Longs, costs: Numbers, bin_of: Longs, seats: Longs, max_tok
             if times[cheap] >= times[dear]:
                 continue
             ceiling = times[dear] * (1 - _LEAST_GAIN)
-            found, a, b = _bin_swap(bin_costs, seats[dear], seats[cheap], fill_bins, ceiling, goal)
-            is_swap = found < ceiling
-            if found > goal + _REST * (times[dear] - goal):
-                better, x, y, target = _sample_swap(bins, seats[dear], seats[cheap], min(found, ceiling), goal)
-                if better < min(found, ceiling):
+            slower, a, b = _bin_swap(bin_costs, seats[dear], seats[cheap], fill_bins, ceiling, goal)
+            is_swap = slower < ceiling
+            if slower > goal + _REST * (times[dear] - goal):
+                sample_slower, x, y, target = _sample_swap(bins, seats[dear], seats[cheap], min(slower, ceiling), goal)
+                if sample_slower < min(slower, ceiling):
                     _move(bins, x, y, target)
                     is_swap = False
-                    found = better
+                    slower = sample_slower
             if is_swap:
                 seats[dear, a], seats[cheap, b] = seats[cheap, b], seats[dear, a]
-            if found < ceiling:
+            if slower < ceiling:
                 times[dear] = _time(bin_costs, seats[dear], fill_bins)
                 times[cheap] = _time(bin_costs, seats[cheap], fill_bins)
                 break
@@ -108,9 +108,9 @@ def _partner(times: Numbers, dear: int, attempt: int) -> int:
 @compiled
 def _time(bin_costs: Numbers, seats: Longs, fill_bins: float) -> float:
     total, dearest = 0.0, 0.0
-    for one in seats:
-        total += bin_costs[one]
-        dearest = max(dearest, bin_costs[one])
+    for bin_index in seats:
+        total += bin_costs[bin_index]
+        dearest = max(dearest, bin_costs[bin_index])
     return total + fill_bins * dearest
 
 
@@ -191,8 +191,8 @@ def _sample_swap(bins: _Bins, dear: Longs, cheap: Longs, ceiling: float, goal: f
 def _members(heads: Longs, links: Longs, seats: Longs) -> tuple[Longs, Longs]:
     """Samples of the bins on `seats`, with -1 after those of each bin, and the seat of each."""
     size = len(seats)
-    for one in seats:
-        sample = heads[one]
+    for bin_index in seats:
+        sample = heads[bin_index]
         while sample >= 0:
             size += 1
             sample = links[0, sample]
@@ -234,9 +234,9 @@ def _move(bins: _Bins, x: int, y: int, target: int) -> None:
 
 
 @compiled
-def _link(heads: Longs, links: Longs, one: int, sample: int) -> None:
+def _link(heads: Longs, links: Longs, bin_index: int, sample: int) -> None:
     """Put a sample first in the list of a bin; `links` [next or previous, n]."""
-    links[0, sample], links[1, sample] = heads[one], -1
-    if heads[one] >= 0:
-        links[1, heads[one]] = sample
-    heads[one] = sample
+    links[0, sample], links[1, sample] = heads[bin_index], -1
+    if heads[bin_index] >= 0:
+        links[1, heads[bin_index]] = sample
+    heads[bin_index] = sample

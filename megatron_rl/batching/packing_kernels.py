@@ -198,11 +198,11 @@ def deal(bin_costs: Numbers, order: Longs, num_ranks: int) -> Longs:
     costs = np.zeros(num_ranks)
     heap = np.arange(num_ranks)
     size = num_ranks
-    for one in order:
+    for bin_index in order:
         rank = heap[0]
-        seats[rank, taken[rank]] = one
+        seats[rank, taken[rank]] = bin_index
         taken[rank] += 1
-        costs[rank] += bin_costs[one]
+        costs[rank] += bin_costs[bin_index]
         if taken[rank] == per_rank:
             _pop(heap, size, costs)
             size -= 1

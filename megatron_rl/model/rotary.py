@@ -72,5 +72,5 @@ def scaled_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Te
     `original / high_freq_factor` stay. In between, both are mixed linearly in the inverse wavelength.
     """
     turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return inv_freq * (kept + (1 - kept) / scaling.factor)
+    unscaled = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return inv_freq * (unscaled + (1 - unscaled) / scaling.factor)

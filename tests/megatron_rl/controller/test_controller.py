@@ -196,11 +196,11 @@ def test_a_resumed_run_publishes_its_own_version_and_does_not_evaluate_the_start
     assert [entry for entry in log if entry in ("evaluate 0", "evaluate 3", "evaluate 4")] == ["evaluate 4"]
 
 
-@pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 5]), (2, [0, 2, 4, 5])])
-def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(every, evaluated):
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5])])
+def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(every, steps):
     log = Log()
     controller(log, num_steps=5, evaluate_every=every).run()
-    assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == evaluated
+    assert [int(entry.split()[1]) for entry in log if entry[:9] == "evaluate " and entry[-1].isdigit()] == steps
 
 
 def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
