@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.cluster.node import job_node, node_resources
-from launcher.commands.slurm import dry_run_lines, prepare, submit
+from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, termination_raises
@@ -129,7 +129,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
 
 
 def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
-    config = load(RunConfig, path, overrides)
+    config = job_config(load(RunConfig, path, overrides))
     command.run_dir = Path(config.run_dir)
     checked = check_run(config, job_node(config.cluster.slurm, node_resources()))
     for warning in checked.warnings:

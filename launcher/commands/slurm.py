@@ -17,16 +17,32 @@ from launcher.cluster.node import package_versions
 from launcher.cluster.slurm_script import Submission, render, stop_notice_s
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
-from launcher.errors import LaunchError
+from launcher.errors import ConfigError, LaunchError
 from launcher.run_dir.atomic_files import read_rows, replace_text
 
 FOLDER, CONFIG, SCRIPT, PACKAGES = "slurm", "config.yaml", "job.sbatch", "packages.json"
 SUBMIT_TIMEOUT_S = 120.0
 
 
+def job_config(config: RunConfig) -> RunConfig:
+    """The configuration of the run in its job: it joins the Ray cluster of the job's nodes. Pure.
+
+    Raises:
+        ConfigError: `cluster.address` names another Ray cluster.
+    """
+    cluster = config.cluster
+    if cluster.address != "local":
+        raise ConfigError(
+            f"`cluster.address` = {cluster.address}: a SLURM job starts Ray on its own nodes; leave the key out, or "
+            "start `megatron-rl run` to join that cluster"
+        )
+    joined = cluster.model_copy(update={"address": "auto", "min_nodes": cluster.slurm.nodes})
+    return config.model_copy(update={"run_dir": str(Path(config.run_dir).absolute()), "cluster": joined})
+
+
 def prepare(config: RunConfig) -> tuple[Submission, str]:
-    """Facts of the submission, and the batch script."""
-    run_dir = Path(config.run_dir).absolute()
+    """Facts of the submission, and the batch script; `config` is that of `job_config`."""
+    run_dir = Path(config.run_dir)
     slurm = config.cluster.slurm
     notice_s = stop_notice_s(
         read_rows(run_dir / "metrics.jsonl"),
@@ -70,8 +86,7 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
     folder = submission.run_dir / FOLDER
     for needed in (folder, submission.run_dir / "logs"):
         needed.mkdir(parents=True, exist_ok=True)
-    saved = config.model_copy(update={"run_dir": str(submission.run_dir)})
-    replace_text(folder / CONFIG, resolved_yaml(saved))
+    replace_text(folder / CONFIG, resolved_yaml(config))
     replace_text(folder / SCRIPT, script)
     if config.cluster.slurm.container.kind == "none":
         replace_text(folder / PACKAGES, json.dumps(package_versions()) + "\n")

@@ -126,14 +126,13 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
             answer_request(folder.run_dir)
             code = Ending.STOPPED.code
         else:
-            code = _run(folder, head, config.cluster.slurm.nodes)
+            code = _run(folder, head)
     (folder.path / "code").write_text(f"{code}\n", encoding="utf-8")
     return code
 
 
-def _run(folder: JobFolder, head: Head, num_nodes: int) -> int:
+def _run(folder: JobFolder, head: Head) -> int:
     line = [sys.executable, "-m", "launcher", "run", str(folder.path.parent / CONFIG)]
-    line += ["cluster.address=auto", f"cluster.min_nodes={num_nodes}"]
     run = subprocess.Popen(line, env=os.environ | {"RAY_ADDRESS": f"{head.address}:{head.port}"})
     told_s: float | None = None
     while run.poll() is None:

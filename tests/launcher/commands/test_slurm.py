@@ -41,6 +41,7 @@ def test_a_run_is_submitted_with_what_the_job_needs(
     assert (sbatch / "arguments").read_text().splitlines() == ["--parsable", str(run_dir / "slurm" / "job.sbatch")]
     saved = yaml.safe_load((run_dir / "slurm" / "config.yaml").read_text())
     assert (saved["run_dir"], saved["cluster"]["slurm"]["time"]) == (str(run_dir), "1:00:00")
+    assert (saved["cluster"]["address"], saved["cluster"]["min_nodes"]) == ("auto", 2)
     script = (run_dir / "slurm" / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and "#SBATCH --signal=B:USR1@600" in script
     assert (run_dir / "logs").is_dir()
@@ -54,6 +55,7 @@ def test_a_dry_run_prints_script_placement_and_memory_and_submits_nothing(
     out = capsys.readouterr().out
     assert out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=")
     assert "# placement (2 node(s)" in out and "trainer 0: tp 0" in out and "# memory" in out
+    assert "weights: by gloo" in out
     assert not (sbatch / "arguments").exists()
 
 
@@ -62,6 +64,8 @@ def test_a_bad_key_is_refused_before_anything_is_written(
 ) -> None:
     assert main(["slurm", str(write_config(SLURM)), "cluster.slurm.time=tomorrow"]) == 2
     assert "`cluster.slurm.time` = 'tomorrow' is no time limit of SLURM" in capsys.readouterr().err
+    assert main(["slurm", str(write_config(SLURM)), "cluster.address=10.0.0.1:6379"]) == 2
+    assert "`cluster.address` = 10.0.0.1:6379: a SLURM job starts Ray on its own nodes" in capsys.readouterr().err
     assert not (sbatch / "arguments").exists()
 
 
