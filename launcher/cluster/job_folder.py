@@ -80,6 +80,10 @@ class JobFolder:
         """Whether a node ended Ray before the run had ended."""
         return (self.path / "node_lost").exists()
 
+    def note_lost_node(self) -> None:
+        """A node has ended Ray: the others and the run end, too."""
+        (self.path / "node_lost").touch()
+
     def write_head(self, head: Head) -> None:
         """Tell the other nodes where the head listens."""
         write_json(self.path / "head.json", asdict(head))

@@ -76,7 +76,10 @@ def ray_environment(node: RayNode) -> dict[str, str]:
 
 
 def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
-    """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself."""
+    """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself.
+
+    A node whose Ray has ended tells the others, so that all of them end in the same way.
+    """
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ends: list[int] = []
 
@@ -91,12 +94,14 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
             ray_command(node), env=os.environ | ray_environment(node), stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        while ray.poll() is None and not ends and not folder.is_over():
+        while ray.poll() is None and not ends and not folder.is_over() and not folder.lost_a_node():
             time.sleep(_POLL_S)
-        return 0 if ray.poll() is None else 1
+        if ray.poll() is None:
+            return 0
+        folder.note_lost_node()
+        _keep_logs(node.temp_dir, log.parent)
+        return 1
     finally:
-        if ray.poll() is not None and not folder.is_over():
-            _keep_logs(node.temp_dir, log.parent)
         end_family()
         sweep()
         shutil.rmtree(node.temp_dir, ignore_errors=True)

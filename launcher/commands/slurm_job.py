@@ -49,10 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
     config = load(RunConfig, arguments.config)
+    folder = JobFolder.of_this_job()
     try:
-        return PARTS[arguments.part](config, JobFolder.of_this_job())
+        return PARTS[arguments.part](config, folder)
     except (ValueError, DeadlineError) as error:  # what a person can mend; anything else shows its traceback
         _say(f"{arguments.part} on {_node_name()}: {error}")
+        if arguments.part == "node":
+            folder.note_lost_node()
         return Ending.USER_INPUT.code if isinstance(error, ValueError) else Ending.DEADLINE.code
 
 

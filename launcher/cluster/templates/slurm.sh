@@ -55,7 +55,7 @@ say "starts Ray on $nodes"
 prepare "$nodes" "$num_nodes" node
 (
   trap - USR1 TERM
-  SLURM_KILL_BAD_EXIT=1 "${step[@]}" || true
+  "${step[@]}" || true
   [ -e "$job_dir/over" ] || touch "$job_dir/node_lost"
 ) &
 ray=$!
