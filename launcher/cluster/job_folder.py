@@ -32,6 +32,9 @@ class Head:
     address: str
     """IPv4 address."""
     port: int
+    """Of the head service."""
+    ready_port: int
+    """Ray's raylet on the head node; once it listens, nodes and the driver can join."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,7 @@ class JobFolder:
                 )
             time.sleep(_POLL_S)
         row = json.loads(path.read_text(encoding="utf-8"))
-        return Head(address=str(row["address"]), port=int(row["port"]))
+        return Head(address=str(row["address"]), port=int(row["port"]), ready_port=int(row["ready_port"]))
 
 
 def write_json(path: Path, row: object) -> None:

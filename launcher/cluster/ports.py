@@ -30,6 +30,11 @@ class PortMap:
         return self.base
 
     @property
+    def node_manager(self) -> int:
+        """Ray's raylet. It listens later than the head service: then the node can be joined."""
+        return self.base + 1
+
+    @property
     def workers(self) -> tuple[int, int]:
         """First and last port of Ray's workers."""
         return self.base + _SERVICES, self.base + BLOCK - 1
@@ -37,9 +42,10 @@ class PortMap:
     def options(self, *, head: bool) -> list[str]:
         """Options of `ray start` that bind every service to a port of the block."""
         first, last = self.workers
-        services = ["--node-manager-port", "--object-manager-port", "--dashboard-agent-listen-port"]
+        services = ["--object-manager-port", "--dashboard-agent-listen-port"]
         services += ["--dashboard-agent-grpc-port", "--runtime-env-agent-port", "--metrics-export-port"]
-        numbered = [f"{option}={self.base + 1 + number}" for number, option in enumerate(services)]
+        numbered = [f"{option}={self.base + 1 + number}" for number, option in enumerate(services, start=1)]
+        numbered.append(f"--node-manager-port={self.node_manager}")
         if head:
             numbered += [f"--port={self.gcs}", f"--ray-client-server-port={self.base + 10}"]
             numbered += [f"--dashboard-port={self.base + 11}"]

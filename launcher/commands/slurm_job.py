@@ -101,11 +101,11 @@ def node(config: RunConfig, folder: JobFolder) -> int:
     ports = free_ports(_job_id())
     head: Head | None = None
     if name == folder.nodes()[0]:
-        folder.write_head(Head(address=address, port=ports.gcs))
+        folder.write_head(Head(address=address, port=ports.gcs, ready_port=ports.node_manager))
     else:
         head = folder.wait_for_head(HEAD_TIMEOUT_S)
-        if head is None:
-            return 0
+        if head is None or not _wait_until_ready(head, folder):
+            return 0 if folder.is_over() or folder.lost_a_node() else Ending.DEADLINE.code
     ray = RayNode(
         address=address,
         interface=interface,
@@ -124,7 +124,7 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
     """Run the run; end it when the job is terminated or a node is lost."""
     head = folder.wait_for_head(HEAD_TIMEOUT_S)
     code = Ending.PROCESS_LOST.code
-    if head is not None and _wait_until_open(head, folder):
+    if head is not None and _wait_until_ready(head, folder):
         if read_request(folder.run_dir) is not None:  # it came while the nodes started
             answer_request(folder.run_dir)
             code = Ending.STOPPED.code
@@ -188,16 +188,16 @@ def _needs(config: RunConfig, folder: JobFolder) -> NodeNeeds:
     )
 
 
-def _wait_until_open(head: Head, folder: JobFolder) -> bool:
-    """Whether Ray's head listens, before the job ends or `HEAD_TIMEOUT_S` pass."""
+def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
+    """Whether Ray's head can be joined, before the job ends or `HEAD_TIMEOUT_S` pass."""
     deadline = time.monotonic() + HEAD_TIMEOUT_S
     while time.monotonic() < deadline and not folder.is_over() and not folder.lost_a_node():
         try:
-            with socket.create_connection((head.address, head.port), timeout=1):
+            with socket.create_connection((head.address, head.ready_port), timeout=1):
                 return True
         except OSError:
             time.sleep(_POLL_S)
-    _say(f"Ray's head does not listen at {head.address}:{head.port}; see logs/{folder.nodes()[0]}/ray.log")
+    _say(f"Ray's head does not listen at {head.address}:{head.ready_port}; see logs/{folder.nodes()[0]}/ray.log")
     return False
 
 

@@ -26,7 +26,7 @@ def test_the_head_listens_and_the_others_join_it() -> None:
     assert {"--head", "--port=20000"} <= set(ray_command(HEAD))
     other = RayNode(
         **{name: getattr(HEAD, name) for name in HEAD.__slots__ if name != "head"},
-        head=Head(address="10.0.0.6", port=20200),
+        head=Head(address="10.0.0.6", port=20200, ready_port=20201),
     )
     command = ray_command(other)
     assert "--address=10.0.0.6:20200" in command and "--head" not in command
@@ -59,5 +59,5 @@ def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None
     folder = JobFolder(path=tmp_path)
     (tmp_path / "over").touch()
     assert folder.wait_for_head(60) is None
-    folder.write_head(Head(address="10.0.0.6", port=20200))
-    assert folder.wait_for_head(60) == Head(address="10.0.0.6", port=20200)
+    folder.write_head(Head(address="10.0.0.6", port=20200, ready_port=20201))
+    assert folder.wait_for_head(60) == Head(address="10.0.0.6", port=20200, ready_port=20201)
