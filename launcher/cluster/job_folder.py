@@ -8,6 +8,7 @@
     over         the run has ended: every node ends Ray
     node_lost    a node ended Ray before the run had ended
     code         exit code of the run
+    requeue      the job goes back into the queue
 
 Beside it, `slurm/starts.jsonl` has a row for each start of the run.
 """

@@ -4,7 +4,7 @@ check     on every node: facts and problems of the node
 choose    once: which nodes the run uses, and whether it may start
 node      on every chosen node: Ray, until the run is over
 drive     on the first chosen node: `megatron-rl run`
-decide    once: whether the job goes back into the queue; exit code 0 for yes
+decide    once: whether the job goes back into the queue
 """
 
 import argparse
@@ -149,7 +149,7 @@ def _run(folder: JobFolder, head: Head) -> int:
 
 
 def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
-    """Say whether the job goes back into the queue; 0 for yes."""
+    """Say whether the job goes back into the queue, and leave a file for the batch script if it does."""
     code = int((folder.path / "code").read_text()) if (folder.path / "code").exists() else Ending.PROCESS_LOST.code
     request = read_request(folder.run_dir, ANSWERED)
     decision = decide(
@@ -160,7 +160,9 @@ def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
         step=_step(folder),
     )
     _say(decision.why)
-    return 0 if decision.again else 1
+    if decision.again:
+        (folder.path / "requeue").touch()
+    return 0
 
 
 PARTS: Mapping[str, Callable[[RunConfig, JobFolder], int]] = {

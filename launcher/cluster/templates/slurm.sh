@@ -74,7 +74,8 @@ done
 
 code=$(cat "$job_dir/code" 2>/dev/null || echo 1)
 prepare "$batch_node" 1 decide
-if "${step[@]}"; then
+"${step[@]}" || say "could not decide on a requeue"
+if [ -e "$job_dir/requeue" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
