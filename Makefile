@@ -2,12 +2,14 @@
 #
 # PYTHON       the interpreter the environment is made of (3.11 or 3.12)
 # PIP_ARGS     further arguments of every `pip install`
+# SUDO         what makes `make test-cluster` root, for example sudo
 # TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
 
 PYTHON ?= python3.11
 PIP_ARGS ?=
 TORCH_INDEX ?=
 VENV ?= .venv
+SUDO ?=
 
 # What is imported is compiled once, by whoever imports it first: a third of what pip would compile.
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,9 +27,9 @@ BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation lear
     publish.delta rollout rollout.sampling rollout.step_time
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast setup quickstart test check bench records test-gpu
+.PHONY: help test-fast setup quickstart test test-cluster check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP) ## the environment .venv from the locks
@@ -51,10 +53,14 @@ quickstart: ## from nothing to a model that learned: set-up, data, model, warm s
 	$(RUN) -m examples.arithmetic.quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q tests -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests -m "not gpu and not slow and not multinode" $(PYTEST_ARGS)
 
 test: $(STAMP) ## all tests that need no GPU
-	$(RUN) -m pytest tests -m "not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest tests -m "not gpu and not multinode" $(PYTEST_ARGS)
+
+test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes; needs root and installs Debian's packages
+	$(SUDO) $(RUN) -m tests.support.cluster.packages
+	$(SUDO) $(RUN) -m pytest -m multinode tests/launcher/cluster $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, layering, packaging
 	$(BIN)/ruff check .

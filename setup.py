@@ -61,7 +61,8 @@ setup(
     version="0.1.0",
     description="Reinforcement learning for LLMs: Megatron trainers, quantised vLLM rollouts, history drafts",
     packages=PACKAGES,
-    package_data={name: ["py.typed"] for name in PACKAGES if "." not in name},
+    package_data={name: ["py.typed"] for name in PACKAGES if "." not in name}
+    | {"launcher.cluster": ["templates/*.sh"]},
     python_requires=">=3.11,<3.13",
     install_requires=COMMON,
     extras_require={

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | export | sft`.
+"""The command line: `megatron-rl run | slurm | status | stop | eval | export | sft`.
 
 It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
 refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
@@ -8,20 +8,27 @@ refusal take a fraction of a second. Every failed command prints one screen and 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
-from launcher.cluster.node import node_resources
+from launcher.cluster.node import job_node, node_resources
+from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, termination_raises
 from launcher.endings.screen import exit_codes
-from launcher.errors import ConfigError, Terminated
+from launcher.errors import ConfigError, RunDirectoryError, Terminated
+from launcher.run_dir.status import read_now, status_lines
+from launcher.run_dir.stop_request import write_request
 
 RAY_MESSAGES = "^A worker died or was killed"
 """Messages of Ray that are not printed: the screen of a failed command says the same, and the log has the reason."""
 OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.learning_rate=1e-5 seed=3`."
+
+WITHOUT_CONFIG = ("export", "status", "stop")
+"""Commands that take no configuration file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +48,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
-    if unknown or (rest and arguments.command == "export"):
+    if unknown or (rest and arguments.command in WITHOUT_CONFIG):
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)} (an override is key=value)")
-    if arguments.command != "export":
+    if arguments.command not in WITHOUT_CONFIG:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
@@ -58,6 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = _command(commands, "run", "reinforcement learning; resumes when the run directory holds a checkpoint")
     run.add_argument("--dry-run", action="store_true", help="print configuration, placement and memory; start nothing")
+    slurm = _command(commands, "slurm", "submits a run as a SLURM job; resumes like `run`")
+    slurm.add_argument(
+        "--dry-run", action="store_true", help="print batch script, placement and memory; submit nothing"
+    )
+    for name, text in {
+        "status": "what a run does now, from files in its directory",
+        "stop": "asks a run to save a checkpoint and end",
+    }.items():
+        commands.add_parser(name, help=text).add_argument("run_dir", help="run directory")
     _command(commands, "eval", "avg@k and pass@k of a Hugging Face directory")
     sft = _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
     sft.add_argument("--dry-run", action="store_true", help="print configuration and memory; start nothing")
@@ -81,6 +97,13 @@ def _command(
 def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
     if arguments.command == "run":
         return _run(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
+    if arguments.command == "slurm":
+        return _slurm(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
+    if arguments.command == "status":
+        print("\n".join(status_lines(Path(arguments.run_dir), now_s=time.time())))
+        return 0
+    if arguments.command == "stop":
+        return _stop(Path(arguments.run_dir))
     if arguments.command == "eval":
         return _eval(arguments.config, arguments.overrides, command)
     if arguments.command == "sft":
@@ -102,6 +125,26 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
     from launcher.commands.run import run
 
     run(checked)
+    return 0
+
+
+def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
+    config = job_config(load(RunConfig, path, overrides))
+    command.run_dir = Path(config.run_dir)
+    checked = check_run(config, job_node(config.cluster.slurm, node_resources()))
+    for warning in checked.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    submission, script = prepare(config)
+    print("\n".join(dry_run_lines(checked, script) if dry_run else submit(config, submission, script)))
+    return 0
+
+
+def _stop(run_dir: Path) -> int:
+    now = read_now(run_dir)
+    if now is None or now.phase == "ended":
+        raise RunDirectoryError(f"`{run_dir}`: no run is under way there; `megatron-rl status` tells what it holds")
+    write_request(run_dir, reason="megatron-rl stop")
+    print("the run saves a checkpoint and ends after its present phase; `megatron-rl status` shows it")
     return 0
 
 

@@ -14,10 +14,12 @@ Invariant: only this process and those between it and its owner are killed.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -113,12 +115,17 @@ _VLLM = {
 VARIABLE = "MEGATRON_RL_LOG"
 """Environment variable that names the log file; the parent process sets it."""
 
+NODE = "{node}"
+"""In that name: the host name of the process's node."""
+
 
 def redirect_output() -> None:
     """Append standard output and error to the file that `VARIABLE` names; nothing without it."""
-    path = os.environ.get(VARIABLE)
-    if not path:
+    named = os.environ.get(VARIABLE)
+    if not named:
         return
+    path = Path(named.replace(NODE, socket.gethostname()))
+    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

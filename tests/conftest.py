@@ -25,6 +25,7 @@ from tests.support.runs.whole_runs import (
     run_exported_and_evaluated,
     run_fed_with_changes,
     run_killed_once,
+    run_stopped,
     run_to_its_end,
     run_warm_start,
 )
@@ -40,6 +41,7 @@ NUM_ACTORS = 32
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "resumed": run_killed_once,
+    "stopped": run_stopped,
     "fed_with_changes": run_fed_with_changes,
     "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,

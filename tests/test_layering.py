@@ -163,13 +163,16 @@ FLOORS = {
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/batching megatron_rl/weights "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster "
-            "launcher/checks launcher/run_dir launcher/report"
+            "launcher/checks launcher/run_dir launcher/endings launcher/report"
         ),
         libraries="ray",
         loads="ray matplotlib",
     ),
     "launcher/cli.py": Floor(
-        imports="launcher launcher/config launcher/cluster launcher/checks launcher/endings launcher/commands",
+        imports=(
+            "launcher launcher/config launcher/cluster launcher/checks launcher/run_dir launcher/endings "
+            "launcher/commands"
+        ),
         loads="ray",
     ),
     "launcher/__main__.py": Floor(imports="launcher/cli.py"),

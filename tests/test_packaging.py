@@ -146,6 +146,7 @@ def test_an_installed_wheel_holds_every_package_and_runs_outside_the_checkout(tm
     tracked = {path.relative_to(ROOT) for name in OURS for path in (ROOT / name).rglob("*.py")}
     assert {path for path in tracked if not (site / path).exists()} == set()
     assert all((site / name / "py.typed").exists() for name in OURS)
+    assert (site / "launcher" / "cluster" / "templates" / "slurm.sh").exists()
     code = (
         "import launcher.cli, sys; print(launcher.__file__); "
         "sys.exit(launcher.cli.main(['run', 'missing.yaml', '--dry-run']))"

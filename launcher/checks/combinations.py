@@ -6,6 +6,7 @@ Each function returns one sentence per problem. A sentence names both values and
 from collections.abc import Callable, Sequence
 
 from launcher.checks.functions import function_problems
+from launcher.checks.slurm import slurm_problems
 from launcher.config.schema import RunConfig
 from megatron_rl.built_in import ADVANTAGES, LOSSES
 from rollout.config import EvalSetConfig
@@ -23,6 +24,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _publish,
         _planner,
         _mode,
+        lambda config: slurm_problems(config.cluster.slurm),
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         lambda config: function_problems(
             {

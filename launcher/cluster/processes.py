@@ -7,6 +7,7 @@ process, also after an error: a command leaves no process, no shared memory and 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
-from rollout.processes import HEAP, ProcessEnv, on_devices
+from rollout.processes import HEAP, NODE, ProcessEnv, on_devices
 from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
@@ -38,6 +39,8 @@ START_TIMEOUT_S = 600.0
 
 CLOSE_TIMEOUT_S = 15.0
 """Time for an engine or a text actor to end its children."""
+
+_POLL_S = 0.5
 
 _LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
@@ -56,7 +59,7 @@ class Processes:
 
     environment: ProcessEnv
     log_dir: Path | None
-    """Folder of `ROLE-RANK.log` files; None leaves output to Ray."""
+    """Folder of `ROLE-RANK.log` files; None leaves output to Ray. In a joined cluster each node has its own folder."""
     num_gpus_per_engine_rank: float
     """Devices per rank of an engine without a trainer on the same device; 0 on CPUs."""
     started: list[ray.actor.ActorHandle] = field(default_factory=list)
@@ -159,9 +162,11 @@ def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) 
     local = cluster.address == "local"
     sweep()
     _start_ray(cluster, num_actors=num_actors)
+    if not local:
+        _wait_for_nodes(cluster.min_nodes)
     running = Processes(
         environment=ProcessEnv(single_node=local),
-        log_dir=log_dir,
+        log_dir=log_dir if local or log_dir is None else log_dir / NODE,
         num_gpus_per_engine_rank=1.0 if ray.cluster_resources().get("GPU") else 0.0,
     )
     try:
@@ -206,6 +211,22 @@ def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
     finally:
         if threading.current_thread() is threading.main_thread() and on_termination is not None:
             signal.signal(signal.SIGTERM, on_termination)
+
+
+def _wait_for_nodes(num_nodes: int) -> None:
+    """Wait until so many nodes are in the cluster.
+
+    Raises:
+        DeadlineError: they are not after `START_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (joined := sum(bool(node["Alive"]) for node in ray.nodes())) < num_nodes:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the controller waited {START_TIMEOUT_S:.0f} s for {num_nodes} nodes (`cluster.min_nodes`) to join "
+                f"Ray, {joined} have; see the log of Ray on the others"
+            )
+        time.sleep(_POLL_S)
 
 
 def _kill(roots: Sequence[psutil.Process]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from history.lengths.book import LengthBook
@@ -30,6 +31,8 @@ from launcher.config.schema import RunConfig
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
+from launcher.run_dir.status import StatusFile
+from launcher.run_dir.stop_request import StopWatch
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.controller.controller import Controller
 from megatron_rl.controller.delivery import WeightDelivery
@@ -47,16 +50,27 @@ EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a person sees of a run: the console, and `status.json` for other machines."""
+
+    progress: RunProgress
+    status: StatusFile
+
+
 @contextmanager
 def build(
-    checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, resume: ResumePoint
+    checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, resume: ResumePoint
 ) -> Iterator[Controller]:
     """Start the processes of a run and construct its controller; end the processes if the body succeeds.
 
     The console and wandb are closed in any case. If the body fails, `running` ends the processes.
     """
     config, run_id = checked.config, secrets.token_hex(4)
+    progress, status = shown.progress, shown.status
+    status.phase("scorer", "load prompts")
     inputs = read_inputs(config, running, resume, run_id, progress)
+    status.phase("engines and trainer", "start")
     workers = start_workers(checked, running, resume, run_id, progress)
     engines, trainer = workers.engines, workers.trainer
     history = _history_client(inputs.history, engines)
@@ -66,10 +80,10 @@ def build(
     delivery.connect()
     planner = _planner(config, inputs, resume)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
-    recorder = _recorder(config, directory, tracker, progress, inputs, engines)
+    recorder = _recorder(config, directory, tracker, shown, inputs, engines)
     publisher = build_publisher(checked, workers, delivery, plan, sharing)
     restarter = _restarter(checked, running, workers, delivery, history, progress)
-    clock = PhaseClock(recorder.record_span)
+    clock = PhaseClock(recorder.record_span, recorder.begin_phase)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
     pool = _pool(config, engines, inputs.text_actor, planner, recorder, revival)
     controller = Controller(
@@ -85,6 +99,7 @@ def build(
         history=history,
         restarter=restarter,
         first_step=resume.first_step,
+        stop_requested=StopWatch(run_dir=directory.path),
     )
     try:
         yield controller
@@ -92,6 +107,7 @@ def build(
     finally:
         progress.close()
         tracker.finish()
+        status.phase("controller", "end processes")
     _export(trainer, directory.path)
     running.end_trainer(trainer)
     if inputs.history is not None:
@@ -118,14 +134,15 @@ def _recorder(
     config: RunConfig,
     directory: RunDirectory,
     tracker: Tracker,
-    progress: RunProgress,
+    shown: Shown,
     inputs: Inputs,
     engines: EngineGroup,
 ) -> RunRecorder:
     return RunRecorder(
         directory,
         tracker,
-        progress,
+        shown.progress,
+        status=shown.status,
         text_actor=inputs.text_actor,
         engines=engines,
         history=inputs.history,

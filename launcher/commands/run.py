@@ -6,21 +6,28 @@ A run resumes from the newest checkpoint of its run directory.
 from launcher.checks.check import CheckedRun
 from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
-from launcher.commands.assembly import EXPORT, build
+from launcher.commands.assembly import EXPORT, Shown, build
 from launcher.commands.evaluate import evaluate_directories
-from launcher.commands.resume_point import resume_point
+from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.report.write import write_report
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.resume import changed_keys
+from launcher.run_dir.status import StatusFile
+from launcher.run_dir.stop_request import answer_request
+from megatron_rl.controller.stopping import StopRequestedError
 from rollout.evaluation import EvaluationRow
 
 
 def run(checked: CheckedRun) -> None:
-    """Execute the run to its last step; `launcher.run_dir.directory` lists the files that it writes."""
-    config, slots = checked.config, checked.placement
+    """Execute the run to its last step; `launcher.run_dir.directory` lists the files that it writes.
+
+    Raises:
+        StopRequestedError: the run was asked to stop and has saved a checkpoint.
+    """
+    config = checked.config
     with RunDirectory(config.run_dir) as directory:
         resume = resume_point(directory)
         changes = changed_keys(directory.path, config) if resume.first_step else []
@@ -31,20 +38,34 @@ def run(checked: CheckedRun) -> None:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
         for change in changes:
             progress.say(f"changed since the last start: {change}")
-        for note in slots.notes:
+        for note in checked.placement.notes:
             progress.say(note)
-        log_dir = directory.path / "logs"
-        with processes(config.cluster, num_actors=slots.num_actors, log_dir=log_dir) as running:
-            if resume.first_step < config.num_steps:
-                with build(checked, directory, progress, running, resume) as controller:
-                    controller.run()
-            if config.evaluation.sets and config.evaluation.bf16_before_after:
-                _evaluate_ends(config, directory, progress, running)
+        status = StatusFile(run_dir=directory.path, num_steps=config.num_steps, step=resume.first_step)
+        with status.until_the_end():
+            _run(checked, directory, Shown(progress=progress, status=status), resume)
         rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
         if rows:
             progress.table(rows)
         write_report(directory.path)
         progress.say(f"report: {directory.path / 'report.html'}")
+
+
+def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
+    """Start processes, run the remaining steps, evaluate both ends, end the processes."""
+    config = checked.config
+    shown.status.phase("controller", "start Ray")
+    log_dir = directory.path / "logs"
+    with processes(config.cluster, num_actors=checked.placement.num_actors, log_dir=log_dir) as running:
+        if resume.first_step < config.num_steps:
+            try:
+                with build(checked, directory, shown, running, resume) as controller:
+                    controller.run()
+            except StopRequestedError:
+                answer_request(directory.path)
+                raise
+        if config.evaluation.sets and config.evaluation.bf16_before_after:
+            shown.status.phase("engines", "evaluate in bf16")
+            _evaluate_ends(config, directory, shown.progress, running)
 
 
 def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from history.config import Config, HistoryConfig
+from launcher.config.slurm import SlurmConfig
 from megatron_rl.config import AlgorithmConfig, CheckpointConfig, PublishConfig, TrainerConfig
 from rollout.config import (
     DataConfig,
@@ -44,6 +45,10 @@ class ClusterConfig(Config):
     """Object store size of a Ray cluster that the run starts."""
     trainer_gpu_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of a device that a trainer rank reserves if an engine uses the same device. GPUs only."""
+    min_nodes: int = Field(default=1, gt=0)
+    """Nodes that must have joined a running Ray cluster before the run starts processes. A SLURM job sets it."""
+    slurm: SlurmConfig = SlurmConfig()
+    """The SLURM job that `megatron-rl slurm` submits."""
 
 
 class PlacementConfig(Config):

@@ -58,7 +58,7 @@ def conclude(error: BaseException, command: Command) -> int:
         print(f"megatron-rl {command.name}: {launch_error}", file=sys.stderr)
         return verdict.ending.code
     saved = saved_work(command.run_dir)
-    if verdict.ending in (Ending.INTERRUPTED, Ending.TERMINATED):
+    if verdict.ending in (Ending.INTERRUPTED, Ending.TERMINATED, Ending.STOPPED):
         print(one_line(verdict, command=command.name, saved=saved), file=sys.stderr)
         return verdict.ending.code
     log = _append(command.logs(), _record(error, verdict))

@@ -13,6 +13,7 @@ from enum import Enum
 
 from launcher.errors import LaunchError, Terminated
 from megatron_rl.controller.publish_refusal import PublishRefusedError
+from megatron_rl.controller.stopping import StopRequestedError
 from rollout.failures import (
     NOWHERE,
     DeadlineError,
@@ -80,6 +81,7 @@ class Ending(Enum):
         "Read the log of that process. A person or the machine's out-of-memory killer may have killed it "
         "(`dmesg | grep -i oom`).",
     )
+    STOPPED = (75, "stopped on request", "")
     DEFECT = (
         70,
         "a defect of megatron-rl, or of code that the configuration names",
@@ -194,6 +196,7 @@ def _is_deadline(error: BaseException) -> bool:
 _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.TERMINATED: lambda error: isinstance(error, Terminated),
+    Ending.STOPPED: lambda error: isinstance(error, StopRequestedError),
     Ending.USER_INPUT: lambda error: isinstance(error, LaunchError),
     Ending.DISK_FULL: _is_disk,
     Ending.OUT_OF_MEMORY: _is_memory,

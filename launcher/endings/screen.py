@@ -54,8 +54,9 @@ def process_log_path(log_dir: Path | None, verdict: Verdict) -> str:
     place = verdict.place
     if log_dir is None or not place.role or not place.ranks:
         return ""
-    path = log_dir / f"{place.role}-{place.ranks[0]}.log"
-    return str(path) if path.exists() else ""
+    name = f"{place.role}-{place.ranks[0]}.log"
+    found = [path for path in (log_dir / name, *sorted(log_dir.glob(f"*/{name}"))) if path.exists()]
+    return str(found[0]) if found else ""
 
 
 def _again(command: str, saved: SavedWork) -> str:

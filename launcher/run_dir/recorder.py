@@ -19,6 +19,7 @@ from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.forward_traces import append_forwards
+from launcher.run_dir.status import StatusFile
 from launcher.run_dir.step_timeline import StepTimeline
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.trainer.group import TrainerGroup
@@ -52,6 +53,7 @@ class RunRecorder:
         tracker: Tracker,
         progress: RunProgress,
         *,
+        status: StatusFile,
         text_actor: ray.actor.ActorHandle,
         engines: EngineGroup,
         history: HistoryService | None,
@@ -67,6 +69,7 @@ class RunRecorder:
         self._directory = directory
         self._tracker = tracker
         self._progress = progress
+        self._status = status
         self._text_actor = text_actor
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
@@ -81,6 +84,11 @@ class RunRecorder:
     def on_progress(self, phase: str, done: int, total: int) -> None:
         """Move the bar."""
         self._progress.phase(phase, done, total)
+        self._status.progress(done, total)
+
+    def begin_phase(self, actor: str, activity: str) -> None:
+        """A phase begins (`megatron_rl.controller.phases.BeginPhase`)."""
+        self._status.phase(actor, activity)
 
     def record_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
         """Record a span (`megatron_rl.controller.phases.RecordSpan`)."""
@@ -95,6 +103,7 @@ class RunRecorder:
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
         self._directory.append_metrics(step, metrics)
+        self._status.finished(step)
         self._progress.step(step, metrics)
         self.flush()
         self._pending = self._text_actor.write_samples.remote(

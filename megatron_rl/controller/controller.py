@@ -8,8 +8,9 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import TrainBatch, build_batch
@@ -20,6 +21,7 @@ from megatron_rl.controller.phases import Phases
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.controller.step_metrics import step_metrics
+from megatron_rl.controller.stopping import RolloutInterruptedError, StopRequestedError
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StepResult
 from rollout.evaluation import EvaluationRow
@@ -82,23 +84,35 @@ class Controller:
     history: HistoryClient | None = None
     """None: engines do not draft."""
     first_step: int = 0
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether the run is to end early. Asked before each step and during its rollout."""
     num_repeated_publishes: int = field(default=0, init=False)
     """Publishes that were repeated because an engine died."""
+    saved_step: int = field(default=0, init=False)
+    """Step of the newest checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.first_step
 
     def run(self) -> None:
-        """Run every remaining step; returns when the last one is published, evaluated and saved."""
+        """Run every remaining step; returns when the last one is published, evaluated and saved.
+
+        Raises:
+            StopRequestedError: `stop_requested` became true; the newest checkpoint holds all finished steps.
+        """
         self._make_ready(self.first_step)
         self._publish(self.first_step)
         if self.first_step == 0:
             self._evaluate(0)
         for step in range(self.first_step, self.settings.num_steps):
+            if self.stop_requested():
+                self._stop(step)
             self.phases.clock.begin_step()
             if self.history is not None:
                 self.history.begin_rollout()
             due = self.planner.due(step, self.pool.loads())
             self.pool.admit(due.groups, due.plan)
-            with self.phases.rollout():
-                groups = self.pool.take_batch(step, progress=self._progress("rollout"))
+            groups = self._sample(step)
             if self.history is not None:
                 self.history.record_rewards(step, groups)
             self._make_ready(step + 1)
@@ -110,6 +124,20 @@ class Controller:
             self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
+
+    def _sample(self, step: int) -> list[ScoredGroup]:
+        """The groups of a step. A stop request ends the rollout; after a resume the step is sampled again."""
+        try:
+            with self.phases.rollout():
+                return self.pool.take_batch(step, progress=self._progress("rollout"))
+        except RolloutInterruptedError:
+            self._stop(step)
+
+    def _stop(self, finished_steps: int) -> NoReturn:
+        """Save what no checkpoint holds yet, and end the run."""
+        if finished_steps > self.saved_step:
+            self._save(finished_steps)
+        raise StopRequestedError(finished_steps)
 
     def _publish(self, version: int) -> PublishReport:
         """Publish `version` to every engine. If an engine dies, restart it and repeat the publish.
@@ -170,10 +198,14 @@ class Controller:
         if self._evaluates_after(finished_steps):
             self._evaluate(finished_steps)
         if last or _is_due(finished_steps, self.settings.checkpoint_every):
-            with self.phases.checkpoint():
-                self.recorder.save(finished_steps, self.trainer, self.planner)
+            self._save(finished_steps)
             if self.phases.needs_publish and not last:
                 self._publish(finished_steps)
+
+    def _save(self, finished_steps: int) -> None:
+        with self.phases.checkpoint():
+            self.recorder.save(finished_steps, self.trainer, self.planner)
+        self.saved_step = finished_steps
 
     def _evaluates_after(self, finished_steps: int) -> bool:
         ends = (0, self.settings.num_steps)
@@ -185,16 +217,21 @@ class Controller:
         self.recorder.on_evaluation(rows)
 
     def _progress(self, phase: str) -> "_PhaseProgress":
-        return _PhaseProgress(recorder=self.recorder, phase=phase)
+        stop = self.stop_requested if phase == "rollout" else None
+        return _PhaseProgress(recorder=self.recorder, phase=phase, stop_requested=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PhaseProgress:
     recorder: Recorder
     phase: str
+    stop_requested: Callable[[], bool] | None
+    """None where the phase may not be left."""
 
     def __call__(self, done: int, total: int) -> None:
         self.recorder.on_progress(self.phase, done, total)
+        if self.stop_requested is not None and done < total and self.stop_requested():
+            raise RolloutInterruptedError
 
 
 def _is_due(finished_steps: int, every: int) -> bool:

@@ -14,6 +14,10 @@ RecordSpan = Callable[[str, str, float, float], None]
 """Called with (actor, activity, start_s, end_s), wall clock."""
 
 
+BeginPhase = Callable[[str, str], None]
+"""Called with (actor, activity) when a phase begins."""
+
+
 class Sharing(Protocol):
     """Frees memory on shared devices for the next phase (`megatron_rl.controller.colocation.DeviceSharing`)."""
 
@@ -44,8 +48,9 @@ class TrainPhasePolicy(Protocol):
 class PhaseClock:
     """Seconds of a step's phases; every phase is recorded as a span. All methods but `seconds` mutate."""
 
-    def __init__(self, record_span: RecordSpan) -> None:
+    def __init__(self, record_span: RecordSpan, begin_phase: BeginPhase | None = None) -> None:
         self._record_span = record_span
+        self._begin_phase = begin_phase
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
 
@@ -61,6 +66,8 @@ class PhaseClock:
     @contextmanager
     def phase(self, actor: str, activity: str) -> Iterator[None]:
         """Measure the body and record it as a span."""
+        if self._begin_phase is not None:
+            self._begin_phase(actor, activity)
         started_at, started = time.time(), time.perf_counter()
         try:
             yield

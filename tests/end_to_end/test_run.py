@@ -57,6 +57,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted, resumed)
 
 
 @pytest.mark.slow
+def test_a_run_that_was_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_happened(uninterrupted, stopped):
+    assert stopped.code == 75, stopped.output
+    step = int(re.search(r"checkpoint of step (\d)", stopped.output).group(1))
+    assert stopped.checkpoints == [str(step), "latest"]
+    assert f"{step} of {NUM_STEPS} steps" in stopped.status and stopped.status.startswith("ended ")
+    assert metrics(stopped.run_dir) == metrics(uninterrupted)
+    assert json.loads((stopped.run_dir / "stopped.json").read_text())["reason"] == "megatron-rl stop"
+
+
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_another_mode(ahead):
     found = rows(ahead / "metrics.jsonl")
     assert [row["step"] for row in found] == list(range(NUM_STEPS))

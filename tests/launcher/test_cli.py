@@ -42,7 +42,7 @@ def run_apart(*arguments: str) -> tuple[int, list[str], str, str]:
     return code, imported, "\n".join(lines), done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["slurm", "--help"], ["export", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code, imported, out, _ = run_apart(*arguments)
     assert (code, imported) == (0, [])
@@ -79,7 +79,13 @@ def test_overrides_are_accepted_before_and_after_options(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["run", "x.yaml", "--drye"], ["run", "x.yaml", "--dry-run", "nonsense"], ["export", "a", "b", "seed=1"], []],
+    [
+        ["run", "x.yaml", "--drye"],
+        ["run", "x.yaml", "--dry-run", "nonsense"],
+        ["export", "a", "b", "seed=1"],
+        ["stop", "a", "b"],
+        [],
+    ],
 )
 def test_unknown_arguments_are_refused_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:

@@ -14,6 +14,7 @@ from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import WIDTH, screen
 from launcher.errors import ConfigError, Terminated
 from megatron_rl.controller.publish_refusal import PublishRefusedError
+from megatron_rl.controller.stopping import StopRequestedError
 from rollout.failures import (
     CallError,
     DeadlineError,
@@ -82,6 +83,7 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (RayActorError(DEATH), Ending.PROCESS_LOST),
         (ray.exceptions.RayActorError(), Ending.PROCESS_LOST),
         (caused(EnginesLostError("engines have died 4 times"), RayActorError(DEATH)), Ending.ENGINES_LOST),
+        (StopRequestedError(3), Ending.STOPPED),
         (ZeroDivisionError("x"), Ending.DEFECT),
         (caused(CallError("trainer.train failed on rank 1", TRAINER), remote(KeyError("x"))), Ending.DEFECT),
     ],
@@ -105,7 +107,7 @@ def test_a_process_that_the_memory_killer_ended_has_run_out_of_memory() -> None:
 
 def test_exit_codes_differ_and_each_kind_but_one_has_advice() -> None:
     assert len({ending.code for ending in Ending}) == len(Ending)
-    quiet = {Ending.USER_INPUT, Ending.INTERRUPTED, Ending.TERMINATED}
+    quiet = {Ending.USER_INPUT, Ending.STOPPED, Ending.INTERRUPTED, Ending.TERMINATED}
     assert {ending for ending in Ending if not ending.advice} == quiet
 
 

@@ -8,6 +8,7 @@ from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.controller import Controller, LoopSettings
 from megatron_rl.controller.publish_report import PublishReport
+from megatron_rl.controller.stopping import StopRequestedError
 from megatron_rl.trainer.results import StepResult
 from tests.support.scored_groups import scored_group
 
@@ -226,3 +227,53 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
         "evaluate 2",
         "evaluate ends",
     ]
+
+
+def stopping(log, *, answers, **settings):
+    """A controller that is asked to stop when `answers` say so, one for each time that it looks."""
+    run = controller(log, **settings)
+    run.stop_requested = iter(answers).__next__
+    groups = run.pool.take_batch(0, None)
+
+    def take_batch(step, progress):
+        progress(1, 2)
+        progress(2, 2)
+        return groups
+
+    run.pool.take_batch = take_batch
+    return run
+
+
+def test_a_stop_between_steps_saves_what_is_finished_and_ends_the_run():
+    log = Log()
+    with pytest.raises(StopRequestedError, match="after step 1") as stopped:
+        stopping(log, answers=[False, False, True], num_steps=5).run()
+    assert stopped.value.step == 1
+    kept = [entry for entry in log if entry.startswith(("due", "consumed", "record", "save"))]
+    assert kept == ["due 0", "consumed 2", "record 0", "save 1"]
+
+
+def test_a_stop_during_a_rollout_leaves_it_and_consumes_nothing_of_the_step():
+    log = Log()
+    with pytest.raises(StopRequestedError, match="after step 1"):
+        stopping(log, answers=[False, False, False, True], num_steps=5).run()
+    kept = [entry for entry in log if entry.startswith(("due", "consumed", "record", "save", "train begins"))]
+    assert kept == ["due 0", "train begins", "consumed 2", "record 0", "due 1", "save 1"]
+
+
+def test_a_stop_saves_nothing_that_is_saved_already_and_nothing_before_the_first_step():
+    log = Log()
+    with pytest.raises(StopRequestedError, match="after step 1"):
+        stopping(log, answers=[False, False, True], num_steps=5, checkpoint_every=1).run()
+    assert [entry for entry in log if entry.startswith("save")] == ["save 1"]
+    for first_step in (0, 3):
+        log = Log()
+        with pytest.raises(StopRequestedError, match=f"after step {first_step}"):
+            stopping(log, answers=[False, True], num_steps=5, first_step=first_step).run()
+        assert [entry for entry in log if entry.startswith("save")] == []
+
+
+def test_a_stop_after_the_last_rollout_comes_too_late():
+    log = Log()
+    stopping(log, answers=[False, False], num_steps=1).run()
+    assert "save 1" in log

@@ -140,6 +140,34 @@ def run_killed_once(example: Path) -> Killed:
     return Killed(run_dir, seed, abandoned() - before)
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """A run that stopped on request and went on."""
+
+    run_dir: Path
+    code: int
+    """Exit code of the stop."""
+    output: str
+    """Of the start that was stopped."""
+    status: str
+    """`megatron-rl status` after the stop."""
+    checkpoints: list[str]
+    """Entries of `checkpoints/` then."""
+
+
+def run_stopped(example: Path) -> Stopped:
+    """The run of `run_to_its_end` without checkpoints of its own, stopped during its second step, then resumed."""
+    run_dir, config = example / "stopped", configuration(example, checkpoint={"every": 0})
+    process = start(config, run_dir)
+    wait_for(lambda: rows(run_dir / "metrics.jsonl"), process)
+    finish(command("stop", str(run_dir)))
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    status = finish(command("status", str(run_dir)))
+    checkpoints = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    finish(start(config, run_dir))
+    return Stopped(run_dir, process.returncode, output, status, checkpoints)
+
+
 def abandoned() -> set[str]:
     """Names of shared memory whose process has ended."""
     found = ((path.name, shm_files._NAME.fullmatch(path.name)) for path in shm_files.SHM.iterdir())

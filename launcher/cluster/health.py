@@ -1,0 +1,130 @@
+"""Checks of one node before anything loads: what it sees and what it has free, against what the job needs.
+
+`node_facts` reads this node, `node_problems` judges the facts; the second is pure. A problem names the value, the bound
+and the fix. The clock is compared with that of the file server, through the time of a file that the node has just
+written; on one file server all nodes are then within twice `MAX_SKEW_S` of each other.
+"""
+
+import os
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.cluster.node import command_output, node_resources, package_versions
+
+MAX_SKEW_S = 0.5
+MIN_DISK_BYTES = 1 << 30
+MIN_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNeeds:
+    """What the job needs on every node."""
+
+    paths: tuple[str, ...]
+    """Files and folders that must be readable."""
+    packages: Mapping[str, str]
+    """Versions of the submitting machine; empty where a container brings its own."""
+    num_gpus: int
+    shm_bytes: int
+    """Free bytes in `/dev/shm`."""
+    temp_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node has."""
+
+    node: str
+    unreadable: tuple[str, ...]
+    packages: Mapping[str, str]
+    num_gpus: int
+    gpu_processes: tuple[str, ...]
+    """Process id and name of each process on a GPU."""
+    shm_bytes: int
+    disk_bytes: int
+    open_files: int
+    """Soft limit, after it was raised to the hard one."""
+    clock_skew_s: float
+    """Clock of the node minus clock of the file server."""
+
+
+def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
+    """Facts of this node; `canary` is a file in the run directory that is written here."""
+    canary.parent.mkdir(parents=True, exist_ok=True)
+    canary.write_text(socket.gethostname(), encoding="utf-8")
+    skew_s = time.time() - canary.stat().st_mtime
+    listed = command_output(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
+    return NodeFacts(
+        node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        unreadable=tuple(path for path in needs.paths if not os.access(path, os.R_OK)),
+        packages=package_versions(),
+        num_gpus=len(node_resources().gpu_bytes),
+        gpu_processes=tuple(line.strip() for line in listed.splitlines() if line.strip()),
+        shm_bytes=shutil.disk_usage("/dev/shm").free,
+        disk_bytes=shutil.disk_usage(needs.temp_dir).free,
+        open_files=_raise_open_files(),
+        clock_skew_s=skew_s,
+    )
+
+
+def node_problems(facts: NodeFacts, needs: NodeNeeds) -> list[str]:
+    """Why a node cannot take part, a sentence each; none for a healthy node."""
+    found = [f"cannot read {path}; mount it there, or name a path that every node sees" for path in facts.unreadable]
+    found += [
+        f"{name} is {facts.packages.get(name) or 'missing'}, but {version} where the job was submitted; install it"
+        for name, version in needs.packages.items()
+        if facts.packages.get(name) != version
+    ]
+    if facts.num_gpus < needs.num_gpus:
+        found.append(f"{facts.num_gpus} GPU(s), but `cluster.slurm.gpus_per_node` = {needs.num_gpus}")
+    if facts.gpu_processes:
+        found.append(f"other processes use its GPUs: {', '.join(facts.gpu_processes[:4])}; end them")
+    if facts.shm_bytes < needs.shm_bytes:
+        found.append(f"/dev/shm has {facts.shm_bytes} bytes free, {needs.shm_bytes} are needed; enlarge or empty it")
+    if facts.disk_bytes < MIN_DISK_BYTES:
+        found.append(f"{needs.temp_dir} has {facts.disk_bytes} bytes free, {MIN_DISK_BYTES} are needed; empty it")
+    if facts.open_files < MIN_OPEN_FILES:
+        found.append(f"{facts.open_files} open files allowed, {MIN_OPEN_FILES} are needed; raise `ulimit -n`")
+    if abs(facts.clock_skew_s) > MAX_SKEW_S:
+        found.append(
+            f"its clock is {facts.clock_skew_s:+.1f} s off the file server's, {MAX_SKEW_S} s are allowed; set it"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Nodes of a run."""
+
+    nodes: tuple[str, ...]
+    """Empty where too few are healthy."""
+    left_out: tuple[str, ...]
+    """A line for each unhealthy node: its name and its problems."""
+
+
+def choose_nodes(allocated: Sequence[str], problems: Mapping[str, Sequence[str]], *, num_nodes: int) -> Choice:
+    """The first `num_nodes` healthy nodes of the allocation. Pure.
+
+    Args:
+        allocated: node names in SLURM's order.
+        problems: problems of each node that has written its record; a node without one does not see the run directory.
+        num_nodes: nodes that the run uses.
+    """
+    silent = ["has written no record: it does not see the run directory, or its check failed (see the job's log)"]
+    by_node = {node: list(problems.get(node, silent)) for node in allocated}
+    healthy = [node for node, found in by_node.items() if not found]
+    return Choice(
+        nodes=tuple(healthy[:num_nodes]) if len(healthy) >= num_nodes else (),
+        left_out=tuple(f"{node}: {'; '.join(found)}" for node, found in by_node.items() if found),
+    )
+
+
+def _raise_open_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30

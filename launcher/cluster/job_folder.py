@@ -1,0 +1,119 @@
+"""Files by which the parts of a SLURM job find each other: `slurm/JOB.RESTART/` in the run directory.
+
+    token        Ray's token, mode 600
+    checks/NODE.json    facts of a node and its problems
+    allocated    names of all nodes of the job, a line each
+    nodes        names of the nodes that the run uses, a line each; Ray's head first
+    head.json    address and port of Ray's head
+    over         the run has ended: every node ends Ray
+    node_lost    a node ended Ray before the run had ended
+    code         exit code of the run
+    requeue      the job goes back into the queue
+
+Beside it, `slurm/starts.jsonl` has a row for each start of the run.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollout.failures import DeadlineError
+
+VARIABLE = "MEGATRON_RL_JOB_DIR"
+"""Environment variable with the folder; the batch script sets it."""
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Where Ray's head listens."""
+
+    address: str
+    """IPv4 address."""
+    port: int
+    """Of the head service."""
+    ready_port: int
+    """Ray's raylet on the head node; once it listens, nodes and the driver can join."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFolder:
+    """The folder of one start of a job."""
+
+    path: Path
+
+    @classmethod
+    def of_this_job(cls) -> "JobFolder":
+        """The folder of the job that this process belongs to.
+
+        Raises:
+            RuntimeError: this process belongs to no job.
+        """
+        folder = os.environ.get(VARIABLE)
+        if not folder:
+            raise RuntimeError(
+                f"{VARIABLE} is not set: this command is started by the batch script of `megatron-rl slurm`"
+            )
+        return cls(path=Path(folder))
+
+    @property
+    def run_dir(self) -> Path:
+        """Run directory of the job."""
+        return self.path.parent.parent
+
+    @property
+    def starts(self) -> Path:
+        """Rows `{"step": N}` of all starts of the run."""
+        return self.path.parent / "starts.jsonl"
+
+    def check_file(self, node: str) -> Path:
+        """Record of the checks of a node."""
+        return self.path / "checks" / f"{node}.json"
+
+    def nodes(self) -> list[str]:
+        """Nodes that the run uses, Ray's head first."""
+        return (self.path / "nodes").read_text(encoding="utf-8").split()
+
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return (self.path / "over").exists()
+
+    def lost_a_node(self) -> bool:
+        """Whether a node ended Ray before the run had ended."""
+        return (self.path / "node_lost").exists()
+
+    def note_lost_node(self) -> None:
+        """A node has ended Ray: the others and the run end, too."""
+        (self.path / "node_lost").touch()
+
+    def write_head(self, head: Head) -> None:
+        """Tell the other nodes where the head listens."""
+        write_json(self.path / "head.json", asdict(head))
+
+    def wait_for_head(self, timeout_s: float) -> Head | None:
+        """Where the head listens; None if the run has ended before.
+
+        Raises:
+            DeadlineError: the head has not said so after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        path = self.path / "head.json"
+        while not path.exists():
+            if self.is_over() or self.lost_a_node():
+                return None
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {timeout_s:.0f} s for {path}: Ray's head node has not started; see its log"
+                )
+            time.sleep(_POLL_S)
+        row = json.loads(path.read_text(encoding="utf-8"))
+        return Head(address=str(row["address"]), port=int(row["port"]), ready_port=int(row["ready_port"]))
+
+
+def write_json(path: Path, row: object) -> None:
+    """Write a file that readers see whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    partial.replace(path)

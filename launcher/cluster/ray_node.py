@@ -1,0 +1,132 @@
+"""Runs Ray on one node of a SLURM job, from its start until the job's folder says that the run is over.
+
+`ray start --block` runs as a child. This process adopts every orphan below it (`PR_SET_CHILD_SUBREAPER`), so whatever
+Ray started can be found and ended: nothing stays on the node, not even where SLURM has no control groups. Shared memory
+and Ray's temporary folder are removed as well.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from launcher.cluster.job_folder import Head, JobFolder
+from launcher.cluster.ports import PortMap
+from rollout.transports.shm_files import sweep
+
+_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.5
+END_TIMEOUT_S = 10.0
+"""For which Ray's processes may end by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """What Ray is started with on this node."""
+
+    address: str
+    interface: str
+    ports: PortMap
+    head: Head | None
+    """None on the head node itself."""
+    num_cpus: int
+    """Logical CPUs, one an actor: so few that Ray uses every node."""
+    num_gpus: int
+    object_store_bytes: int
+    temp_dir: Path
+    """Of this node and this job alone. Short: paths of sockets have at most 107 bytes."""
+
+
+def ray_command(node: RayNode) -> list[str]:
+    """The command that starts Ray. Pure."""
+    joins = ["--head", "--include-dashboard=false"] if node.head is None else []
+    joins += [] if node.head is None else [f"--address={node.head.address}:{node.head.port}"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *joins),
+        f"--node-ip-address={node.address}",
+        *node.ports.options(head=node.head is None),
+        f"--num-cpus={node.num_cpus}",
+        f"--num-gpus={node.num_gpus}",
+        f"--object-store-memory={node.object_store_bytes}",
+        f"--temp-dir={node.temp_dir}",
+        "--disable-usage-stats",
+        "--log-style=record",
+    ]
+
+
+def ray_environment(node: RayNode) -> dict[str, str]:
+    """Variables of Ray, which its workers inherit. Pure."""
+    return {
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "VLLM_HOST_IP": node.address,
+        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_worker_niceness": "0",
+        "RAY_prestart_worker_first_driver": "false",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+    }
+
+
+def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
+    """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself.
+
+    A node whose Ray has ended tells the others, so that all of them end in the same way.
+    """
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ends: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        ends.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    node.temp_dir.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        ray = subprocess.Popen(
+            ray_command(node), env=os.environ | ray_environment(node), stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        while ray.poll() is None and not ends and not folder.is_over() and not folder.lost_a_node():
+            time.sleep(_POLL_S)
+        if ray.poll() is None:
+            return 0
+        folder.note_lost_node()
+        _keep_logs(node.temp_dir, log.parent)
+        return 1
+    finally:
+        end_family()
+        sweep()
+        shutil.rmtree(node.temp_dir, ignore_errors=True)
+
+
+def end_family() -> None:
+    """End all processes below this one: by SIGTERM, after `END_TIMEOUT_S` by SIGKILL."""
+    family = psutil.Process().children(recursive=True)
+    for process in family:
+        _send(process, signal.SIGTERM)
+    psutil.wait_procs(family, timeout=END_TIMEOUT_S)
+    while family := [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]:
+        for process in family:
+            _send(process, signal.SIGKILL)
+        psutil.wait_procs(family, timeout=1)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _keep_logs(temp_dir: Path, log_dir: Path) -> None:
+    """Ray's own logs, for a person who asks why it has ended."""
+    for logs in sorted(temp_dir.glob("session_2*/logs")):
+        shutil.copytree(logs, log_dir / logs.parent.name, dirs_exist_ok=True)

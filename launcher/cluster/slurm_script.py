@@ -1,0 +1,143 @@
+"""Renders the batch script of a run from a template. Pure, except that the template is read.
+
+The template is `templates/slurm.sh`, or the copy that `cluster.slurm.template` names. Invariant: every value in the
+script is quoted for the shell, and no value of an environment variable enters it.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from launcher.config.slurm import ContainerConfig, SlurmConfig
+from launcher.errors import ConfigError
+
+ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "LANG", "LD_LIBRARY_PATH")
+DEFAULT_STOP_S = 600
+"""Notice of a stop before any step was measured."""
+MIN_STOP_S = 60
+_WORD = re.compile(r"@@([A-Z_]+)@@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """Facts of one submission. All paths are absolute."""
+
+    run_dir: Path
+    config: Path
+    """The resolved configuration, saved in the run directory."""
+    work_dir: Path
+    """Directory of the command; relative paths of the configuration are relative to it."""
+    python: str
+    """Interpreter that has the package installed; the container's own is used instead where there is a container."""
+    stop_before_s: int
+
+    @property
+    def log(self) -> Path:
+        """Output of the job; `%j` is its id."""
+        return self.run_dir / "logs" / "slurm-%j.out"
+
+
+def render(slurm: SlurmConfig, submission: Submission) -> str:
+    """The batch script.
+
+    Raises:
+        ConfigError: the template cannot be read, has unknown words, or lacks one.
+    """
+    values = {
+        "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(slurm, submission)),
+        "RUN_DIR": shlex.quote(str(submission.run_dir)),
+        "CONFIG": shlex.quote(str(submission.config)),
+        "NUM_NODES": str(slurm.nodes),
+        "PYTHON": shlex.join(_python(slurm.container, submission)),
+        "SRUN_OPTIONS": shlex.join(_srun_options(slurm.container, submission)),
+        "WORK_DIR": shlex.quote(str(submission.work_dir)),
+        "SETUP": "\n".join(f"module load {shlex.quote(name)}" for name in slurm.modules),
+    }
+    return fill(_template(slurm.template), values, name=slurm.template or "the template of the package")
+
+
+def fill(template: str, values: Mapping[str, str], *, name: str) -> str:
+    """Replace every `@@WORD@@`; `name` names the template in errors."""
+    present = set(_WORD.findall(template))
+    if unknown := sorted(present - values.keys()):
+        raise ConfigError(f"{name}: unknown word(s) {', '.join(unknown)}; known are {', '.join(sorted(values))}")
+    if missing := sorted(values.keys() - present):
+        raise ConfigError(f"{name}: lacks @@{missing[0]}@@; copy launcher/cluster/templates/slurm.sh again")
+    return re.sub(r"\n{3,}", "\n\n", _WORD.sub(lambda match: values[match[1]], template))
+
+
+def stop_notice_s(rows: Sequence[Mapping[str, object]], *, asked_s: int, limit_s: int | None) -> int:
+    """Seconds before the time limit at which the run is asked to stop.
+
+    A request ends a rollout at once, but not training, publishing or a save. So the notice is the longest recent step
+    plus twice the longest recent save, and `MIN_STOP_S` for the way of the signal. It is at most half the time limit.
+
+    Args:
+        rows: rows of `metrics.jsonl`.
+        asked_s: `cluster.slurm.stop_before_s`; 0 leaves it to the measurement.
+        limit_s: the time limit; None without one.
+    """
+    recent = rows[-20:]
+    steps = [value for row in recent if isinstance(value := row.get("timing_s/step"), int | float)]
+    saves = [value for row in rows if isinstance(value := row.get("timing_s/checkpoint"), int | float)]
+    measured = int(max(steps) + 2 * max(saves[-20:], default=max(steps)) + MIN_STOP_S) if steps else DEFAULT_STOP_S
+    notice_s = asked_s or measured
+    return notice_s if limit_s is None else min(notice_s, max(limit_s // 2, 1))
+
+
+def _template(path: str) -> str:
+    if path:
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"`cluster.slurm.template` = {path}: {error.strerror}; copy launcher/cluster/templates/slurm.sh there"
+            ) from error
+    return (resources.files("launcher.cluster") / "templates" / "slurm.sh").read_text(encoding="utf-8")
+
+
+def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
+    """Options of sbatch, in the order of the script."""
+    given = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "gpus-per-node": str(slurm.gpus_per_node or ""),
+        "cpus-per-task": str(slurm.cpus_per_node or ""),
+    }
+    name = slurm.job_name or re.sub(r"[^\w.\-]", "-", submission.run_dir.name)
+    return [
+        f"--job-name={name}",
+        f"--nodes={slurm.nodes + slurm.spares}",
+        "--ntasks-per-node=1",
+        *[f"--{option}={value}" for option, value in given.items() if value],
+        *([] if slurm.cpus_per_node else ["--exclusive"]),
+        f'--output="{submission.log}"',
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{submission.stop_before_s}",
+        f"--export={','.join((*ALWAYS_EXPORTED, *slurm.environment))}",
+        *slurm.extra,
+    ]
+
+
+def _python(container: ContainerConfig, submission: Submission) -> list[str]:
+    if container.kind == "none":
+        return [submission.python]
+    if container.kind == "pyxis":
+        return [container.python]
+    binds = [word for mount in container.mounts for word in ("--bind", mount)]
+    return ["apptainer", "exec", "--nv", "--pwd", str(submission.work_dir), *binds, container.image, container.python]
+
+
+def _srun_options(container: ContainerConfig, submission: Submission) -> list[str]:
+    if container.kind != "pyxis":
+        return []
+    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    return [f"--container-image={container.image}", f"--container-workdir={submission.work_dir}", *mounts]

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+@@SBATCH@@
+
+# Copy this file, change it, and name your copy with `cluster.slurm.template`. `megatron-rl slurm` replaces the words
+# between double at-signs. Several values are lists of shell words, already quoted.
+set -euo pipefail
+
+run_dir=@@RUN_DIR@@
+config=@@CONFIG@@
+num_nodes=@@NUM_NODES@@
+python=(@@PYTHON@@) # Python of the job, with the container's command before it
+srun_options=(@@SRUN_OPTIONS@@)
+cd @@WORK_DIR@@
+@@SETUP@@
+
+job_dir="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+export MEGATRON_RL_JOB_DIR="$job_dir"
+export SLURM_EXPORT_ENV=ALL # steps receive what this script exports, and not only the names of --export
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$job_dir/token"
+mkdir -p "$job_dir"
+
+say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
+
+# Sets `step` to the command that runs a part of the job once on each of the named nodes.
+prepare() {
+  local nodes=$1 count=$2
+  shift 2
+  step=(srun --overlap --cpu-bind=none --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes"
+    "${srun_options[@]}" "${python[@]}" -m launcher.commands.slurm_job "$@" "$config")
+}
+
+# A signal must not reach Ray: the controller looks for this file, saves a checkpoint and ends the run.
+# shellcheck disable=SC2317  # called by a trap
+request_stop() {
+  say "asks the run to stop"
+  printf '{"reason": "%s", "requeue": true, "time_s": %s}\n' "SLURM's signal (time limit or preemption)" "$(date +%s)" \
+    > "$run_dir/stop.json.partial"
+  mv "$run_dir/stop.json.partial" "$run_dir/stop.json"
+}
+trap request_stop USR1
+trap 'say "was terminated"; touch "$job_dir/over"' TERM
+
+say "checks $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"
+rm -f "$run_dir/stop.json"
+(umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job_dir/allocated"
+batch_node=$SLURMD_NODENAME
+prepare "$SLURM_JOB_NODELIST" "$SLURM_JOB_NUM_NODES" check
+"${step[@]}" || say "a node could not be checked"
+prepare "$batch_node" 1 choose
+"${step[@]}"
+nodes=$(paste -sd, "$job_dir/nodes")
+
+say "starts Ray on $nodes"
+prepare "$nodes" "$num_nodes" node
+(
+  trap - USR1 TERM
+  "${step[@]}" || true
+  [ -e "$job_dir/over" ] || touch "$job_dir/node_lost"
+) &
+ray=$!
+prepare "${nodes%%,*}" 1 drive
+"${step[@]}" &
+driver=$!
+
+# A signal ends `wait`; the loop goes on until the run has ended.
+while kill -0 "$driver" 2>/dev/null; do
+  wait "$driver" || true
+done
+touch "$job_dir/over"
+while kill -0 "$ray" 2>/dev/null; do
+  wait "$ray" || true
+done
+
+code=$(cat "$job_dir/code" 2>/dev/null || echo 1)
+prepare "$batch_node" 1 decide
+"${step[@]}" || say "could not decide on a requeue"
+if [ -e "$job_dir/requeue" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

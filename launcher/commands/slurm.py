@@ -1,0 +1,108 @@
+"""`megatron-rl slurm`: renders the batch script of a run and submits it.
+
+The run directory receives the files of the job: the resolved configuration, so that later edits of CONFIG do not reach
+a waiting job, the script, and the versions of this machine's packages, with which the nodes are compared.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.checks.check import CheckedRun
+from launcher.checks.slurm import time_limit_s
+from launcher.cluster.node import package_versions
+from launcher.cluster.slurm_script import Submission, render, stop_notice_s
+from launcher.config.loading import resolved_yaml
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError, LaunchError
+from launcher.run_dir.atomic_files import read_rows, replace_text
+
+FOLDER, CONFIG, SCRIPT, PACKAGES = "slurm", "config.yaml", "job.sbatch", "packages.json"
+SUBMIT_TIMEOUT_S = 120.0
+
+
+def job_config(config: RunConfig) -> RunConfig:
+    """The configuration of the run in its job: it joins the Ray cluster of the job's nodes. Pure.
+
+    Raises:
+        ConfigError: `cluster.address` names another Ray cluster.
+    """
+    cluster = config.cluster
+    if cluster.address != "local":
+        raise ConfigError(
+            f"`cluster.address` = {cluster.address}: a SLURM job starts Ray on its own nodes; leave the key out, or "
+            "start `megatron-rl run` to join that cluster"
+        )
+    joined = cluster.model_copy(update={"address": "auto", "min_nodes": cluster.slurm.nodes})
+    return config.model_copy(update={"run_dir": str(Path(config.run_dir).absolute()), "cluster": joined})
+
+
+def prepare(config: RunConfig) -> tuple[Submission, str]:
+    """Facts of the submission, and the batch script; `config` is that of `job_config`."""
+    run_dir = Path(config.run_dir)
+    slurm = config.cluster.slurm
+    notice_s = stop_notice_s(
+        read_rows(run_dir / "metrics.jsonl"),
+        asked_s=slurm.stop_before_s,
+        limit_s=time_limit_s(slurm.time) if slurm.time else None,
+    )
+    submission = Submission(
+        run_dir=run_dir,
+        config=run_dir / FOLDER / CONFIG,
+        work_dir=Path.cwd(),
+        python=sys.executable,
+        stop_before_s=notice_s,
+    )
+    return submission, render(slurm, submission)
+
+
+def dry_run_lines(checked: CheckedRun, script: str) -> list[str]:
+    """The script, the placement and the memory plan."""
+    slurm = checked.config.cluster.slurm
+    return [
+        script,
+        f"# placement ({slurm.nodes} node(s); Ray chooses the node of each process)",
+        *checked.placement.lines(),
+        "",
+        "# memory (estimate; checked again on the nodes when the job starts)",
+        *checked.memory.lines(),
+    ]
+
+
+def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
+    """Save the job's files and submit the script; returns lines for the person: the job's id, the path of its log.
+
+    Raises:
+        LaunchError: there is no sbatch, or it refuses the script; its own words are in the message.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise LaunchError(
+            "sbatch is not on PATH: submit from a login node of the cluster, or print the script: --dry-run"
+        )
+    folder = submission.run_dir / FOLDER
+    for needed in (folder, submission.run_dir / "logs"):
+        needed.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / CONFIG, resolved_yaml(config))
+    replace_text(folder / SCRIPT, script)
+    if config.cluster.slurm.container.kind == "none":
+        replace_text(folder / PACKAGES, json.dumps(package_versions()) + "\n")
+    else:
+        (folder / PACKAGES).unlink(missing_ok=True)
+    job = _sbatch([sbatch, "--parsable", str(folder / SCRIPT)])
+    return [f"job {job}", f"log: {str(submission.log).replace('%j', job)}"]
+
+
+def _sbatch(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"sbatch did not answer within {SUBMIT_TIMEOUT_S:.0f} s; is SLURM's controller up?"
+        ) from error
+    if done.returncode:
+        raise LaunchError(f"sbatch refused {command[-1]}: {done.stderr.strip()}; correct that key of `cluster.slurm`")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,240 @@
+"""Parts of a SLURM job, started by its batch script (`launcher/cluster/templates/slurm.sh`), never by a person.
+
+check     on every node: facts and problems of the node
+choose    once: which nodes the run uses, and whether it may start
+node      on every chosen node: Ray, until the run is over
+drive     on the first chosen node: `megatron-rl run`
+decide    once: whether the job goes back into the queue
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from launcher.cluster.addresses import interfaces, node_address, resolve
+from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_problems
+from launcher.cluster.job_folder import Head, JobFolder, write_json
+from launcher.cluster.node import job_node, node_resources
+from launcher.cluster.placement import plan
+from launcher.cluster.ports import free_ports
+from launcher.cluster.ray_node import RayNode, run_ray
+from launcher.cluster.requeue import MAX_REQUEUES, decide, may_start
+from launcher.commands.slurm import CONFIG, PACKAGES
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.endings.kinds import Ending
+from launcher.run_dir.atomic_files import append_line, read_rows
+from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
+from rollout.failures import DeadlineError
+
+HEAD_TIMEOUT_S = 300.0
+"""For which nodes and the driver wait for Ray's head."""
+END_TIMEOUT_S = 90.0
+"""For which the run may end after it was told to; then it is killed."""
+_POLL_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one part; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.commands.slurm_job", description=__doc__)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("config")
+    arguments = parser.parse_args(argv)
+    config = load(RunConfig, arguments.config)
+    folder = JobFolder.of_this_job()
+    try:
+        return PARTS[arguments.part](config, folder)
+    except (ValueError, DeadlineError) as error:  # what a person can mend; anything else shows its traceback
+        _say(f"{arguments.part} on {_node_name()}: {error}")
+        if arguments.part == "node":
+            folder.note_lost_node()
+        return Ending.USER_INPUT.code if isinstance(error, ValueError) else Ending.DEADLINE.code
+
+
+def check(config: RunConfig, folder: JobFolder) -> int:
+    """Write the facts of this node and its problems."""
+    node = _node_name()
+    needs = _needs(config, folder)
+    facts = node_facts(needs, folder.path / "checks" / f"{node}.canary")
+    problems = node_problems(facts, needs)
+    write_json(folder.check_file(node), {**asdict(facts), "packages": dict(facts.packages), "problems": problems})
+    return 1 if problems else 0
+
+
+def choose(config: RunConfig, folder: JobFolder) -> int:
+    """Name the nodes of the run; the first one becomes Ray's head."""
+    slurm = config.cluster.slurm
+    allocated = (folder.path / "allocated").read_text(encoding="utf-8").split()
+    records = {node: _read(folder.check_file(node)) for node in allocated if folder.check_file(node).exists()}
+    problems = {node: [str(one) for one in _list(record["problems"])] for node, record in records.items()}
+    choice = choose_nodes(allocated, problems, num_nodes=slurm.nodes)
+    for line in choice.left_out:
+        _say(f"left out: {line}")
+    if not choice.nodes:
+        healthy = len(allocated) - len(choice.left_out)
+        _say(
+            f"{healthy} of {len(allocated)} nodes are healthy, `cluster.slurm.nodes` = {slurm.nodes} are needed; mend "
+            "the nodes named above, or raise `cluster.slurm.spares`"
+        )
+        return Ending.USER_INPUT.code
+    step, starts = _step(folder), _starts(folder)
+    if not may_start(starts, step):
+        _say(f"{MAX_REQUEUES + 1} starts at step {step} made no new step; to try again remove {folder.starts}")
+        return Ending.PROCESS_LOST.code
+    append_line(folder.starts, {"step": step, "time_s": time.time(), "job": folder.path.name})
+    (folder.path / "nodes").write_text("".join(f"{node}\n" for node in choice.nodes), encoding="utf-8")
+    return 0
+
+
+def node(config: RunConfig, folder: JobFolder) -> int:
+    """Run Ray on this node until the run is over."""
+    name, slurm = _node_name(), config.cluster.slurm
+    address, interface = node_address(name, slurm, present=interfaces(), resolved=resolve(name))
+    ports = free_ports(_job_id())
+    head: Head | None = None
+    if name == folder.nodes()[0]:
+        folder.write_head(Head(address=address, port=ports.gcs, ready_port=ports.node_manager))
+    else:
+        head = folder.wait_for_head(HEAD_TIMEOUT_S)
+        if head is None or not _wait_until_ready(head, folder):
+            return 0 if folder.is_over() or folder.lost_a_node() else Ending.DEADLINE.code
+    ray = RayNode(
+        address=address,
+        interface=interface,
+        ports=ports,
+        head=head,
+        num_cpus=-(-plan(config, job_node(slurm, node_resources())).num_actors // slurm.nodes),
+        num_gpus=slurm.gpus_per_node,
+        object_store_bytes=config.cluster.object_store_bytes,
+        temp_dir=Path(f"/tmp/mrl-{_job_id()}-{folder.nodes().index(name)}"),
+    )
+    _say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")
+    return run_ray(ray, folder, log=folder.run_dir / "logs" / name / "ray.log")
+
+
+def drive(config: RunConfig, folder: JobFolder) -> int:
+    """Run the run; end it when the job is terminated or a node is lost."""
+    head = folder.wait_for_head(HEAD_TIMEOUT_S)
+    code = Ending.PROCESS_LOST.code
+    if head is not None and _wait_until_ready(head, folder):
+        if read_request(folder.run_dir) is not None:  # it came while the nodes started
+            answer_request(folder.run_dir)
+            code = Ending.STOPPED.code
+        else:
+            code = _run(folder, head)
+    (folder.path / "code").write_text(f"{code}\n", encoding="utf-8")
+    return code
+
+
+def _run(folder: JobFolder, head: Head) -> int:
+    line = [sys.executable, "-m", "launcher", "run", str(folder.path.parent / CONFIG)]
+    run = subprocess.Popen(line, env=os.environ | {"RAY_ADDRESS": f"{head.address}:{head.port}"})
+    told_s: float | None = None
+    while run.poll() is None:
+        time.sleep(_POLL_S)
+        if told_s is None and (folder.is_over() or folder.lost_a_node()):
+            told_s = time.monotonic()
+            run.terminate()
+        elif told_s is not None and time.monotonic() - told_s > END_TIMEOUT_S:
+            run.kill()
+    return run.returncode
+
+
+def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
+    """Say whether the job goes back into the queue, and leave a file for the batch script if it does."""
+    code = int((folder.path / "code").read_text()) if (folder.path / "code").exists() else Ending.PROCESS_LOST.code
+    request = read_request(folder.run_dir, ANSWERED)
+    decision = decide(
+        code,
+        asked=request is not None and request.requeue,
+        node_lost=folder.lost_a_node(),
+        starts=_starts(folder),
+        step=_step(folder),
+    )
+    _say(decision.why)
+    if decision.again:
+        (folder.path / "requeue").touch()
+    return 0
+
+
+PARTS: Mapping[str, Callable[[RunConfig, JobFolder], int]] = {
+    "check": check,
+    "choose": choose,
+    "node": node,
+    "drive": drive,
+    "decide": decide_requeue,
+}
+
+
+def _needs(config: RunConfig, folder: JobFolder) -> NodeNeeds:
+    paths = [
+        config.model,
+        *[data.path for data in config.data.train],
+        *[s.path for s in config.evaluation.sets.values()],
+    ]
+    listed = folder.path.parent / PACKAGES  # absent where a container brings its own packages
+    return NodeNeeds(
+        paths=tuple(paths),
+        packages={name: str(version) for name, version in _read(listed).items()} if listed.exists() else {},
+        num_gpus=config.cluster.slurm.gpus_per_node,
+        shm_bytes=config.cluster.object_store_bytes,
+        temp_dir="/tmp",
+    )
+
+
+def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
+    """Whether Ray's head can be joined, before the job ends or `HEAD_TIMEOUT_S` pass."""
+    deadline = time.monotonic() + HEAD_TIMEOUT_S
+    while time.monotonic() < deadline and not folder.is_over() and not folder.lost_a_node():
+        try:
+            with socket.create_connection((head.address, head.ready_port), timeout=1):
+                return True
+        except OSError:
+            time.sleep(_POLL_S)
+    _say(f"Ray's head does not listen at {head.address}:{head.ready_port}; see logs/{folder.nodes()[0]}/ray.log")
+    return False
+
+
+def _step(folder: JobFolder) -> int:
+    """Step of the newest checkpoint; 0 without one."""
+    checkpoints = folder.run_dir / "checkpoints"
+    newest = Checkpoints(checkpoints).latest() if checkpoints.is_dir() else None
+    return newest[0] if newest else 0
+
+
+def _starts(folder: JobFolder) -> list[int]:
+    return [int(str(row["step"])) for row in read_rows(folder.starts)]
+
+
+def _node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def _job_id() -> int:
+    return int(os.environ["SLURM_JOB_ID"])
+
+
+def _read(path: Path) -> dict[str, object]:
+    row: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return row
+
+
+def _list(value: object) -> list[object]:
+    assert isinstance(value, list)
+    return value
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

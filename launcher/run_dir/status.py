@@ -1,0 +1,165 @@
+"""`status.json` in the run directory: the present phase of a run; and `megatron-rl status`, which reads files only.
+
+The file is replaced whole, at each phase and every few seconds of a long one. Any machine that sees the directory can
+read it; nothing is asked of the run.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.console import PHASES
+from launcher.run_dir.stop_request import read_request
+
+STATUS = "status.json"
+WRITE_EVERY_S = 2.0
+"""Of the progress within a phase."""
+QUIET_S = 600.0
+"""A run that has written nothing for so long may be gone."""
+_RECENT = 5
+"""Steps over which rates are averaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What a run does now."""
+
+    phase: str
+    """`ended` after the run."""
+    actor: str
+    """Part of the run that works in this phase; all others wait for it."""
+    step: int
+    """Counted from 0."""
+    num_steps: int
+    done: int = 0
+    total: int = 0
+    """Groups of the phase; 0 where a phase has no count."""
+    since_s: float = 0.0
+    """Begin of the phase, wall clock."""
+    written_s: float = 0.0
+    """Time of this record, wall clock."""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass(slots=True, kw_only=True)
+class StatusFile:
+    """Writes the status of the run of this process."""
+
+    run_dir: Path
+    num_steps: int
+    step: int = 0
+    _now: Now | None = None
+
+    def phase(self, actor: str, phase: str) -> None:
+        """A phase begins."""
+        now_s = time.time()
+        self._write(Now(phase=phase, actor=actor, step=self.step, num_steps=self.num_steps, since_s=now_s))
+
+    def progress(self, done: int, total: int) -> None:
+        """The present phase has come to `done` of `total`."""
+        if self._now is not None and time.time() - self._now.written_s >= WRITE_EVERY_S:
+            self._write(replace(self._now, done=done, total=total))
+
+    def finished(self, step: int) -> None:
+        """A step, counted from 0, is over."""
+        self.step = step + 1
+
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """The body is the run; afterwards the status says that it has ended."""
+        try:
+            yield
+        finally:
+            self.phase("", "ended")
+
+    def _write(self, now: Now) -> None:
+        self._now = replace(now, written_s=time.time())
+        partial = self.run_dir / f"{STATUS}.partial"
+        with suppress(OSError):  # a status that cannot be written must not end a run; a full disk is found elsewhere
+            partial.write_text(json.dumps(asdict(self._now)) + "\n", encoding="utf-8")
+            partial.replace(self.run_dir / STATUS)
+
+
+def read_now(run_dir: Path) -> Now | None:
+    """The last status; None where there is none."""
+    try:
+        return Now(**json.loads((run_dir / STATUS).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{run_dir / STATUS} holds no status ({error}); another version has written it"
+        ) from error
+
+
+def status_lines(run_dir: Path, *, now_s: float) -> list[str]:
+    """What the run does at `now_s` (wall clock), a line for each fact.
+
+    Raises:
+        RunDirectoryError: `run_dir` is no run directory.
+    """
+    if not (run_dir / "metrics.jsonl").exists() and not (run_dir / STATUS).exists():
+        raise RunDirectoryError(f"`{run_dir}` holds no run: it has neither {STATUS} nor metrics.jsonl")
+    now = read_now(run_dir)
+    rows = read_rows(run_dir / "metrics.jsonl")
+    newest = Checkpoints(run_dir / "checkpoints").latest() if (run_dir / "checkpoints").is_dir() else None
+    request = read_request(run_dir)
+    return [
+        *(_present(now, now_s) if now is not None else []),
+        *_rates(rows, now.num_steps if now is not None else 0),
+        f"checkpoint: step {newest[0]}" if newest else "checkpoint: none",
+        *([f"stop requested {_seconds(now_s - request.time_s)} ago: {request.reason}"] if request else []),
+    ]
+
+
+def _present(now: Now, now_s: float) -> list[str]:
+    if now.phase == "ended":
+        return [f"ended {_seconds(now_s - now.written_s)} ago on {now.host}, {now.step} of {now.num_steps} steps"]
+    where = f"{now.host}, process {now.pid}"
+    silent_s = now_s - now.written_s
+    quiet = f"; nothing written for {_seconds(silent_s)}, the run may be gone" if silent_s > QUIET_S else ""
+    count = f", {now.done} of {now.total} groups" if now.total else ""
+    step = min(now.step + 1, now.num_steps)
+    return [
+        f"step {step} of {now.num_steps}: {now.phase} for {_seconds(now_s - now.since_s)}{count} (all wait for "
+        f"{now.actor})",
+        f"running on {where}, last record {_seconds(silent_s)} ago{quiet}",
+    ]
+
+
+def _rates(rows: Sequence[Mapping[str, object]], num_steps: int) -> list[str]:
+    """Averages over the last steps."""
+    recent = rows[-_RECENT:]
+    step_s = _mean(recent, "timing_s/step")
+    if step_s is None:
+        return []
+    phases = [f"{phase} {mean:.1f}" for phase in PHASES if (mean := _mean(recent, f"timing_s/{phase}")) is not None]
+    found = [f"last {len(recent)} step(s): {step_s:.1f} s each ({', '.join(phases)})"]
+    figures = {"perf/throughput_tokens_s": "tokens/s", "reward/mean": "reward"}
+    rates = [f"{label} {mean:.4g}" for key, label in figures.items() if (mean := _mean(recent, key)) is not None]
+    left = num_steps - len(rows)
+    if left > 0:
+        rates.append(f"{left} steps to go, about {_seconds(left * step_s)}")
+    return [*found, *([", ".join(rates)] if rates else [])]
+
+
+def _mean(rows: Sequence[Mapping[str, object]], key: str) -> float | None:
+    values = [value for row in rows if isinstance(value := row.get(key), int | float)]
+    return sum(values) / len(values) if values else None
+
+
+def _seconds(seconds: float) -> str:
+    """In the unit that a person would choose."""
+    if seconds < 120:
+        return f"{max(seconds, 0):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,70 @@
+"""A file that asks a run to stop: `stop.json` in the run directory.
+
+A signal would reach Ray's processes before the controller. The controller looks for the file between phases and during
+a rollout, saves a checkpoint and renames the file to `stopped.json`. The batch script of a SLURM job writes the same
+file. A request from before the run's start is ignored.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from launcher.run_dir.atomic_files import replace_text
+
+REQUEST, ANSWERED = "stop.json", "stopped.json"
+CHECK_EVERY_S = 1.0
+"""A shared file system is asked no more often than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """What was asked, and when."""
+
+    reason: str
+    requeue: bool = False
+    """The SLURM job is to go back into the queue."""
+    time_s: float = 0.0
+    """Wall clock."""
+
+
+def write_request(run_dir: Path, *, reason: str, requeue: bool = False) -> None:
+    """Ask the run in `run_dir` to stop."""
+    request = StopRequest(reason=reason, requeue=requeue, time_s=time.time())
+    replace_text(run_dir / REQUEST, json.dumps(asdict(request)) + "\n")
+
+
+def read_request(run_dir: Path, name: str = REQUEST) -> StopRequest | None:
+    """The request in `run_dir`; None without one, or for a file that holds none."""
+    try:
+        row = json.loads((run_dir / name).read_text(encoding="utf-8"))
+        return StopRequest(reason=str(row["reason"]), requeue=bool(row["requeue"]), time_s=float(row["time_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def answer_request(run_dir: Path) -> None:
+    """The run has stopped: the request is renamed, so that the next start does not see it."""
+    (run_dir / REQUEST).replace(run_dir / ANSWERED)
+
+
+@dataclass(slots=True, kw_only=True)
+class StopWatch:
+    """Whether the run of this process is asked to stop; reads the file at most once per `CHECK_EVERY_S`."""
+
+    run_dir: Path
+    since_s: float = field(default_factory=lambda: psutil.Process().create_time())
+    """Start of this process, wall clock. Older requests were meant for an earlier run."""
+    _checked_s: float = -CHECK_EVERY_S
+    _found: bool = False
+
+    def __call__(self) -> bool:
+        """Whether there is a request; stays true."""
+        now_s = time.monotonic()
+        if not self._found and now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            request = read_request(self.run_dir)
+            self._found = request is not None and request.time_s >= self.since_s - 1
+        return self._found

@@ -1,0 +1,13 @@
+"""A run that ends early because it was asked to, with a checkpoint of what it has learned."""
+
+
+class StopRequestedError(Exception):
+    """The run has stopped on request; its newest checkpoint is of `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped on request after step {step}")
+        self.step = step
+
+
+class RolloutInterruptedError(Exception):
+    """Raised by the progress callback of a rollout to leave it; the step will be sampled again."""

@@ -1,0 +1,66 @@
+import pytest
+
+from launcher.checks.slurm import slurm_problems, time_limit_s
+from launcher.config.slurm import ContainerConfig, SlurmConfig
+
+
+def test_defaults_and_a_whole_example_are_accepted() -> None:
+    assert slurm_problems(SlurmConfig()) == []
+    example = SlurmConfig(
+        partition="gpu,long",
+        constraint="[rack1|rack2]&h100",
+        exclude="n[01-04,7]",
+        time="2-00:00:00",
+        extra=("--mail-type=END", "-J name"),
+        container=ContainerConfig(kind="pyxis", image="lab/rl:1", mounts=("/data:/data", "/a:/b:ro")),
+        modules=("cuda/12.8",),
+        environment=("WANDB_API_KEY",),
+        interface="ib0",
+        addresses={"n1": "10.0.0.1"},
+    )
+    assert slurm_problems(example) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("partition", "gpu long", "`cluster.slurm.partition` = 'gpu long' has blanks or quotes"),
+        ("account", "a\nb", "`cluster.slurm.account` = 'a\\nb' has blanks or quotes"),
+        ("time", "2 days", "`cluster.slurm.time` = '2 days' is no time limit of SLURM; write MINUTES"),
+        ("extra", ("mail-type=END",), "`cluster.slurm.extra` = 'mail-type=END' is no option of sbatch"),
+        ("extra", ("--a\n#SBATCH --b",), "`cluster.slurm.extra` = '--a\\n#SBATCH --b' is no option of sbatch"),
+        ("extra", ("--nodes=3",), "`cluster.slurm.extra` = '--nodes=3': the script sets --nodes itself; set `cluster"),
+        (
+            "extra",
+            ("--no-requeue",),
+            "`cluster.slurm.extra` = '--no-requeue': the script sets --no-requeue itself; copy",
+        ),
+        ("environment", ("KEY=secret",), "`cluster.slurm.environment` = 'KEY=secret' is no variable name; give names"),
+        ("modules", ("cuda 12",), "`cluster.slurm.modules` = 'cuda 12' is not one word"),
+        ("interface", "ib0; rm", "`cluster.slurm.interface` = 'ib0; rm' is no interface name"),
+        ("addresses", {"n1": "10.0.0"}, "`cluster.slurm.addresses.n1` = '10.0.0' is no IPv4 address"),
+        ("container", ContainerConfig(image="x"), "`cluster.slurm.container.kind` = none with an image or mounts"),
+        ("container", ContainerConfig(kind="pyxis"), "`cluster.slurm.container.kind` = pyxis without an image"),
+        (
+            "container",
+            ContainerConfig(kind="apptainer", image="x", mounts=("data:/data",)),
+            "`cluster.slurm.container.mounts` = 'data:/data' is not SOURCE:TARGET",
+        ),
+    ],
+)
+def test_a_bad_value_is_one_problem_that_names_it(key: str, value: object, problem: str) -> None:
+    (found,) = slurm_problems(SlurmConfig(**{key: value}))
+    assert found.startswith(problem)
+
+
+def test_a_stop_must_come_before_the_time_limit_and_after_the_start() -> None:
+    (found,) = slurm_problems(SlurmConfig(time="10", stop_before_s=600))
+    assert "is not below the time limit of 600 s" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:00:05", 3605), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:1", 86401)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert time_limit_s(text) == seconds

@@ -1,0 +1,62 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.health import NodeFacts, NodeNeeds, choose_nodes, node_facts, node_problems
+from launcher.cluster.node import package_versions
+
+NEEDS = NodeNeeds(
+    paths=("/shared/model",), packages={"torch": "2.13.0"}, num_gpus=8, shm_bytes=1 << 30, temp_dir="/tmp"
+)
+HEALTHY = NodeFacts(
+    node="n1",
+    unreadable=(),
+    packages={"torch": "2.13.0", "numba": "0.61"},
+    num_gpus=8,
+    gpu_processes=(),
+    shm_bytes=2 << 30,
+    disk_bytes=2 << 30,
+    open_files=65536,
+    clock_skew_s=0.01,
+)
+
+
+def test_a_healthy_node_has_no_problem() -> None:
+    assert node_problems(HEALTHY, NEEDS) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"unreadable": ("/shared/model",)}, "cannot read /shared/model; mount it there"),
+        ({"packages": {"torch": "2.12.0"}}, "torch is 2.12.0, but 2.13.0 where the job was submitted"),
+        ({"packages": {}}, "torch is missing, but 2.13.0"),
+        ({"num_gpus": 7}, "7 GPU(s), but `cluster.slurm.gpus_per_node` = 8"),
+        ({"gpu_processes": ("411, python",)}, "other processes use its GPUs: 411, python"),
+        ({"shm_bytes": 5}, "/dev/shm has 5 bytes free"),
+        ({"disk_bytes": 5}, "/tmp has 5 bytes free"),
+        ({"open_files": 1024}, "1024 open files allowed"),
+        ({"clock_skew_s": -3.0}, "its clock is -3.0 s off the file server's"),
+    ],
+)
+def test_a_fault_is_exactly_one_problem(fault: dict[str, object], problem: str) -> None:
+    (found,) = node_problems(replace(HEALTHY, **fault), NEEDS)
+    assert found.startswith(problem)
+
+
+def test_this_node_is_read(tmp_path: Path) -> None:
+    needs = replace(NEEDS, paths=(str(tmp_path), "/no/such"), packages=package_versions(), num_gpus=0, shm_bytes=1)
+    facts = node_facts(needs, tmp_path / "checks" / "me.canary")
+    assert facts.unreadable == ("/no/such",) and abs(facts.clock_skew_s) < 0.5
+
+
+def test_the_first_healthy_nodes_are_chosen_and_the_others_named() -> None:
+    found = choose_nodes(["n1", "n2", "n3", "n4"], {"n1": ["is ill"], "n2": [], "n4": []}, num_nodes=2)
+    assert found.nodes == ("n2", "n4")
+    assert found.left_out[0] == "n1: is ill"
+    assert found.left_out[1].startswith("n3: has written no record")
+
+
+def test_too_few_healthy_nodes_are_no_choice() -> None:
+    assert choose_nodes(["n1", "n2"], {"n1": []}, num_nodes=2).nodes == ()

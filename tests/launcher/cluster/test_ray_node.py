@@ -1,0 +1,63 @@
+"""Ray on one node: its command, and that nothing of it stays."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from launcher.cluster.job_folder import Head, JobFolder
+from launcher.cluster.ports import PortMap
+from launcher.cluster.ray_node import RayNode, ray_command, ray_environment
+
+HEAD = RayNode(
+    address="10.0.0.7",
+    interface="ib0",
+    ports=PortMap(base=20000),
+    head=None,
+    num_cpus=16,
+    num_gpus=8,
+    object_store_bytes=1 << 28,
+    temp_dir=Path("/tmp/mrl-1-0"),
+)
+
+
+def test_the_head_listens_and_the_others_join_it() -> None:
+    assert {"--head", "--port=20000"} <= set(ray_command(HEAD))
+    other = RayNode(
+        **{name: getattr(HEAD, name) for name in HEAD.__slots__ if name != "head"},
+        head=Head(address="10.0.0.6", port=20200, ready_port=20201),
+    )
+    command = ray_command(other)
+    assert "--address=10.0.0.6:20200" in command and "--head" not in command
+    assert ray_environment(other)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+LEAVES_ORPHANS = """
+import ctypes, subprocess, sys, time
+from launcher.cluster.ray_node import end_family
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+orphan = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True)"
+child = subprocess.Popen([sys.executable, "-c", middle], stdout=subprocess.PIPE)
+child.stdout.readline(); child.wait()
+import launcher.cluster.ray_node as module, psutil
+module.END_TIMEOUT_S = 0.2
+before = len(psutil.Process().children(recursive=True))
+end_family()
+print(before, len(psutil.Process().children(recursive=True)))
+"""
+
+
+def test_orphans_that_ignore_a_signal_are_ended_too() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES_ORPHANS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "0"]
+    assert psutil.pid_exists(psutil.Process().pid)
+
+
+def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None:
+    folder = JobFolder(path=tmp_path)
+    (tmp_path / "over").touch()
+    assert folder.wait_for_head(60) is None
+    folder.write_head(Head(address="10.0.0.6", port=20200, ready_port=20201))
+    assert folder.wait_for_head(60) == Head(address="10.0.0.6", port=20200, ready_port=20201)

@@ -1,0 +1,139 @@
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.slurm_script import DEFAULT_STOP_S, MIN_STOP_S, Submission, fill, render, stop_notice_s
+from launcher.config.slurm import ContainerConfig, SlurmConfig
+from launcher.errors import ConfigError
+
+SUBMISSION = Submission(
+    run_dir=Path("/shared/my runs/$(touch x)/a"),
+    config=Path("/shared/my runs/$(touch x)/a/slurm/config.yaml"),
+    work_dir=Path("/home/me/it's here"),
+    python="/opt/venv/bin/python",
+    stop_before_s=300,
+)
+FULL = SlurmConfig(
+    nodes=4,
+    spares=1,
+    gpus_per_node=8,
+    cpus_per_node=96,
+    partition="gpu",
+    account="lab",
+    qos="high",
+    time="1-12",
+    constraint="h100&ib",
+    exclude="n[1-3]",
+    extra=("--mail-type=END", "--comment='two words'"),
+    modules=("cuda/12.8",),
+    environment=("WANDB_API_KEY",),
+)
+
+
+def options(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_every_key_has_its_line() -> None:
+    script = render(FULL, SUBMISSION)
+    assert options(script) == [
+        "--job-name=a",
+        "--nodes=5",
+        "--ntasks-per-node=1",
+        "--partition=gpu",
+        "--account=lab",
+        "--qos=high",
+        "--time=1-12",
+        "--constraint=h100&ib",
+        "--exclude=n[1-3]",
+        "--gpus-per-node=8",
+        "--cpus-per-task=96",
+        '--output="/shared/my runs/$(touch x)/a/logs/slurm-%j.out"',
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@300",
+        "--export=PATH,HOME,USER,LANG,LD_LIBRARY_PATH,WANDB_API_KEY",
+        "--mail-type=END",
+        "--comment='two words'",
+    ]
+    assert "module load cuda/12.8" in script and "num_nodes=4" in script
+    assert script.startswith("#!/usr/bin/env bash\n#SBATCH ") and "set -euo pipefail" in script
+
+
+def test_what_is_empty_is_left_to_slurm_and_whole_nodes_are_asked_for() -> None:
+    assert options(render(SlurmConfig(), SUBMISSION))[:4] == [
+        *("--job-name=a", "--nodes=1", "--ntasks-per-node=1", "--exclusive")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("container", "python", "srun"),
+    [
+        (ContainerConfig(), "python=(/opt/venv/bin/python)", "srun_options=()"),
+        (
+            ContainerConfig(kind="pyxis", image="lab/rl:1", mounts=("/a b:/a b",)),
+            "python=(python3)",
+            "srun_options=(--container-image=lab/rl:1 '--container-workdir=/home/me/it'\"'\"'s here' "
+            "'--container-mounts=/a b:/a b')",
+        ),
+        (
+            ContainerConfig(kind="apptainer", image="/img/rl.sif", mounts=("/data:/data",), python="/opt/python"),
+            "python=(apptainer exec --nv --pwd '/home/me/it'\"'\"'s here' --bind /data:/data /img/rl.sif /opt/python)",
+            "srun_options=()",
+        ),
+    ],
+    ids=["none", "pyxis", "apptainer"],
+)
+def test_a_container_goes_around_python(container: ContainerConfig, python: str, srun: str) -> None:
+    lines = [line.partition(" #")[0] for line in render(SlurmConfig(container=container), SUBMISSION).splitlines()]
+    assert python in lines and srun in lines
+
+
+def test_paths_are_quoted_for_the_shell() -> None:
+    script = render(SlurmConfig(), SUBMISSION)
+    head = "\n".join(line for line in script.splitlines() if line.startswith(("run_dir=", "config=")))
+    shown = subprocess.run(
+        ["bash", "-euc", f'{head}\nprintf "%s" "$run_dir"'], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == str(SUBMISSION.run_dir)
+
+
+@pytest.mark.parametrize("slurm", [SlurmConfig(), FULL], ids=["default", "full"])
+def test_the_script_is_bash_and_shellcheck_has_nothing_to_say(slurm: SlurmConfig, tmp_path: Path) -> None:
+    """shellcheck is asked where it is installed."""
+    path = tmp_path / "job.sbatch"
+    plain = replace(SUBMISSION, run_dir=Path("/shared/my runs/a"), config=Path("/shared/my runs/a/slurm/config.yaml"))
+    path.write_text(render(slurm, plain))
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_template_of_the_users_own_is_used_and_judged(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text("@@SBATCH@@\n@@RUN@@\n")
+    with pytest.raises(ConfigError, match=r"mine\.sh: unknown word\(s\) RUN; known are CONFIG"):
+        render(SlurmConfig(template=str(path)), SUBMISSION)
+    with pytest.raises(ConfigError, match=r"mine\.sh: lacks @@B@@"):
+        fill("@@A@@", {"A": "1", "B": "2"}, name="mine.sh")
+    with pytest.raises(ConfigError, match=r"absent\.sh: No such file"):
+        render(SlurmConfig(template="absent.sh"), SUBMISSION)
+
+
+def step(seconds: float, save: float = 0.0) -> dict[str, object]:
+    return {"timing_s/step": seconds} | ({"timing_s/checkpoint": save} if save else {})
+
+
+def test_the_notice_of_a_stop_follows_the_longest_step_and_the_longest_save() -> None:
+    rows = [step(100, 30), step(180), step(90, 40)]
+    assert stop_notice_s(rows, asked_s=0, limit_s=None) == 180 + 2 * 40 + MIN_STOP_S
+    assert stop_notice_s([], asked_s=0, limit_s=None) == DEFAULT_STOP_S
+    assert stop_notice_s(rows, asked_s=50, limit_s=None) == 50
+
+
+def test_the_notice_is_at_most_half_the_time_limit() -> None:
+    assert stop_notice_s([], asked_s=0, limit_s=300) == 150

@@ -1,0 +1,115 @@
+"""`megatron-rl slurm`, `status` and `stop` as a person calls them; a script stands in for sbatch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.cli import main
+from launcher.run_dir.status import StatusFile
+from launcher.run_dir.stop_request import read_request
+
+Write = Callable[[str], Path]
+SLURM = "cluster:\n  slurm:\n    nodes: 2\n    partition: main\n    cpus_per_node: 2\n"
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a stand-in for sbatch; `arguments` there holds what it was called with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "sbatch"
+    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/arguments\necho "4711;cluster"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def test_a_run_is_submitted_with_what_the_job_needs(
+    write_config: Write,
+    sbatch: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_config(SLURM)
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", str(path), "run_dir=here", "cluster.slurm.time='1:00:00'"]) == 0
+    run_dir = tmp_path / "here"
+    assert capsys.readouterr().out.splitlines() == ["job 4711", f"log: {run_dir}/logs/slurm-4711.out"]
+    assert (sbatch / "arguments").read_text().splitlines() == ["--parsable", str(run_dir / "slurm" / "job.sbatch")]
+    saved = yaml.safe_load((run_dir / "slurm" / "config.yaml").read_text())
+    assert (saved["run_dir"], saved["cluster"]["slurm"]["time"]) == (str(run_dir), "1:00:00")
+    assert (saved["cluster"]["address"], saved["cluster"]["min_nodes"]) == ("auto", 2)
+    script = (run_dir / "slurm" / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --signal=B:USR1@600" in script
+    assert (run_dir / "logs").is_dir()
+
+
+def test_a_dry_run_prints_script_placement_and_memory_and_submits_nothing(
+    write_config: Write, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(SLURM)
+    assert main(["slurm", str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=")
+    assert "# placement (2 node(s)" in out and "trainer 0: tp 0" in out and "# memory" in out
+    assert "weights: by gloo" in out
+    assert not (sbatch / "arguments").exists()
+
+
+def test_a_bad_key_is_refused_before_anything_is_written(
+    write_config: Write, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", str(write_config(SLURM)), "cluster.slurm.time=tomorrow"]) == 2
+    assert "`cluster.slurm.time` = 'tomorrow' is no time limit of SLURM" in capsys.readouterr().err
+    assert main(["slurm", str(write_config(SLURM)), "cluster.address=10.0.0.1:6379"]) == 2
+    assert "`cluster.address` = 10.0.0.1:6379: a SLURM job starts Ray on its own nodes" in capsys.readouterr().err
+    assert not (sbatch / "arguments").exists()
+
+
+def test_a_time_limit_that_yaml_reads_as_a_number_is_refused_with_the_fix(
+    write_config: Write, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", str(write_config(SLURM)), "cluster.slurm.time=1:00:00"]) == 2
+    assert (
+        "`cluster.slurm.time` = 3600: input should be a valid string (Time limit in quotes" in capsys.readouterr().err
+    )
+
+
+def test_a_refusal_of_sbatch_is_shown_in_its_own_words(
+    write_config: Write, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sbatch / "sbatch").write_text("#!/bin/sh\necho 'error: invalid partition: main' >&2\nexit 1\n")
+    assert main(["slurm", str(write_config(SLURM))]) == 2
+    assert "error: invalid partition: main; correct that key of `cluster.slurm`" in capsys.readouterr().err
+
+
+def test_without_sbatch_the_login_node_is_named(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["slurm", str(write_config(SLURM))]) == 2
+    assert "submit from a login node" in capsys.readouterr().err
+
+
+def test_a_run_under_way_is_asked_to_stop_and_its_status_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StatusFile(run_dir=tmp_path, num_steps=3).phase("trainer", "train")
+    assert main(["stop", str(tmp_path)]) == 0
+    request = read_request(tmp_path)
+    assert request is not None and not request.requeue
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "step 1 of 3: train for 0 s (all wait for trainer)" in out and "stop requested 0 s ago" in out
+
+
+def test_a_run_that_is_not_under_way_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusFile(run_dir=tmp_path, num_steps=3).until_the_end():
+        pass
+    assert main(["stop", str(tmp_path)]) == 2
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    error = capsys.readouterr().err
+    assert "no run is under way there" in error and "nowhere` holds no run" in error

@@ -1,0 +1,70 @@
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import RunDirectoryError
+from launcher.run_dir.status import StatusFile, read_now, status_lines
+from launcher.run_dir.stop_request import write_request
+
+
+def write_steps(run_dir: Path, num_steps: int) -> None:
+    rows = [
+        {"step": step, "timing_s/step": 40.0, "timing_s/rollout": 30.0, "perf/throughput_tokens_s": 1234.0}
+        for step in range(num_steps)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_status_says_phase_step_rates_checkpoint_and_request(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10, step=2)
+    status.finished(2)
+    status.phase("engines", "rollout")
+    write_steps(tmp_path, 3)
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("2\n")
+    write_request(tmp_path, reason="megatron-rl stop")
+    first, second, *rest = status_lines(tmp_path, now_s=time.time() + 30)
+    assert first == "step 4 of 10: rollout for 30 s (all wait for engines)"
+    assert second.startswith("running on ") and second.endswith("last record 30 s ago")
+    assert rest == [
+        "last 3 step(s): 40.0 s each (rollout 30.0)",
+        "tokens/s 1234, 7 steps to go, about 5 min",
+        "checkpoint: step 2",
+        "stop requested 30 s ago: megatron-rl stop",
+    ]
+
+
+def test_a_long_phase_reports_its_groups_and_a_silent_run_is_called_so(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10)
+    status.phase("engines", "rollout")
+    status.progress(1, 64)
+    now = read_now(tmp_path)
+    assert now is not None and now.total == 0, "progress is written every few seconds only"
+    status._now = status._now and type(status._now)(**{**_fields(status._now), "written_s": 0.0})
+    status.progress(2, 64)
+    first, second, *_ = status_lines(tmp_path, now_s=time.time() + 1200)
+    assert ", 2 of 64 groups (all wait for engines)" in first
+    assert "the run may be gone" in second
+
+
+def _fields(now: object) -> dict[str, object]:
+    return {name: getattr(now, name) for name in now.__slots__}
+
+
+def test_an_ended_run_says_so_also_after_an_error(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10, step=4)
+    with pytest.raises(KeyError), status.until_the_end():
+        raise KeyError
+    assert status_lines(tmp_path, now_s=time.time() + 60)[0].startswith("ended 60 s ago on ")
+    assert status_lines(tmp_path, now_s=time.time())[0].endswith("4 of 10 steps")
+
+
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    StatusFile(run_dir=tmp_path / "absent", num_steps=10).phase("engines", "rollout")
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        status_lines(tmp_path, now_s=0.0)

@@ -1,0 +1,42 @@
+import time
+from pathlib import Path
+
+from launcher.run_dir.stop_request import ANSWERED, StopWatch, answer_request, read_request, write_request
+
+
+def test_a_request_is_seen_and_stays_seen(tmp_path: Path) -> None:
+    watch = StopWatch(run_dir=tmp_path)
+    assert not watch()
+    write_request(tmp_path, reason="by hand")
+    watch._checked_s = 0.0
+    assert watch()
+    answer_request(tmp_path)
+    watch._checked_s = 0.0
+    assert watch()
+
+
+def test_the_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
+    watch = StopWatch(run_dir=tmp_path)
+    assert not watch()
+    write_request(tmp_path, reason="by hand")
+    assert not watch()
+
+
+def test_a_request_for_an_earlier_run_is_ignored(tmp_path: Path) -> None:
+    write_request(tmp_path, reason="by hand")
+    assert not StopWatch(run_dir=tmp_path, since_s=time.time() + 60)()
+    assert StopWatch(run_dir=tmp_path, since_s=time.time() - 60)()
+
+
+def test_what_the_batch_script_writes_is_a_request(tmp_path: Path) -> None:
+    (tmp_path / "stop.json").write_text('{"reason": "signal", "requeue": true, "time_s": 1764043200}\n')
+    request = read_request(tmp_path)
+    assert request is not None and request.requeue
+    answer_request(tmp_path)
+    assert read_request(tmp_path) is None
+    assert read_request(tmp_path, ANSWERED) == request
+
+
+def test_a_file_that_holds_no_request_is_none(tmp_path: Path) -> None:
+    (tmp_path / "stop.json").write_text("[]")
+    assert read_request(tmp_path) is None

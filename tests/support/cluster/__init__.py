@@ -1,0 +1,1 @@
+"""A real SLURM cluster of test nodes on one machine."""
