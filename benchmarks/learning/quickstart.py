@@ -129,7 +129,7 @@ def _goals(rows: Sequence[Row]) -> list[Goal]:
         Goal(name="warm start, highest", value=max(before), bound=60, direction="at most", unit="%"),
         Goal(name="k3, highest", value=max(k3), bound=5e-3, direction="at most", unit="nats"),
         Goal(name="peak memory", value=gib, bound=12, direction="at most", unit="GiB"),
-        Goal(name="example without set-up, longest", value=longest, bound=780, direction="at most", unit="s"),
+        Goal(name="example without set-up, longest", value=longest, bound=400, direction="at most", unit="s"),
     ]
     controls = [row for row in rows if row["case"] in CONTROLS]
     return goals + [

@@ -1,6 +1,6 @@
 """Generates the problems: training prompts, a held-out set and the data of the warm start.
 
-A problem is a chain of 3 to 24 digits to add and subtract whose running total stays within 0..19. An answer has every
+A problem is a chain of 3 to 12 digits to add and subtract whose running total stays within 0..19. An answer has every
 step and the result, or the result alone. About half of the warm start's answers have steps: most short chains do, most
 long ones do not. The model learns both forms; reinforcement learning then finds that steps earn more reward on long
 chains. Steps have several wordings, so that sampling has entropy. Chain lengths are long-tailed, and so are answers.
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_TOTAL = 19
-MIN_TERMS, MAX_TERMS = 3, 24
-MEAN_EXTRA_TERMS = 6.0
+MIN_TERMS, MAX_TERMS = 3, 12
+MEAN_EXTRA_TERMS = 4.0
 """Chains have `MIN_TERMS` terms plus an exponential number of further ones with this mean, cut at `MAX_TERMS`."""
 
 LONG_TERMS = 5
-"""Chains with at least this number of terms count as long: almost three in four."""
+"""Chains with at least this number of terms count as long: three in five."""
 STEPS_IF_SHORT, STEPS_IF_LONG = 0.8, 0.38
 """Shares of the warm start's short and long chains that are answered with every step."""
 
