@@ -337,7 +337,7 @@ def test_a_checkpoint_of_expert_parallel_ranks_resumes_only_with_the_same_expert
     wanted, found = assembled(whole), assembled(resumed)
     assert all(np.array_equal(tensor, found[name]) for name, tensor in wanted.items())
     spec = trainer_spec(model, DP2, algorithm)
-    with pytest.raises(RuntimeError, match=r"was saved with trainer\.parallel\.expert above 1, which is 1 now"):
+    with pytest.raises(RuntimeError, match=r"parallel\.expert above 1, but it is 1 now; set it above 1"):
         ranks.run(load_and_train, spec, batch_for(DP2, algorithm), saved, parallel=DP2)
 
 
