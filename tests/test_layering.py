@@ -124,11 +124,12 @@ FLOORS = {
     ),
     "launcher": Floor(),
     "launcher/config": Floor(imports="history rollout megatron_rl launcher"),
+    "launcher/run_dir/atomic_files.py": Floor(),
     "launcher/cluster": Floor(
         imports=(
             "history history/store/service.py rollout rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
-            "megatron_rl/controller launcher launcher/config"
+            "megatron_rl/controller launcher launcher/config launcher/run_dir/atomic_files.py"
         ),
         libraries="ray",
         loads="ray",
@@ -143,7 +144,8 @@ FLOORS = {
     "launcher/run_dir": Floor(
         imports=(
             "history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
-            "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks"
+            "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks "
+            "launcher/run_dir/atomic_files.py"
         ),
         libraries="ray wandb",
         loads="ray",
@@ -153,7 +155,7 @@ FLOORS = {
         loads="ray",
     ),
     "launcher/report": Floor(
-        imports="history/drafting rollout rollout/tracing launcher/run_dir",
+        imports="history/drafting rollout rollout/tracing launcher/run_dir launcher/run_dir/atomic_files.py",
         libraries="matplotlib",
         loads="matplotlib",
     ),
@@ -163,7 +165,7 @@ FLOORS = {
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/batching megatron_rl/weights "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster "
-            "launcher/checks launcher/run_dir launcher/endings launcher/report"
+            "launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings launcher/report"
         ),
         libraries="ray",
         loads="ray matplotlib",

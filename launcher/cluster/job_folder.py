@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launcher.run_dir.atomic_files import replace_text
 from rollout.failures import DeadlineError
 
 VARIABLE = "MEGATRON_RL_JOB_DIR"
@@ -90,7 +91,7 @@ class JobFolder:
 
     def write_head(self, head: Head) -> None:
         """Tell the other nodes where the head listens."""
-        write_json(self.path / "head.json", asdict(head))
+        replace_text(self.path / "head.json", json.dumps(asdict(head)) + "\n")
 
     def wait_for_head(self, timeout_s: float) -> Head | None:
         """Where the head listens; None if the run has ended before.
@@ -110,10 +111,3 @@ class JobFolder:
             time.sleep(_POLL_S)
         row = json.loads(path.read_text(encoding="utf-8"))
         return Head(address=str(row["address"]), port=int(row["port"]), ready_port=int(row["ready_port"]))
-
-
-def write_json(path: Path, row: object) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    partial.replace(path)

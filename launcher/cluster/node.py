@@ -24,6 +24,11 @@ PACKAGES = (
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """CPU flags that decide the choice of kernels."""
 
+RAY_SETTINGS = {"worker_niceness": 0, "prestart_worker_first_driver": False}
+"""Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
+the slowest one. Ray also prestarts a worker per core; our actors use none of them, because each needs its own
+environment."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:

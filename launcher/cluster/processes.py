@@ -18,6 +18,7 @@ import ray
 
 from history.config import HistoryConfig
 from history.store.service import HistoryService, start_history
+from launcher.cluster.node import RAY_SETTINGS
 from launcher.config.schema import ClusterConfig
 from launcher.errors import Terminated
 from megatron_rl.ranks import TrainerRank
@@ -41,12 +42,6 @@ CLOSE_TIMEOUT_S = 15.0
 """Time for an engine or a text actor to end its children."""
 
 _POLL_S = 0.5
-
-_LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
-"""Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
-the slowest one. Ray also prestarts a worker per core; our actors use none of them, because each needs its own
-environment."""
-
 
 Actor = ray.actor.ActorHandle
 StartingEngines = tuple[EngineGroup, EngineCall[None]]
@@ -196,7 +191,7 @@ def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
             log_to_driver=False,
             logging_level="ERROR",
             namespace="megatron_rl",
-            _system_config=_LOCAL_RAY if local else None,
+            _system_config=RAY_SETTINGS if local else None,
         )
     except BaseException as error:  # after a failed start Ray does not end its own processes
         ray.shutdown()

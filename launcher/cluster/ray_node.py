@@ -6,6 +6,7 @@ and Ray's temporary folder are removed as well.
 """
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from types import FrameType
 import psutil
 
 from launcher.cluster.job_folder import Head, JobFolder
+from launcher.cluster.node import RAY_SETTINGS
 from launcher.cluster.ports import PortMap
 from rollout.transports.shm_files import sweep
 
@@ -69,8 +71,7 @@ def ray_environment(node: RayNode) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": node.interface,
         "VLLM_HOST_IP": node.address,
         "RAY_raylet_start_wait_time_s": "120",
-        "RAY_worker_niceness": "0",
-        "RAY_prestart_worker_first_driver": "false",
+        **{f"RAY_{name}": json.dumps(value) for name, value in RAY_SETTINGS.items()},
         "RAY_DISABLE_IMPORT_WARNING": "1",
     }
 

@@ -18,6 +18,7 @@ ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "LANG", "LD_LIBRARY_PATH")
 DEFAULT_STOP_S = 600
 """Notice of a stop before any step was measured."""
 MIN_STOP_S = 60
+_RECENT = 20
 _WORD = re.compile(r"@@([A-Z_]+)@@")
 
 
@@ -69,22 +70,23 @@ def fill(template: str, values: Mapping[str, str], *, name: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", _WORD.sub(lambda match: values[match[1]], template))
 
 
-def stop_notice_s(rows: Sequence[Mapping[str, object]], *, asked_s: int, limit_s: int | None) -> int:
+def stop_notice_s(steps_s: Sequence[float], saves_s: Sequence[float], *, asked_s: int, limit_s: int | None) -> int:
     """Seconds before the time limit at which the run is asked to stop.
 
     A request ends a rollout at once, but not training, publishing or a save. So the notice is the longest recent step
     plus twice the longest recent save, and `MIN_STOP_S` for the way of the signal. It is at most half the time limit.
 
     Args:
-        rows: rows of `metrics.jsonl`.
+        steps_s: seconds of each step so far.
+        saves_s: seconds of each save so far.
         asked_s: `cluster.slurm.stop_before_s`; 0 leaves it to the measurement.
         limit_s: the time limit; None without one.
     """
-    recent = rows[-20:]
-    steps = [value for row in recent if isinstance(value := row.get("timing_s/step"), int | float)]
-    saves = [value for row in rows if isinstance(value := row.get("timing_s/checkpoint"), int | float)]
-    measured = int(max(steps) + 2 * max(saves[-20:], default=max(steps)) + MIN_STOP_S) if steps else DEFAULT_STOP_S
-    notice_s = asked_s or measured
+    measured_s = DEFAULT_STOP_S
+    if steps_s:
+        step_s = max(steps_s[-_RECENT:])
+        measured_s = int(step_s + 2 * max(saves_s[-_RECENT:], default=step_s) + MIN_STOP_S)
+    notice_s = asked_s or measured_s
     return notice_s if limit_s is None else min(notice_s, max(limit_s // 2, 1))
 
 

@@ -44,8 +44,10 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
     """Facts of the submission, and the batch script; `config` is that of `job_config`."""
     run_dir = Path(config.run_dir)
     slurm = config.cluster.slurm
+    steps_s, saves_s = recorded_times(run_dir)
     notice_s = stop_notice_s(
-        read_rows(run_dir / "metrics.jsonl"),
+        steps_s,
+        saves_s,
         asked_s=slurm.stop_before_s,
         limit_s=time_limit_s(slurm.time) if slurm.time else None,
     )
@@ -57,6 +59,19 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
         stop_before_s=notice_s,
     )
     return submission, render(slurm, submission)
+
+
+def recorded_times(run_dir: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each step and of each save that an earlier start of the run has recorded.
+
+    A save ends after the metrics of its step are written, so its time is read from the spans of `events.jsonl`.
+    """
+    steps = [row["timing_s/step"] for row in read_rows(run_dir / "metrics.jsonl")]
+    saves = [row for row in read_rows(run_dir / "events.jsonl") if row.get("activity") == "checkpoint"]
+    return (
+        [float(str(seconds)) for seconds in steps],
+        [float(str(row["end_s"])) - float(str(row["start_s"])) for row in saves],
+    )
 
 
 def dry_run_lines(checked: CheckedRun, script: str) -> list[str]:

@@ -20,17 +20,17 @@ from pathlib import Path
 
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_problems
-from launcher.cluster.job_folder import Head, JobFolder, write_json
+from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import job_node, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_node import RayNode, run_ray
-from launcher.cluster.requeue import MAX_REQUEUES, decide, may_start
+from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
 from launcher.commands.slurm import CONFIG, PACKAGES
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
-from launcher.run_dir.atomic_files import append_line, read_rows
+from launcher.run_dir.atomic_files import append_line, read_rows, replace_text
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
 from rollout.failures import DeadlineError
@@ -65,7 +65,8 @@ def check(config: RunConfig, folder: JobFolder) -> int:
     needs = _needs(config, folder)
     facts = node_facts(needs, folder.path / "checks" / f"{node}.canary")
     problems = node_problems(facts, needs)
-    write_json(folder.check_file(node), {**asdict(facts), "packages": dict(facts.packages), "problems": problems})
+    record = {**asdict(facts), "packages": dict(facts.packages), "problems": problems}
+    replace_text(folder.check_file(node), json.dumps(record) + "\n")
     return 1 if problems else 0
 
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,3 +108,44 @@ def test_two_nodes_run_two_steps_and_nothing_is_left_on_them(cluster: SlurmClust
     assert (job_dir / "token").stat().st_mode & 0o777 == 0o600
     assert json.loads((job_dir / "checks" / "node2.json").read_text())["problems"] == []
     assert list(Path("/tmp").glob(f"mrl-{job}-*")) == []
+
+
+def test_a_signal_stops_the_run_and_the_requeued_job_goes_on(cluster: SlurmCluster, work: Path) -> None:
+    run_dir = work / "signalled"
+    job, log = submit(cluster, work, "run_dir=signalled", "num_steps=4", "checkpoint.every=0")
+    wait_until(lambda: bool(read_rows(run_dir / "metrics.jsonl")), log)
+    cluster.login("scancel", "--batch", "--signal=USR1", str(job))
+    wait_until(lambda: "requeued" in log.read_text(), log)
+    restart(cluster, job)
+    output = wait_for_end(cluster, job, log)
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
+    assert output.rstrip().endswith("the run is done")
+    first, second = read_rows(run_dir / "slurm" / "starts.jsonl")
+    assert first["step"] == 0 and int(str(second["step"])) >= 1
+    assert {node: left_on(cluster, node) for node in cluster.nodes} == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+def test_a_node_that_dies_costs_a_requeue_and_no_finished_step(cluster: SlurmCluster, work: Path) -> None:
+    run_dir = work / "lost"
+    job, log = submit(cluster, work, "run_dir=lost", "num_steps=4", "checkpoint.every=1")
+    wait_until(lambda: (run_dir / "checkpoints" / "latest").exists(), log)
+    cluster.kill("node2")
+    wait_until(lambda: cluster.login("squeue", "-h", "-j", str(job), "-o", "%T").strip() == "PENDING", log)
+    cluster.boot("node2")
+    restart(cluster, job)
+    output = wait_for_end(cluster, job, log)
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
+    starts = [int(str(row["step"])) for row in read_rows(run_dir / "slurm" / "starts.jsonl")]
+    assert starts[0] == 0 and starts[-1] >= 1
+
+
+def wait_until(condition: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+
+
+def restart(cluster: SlurmCluster, job: int) -> None:
+    """SLURM lets a requeued job wait for two minutes; start it now."""
+    cluster.login("scontrol", "update", f"jobid={job}", "starttime=now")

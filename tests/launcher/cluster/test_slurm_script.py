@@ -12,7 +12,7 @@ from launcher.errors import ConfigError
 SUBMISSION = Submission(
     run_dir=Path("/shared/my runs/$(touch x)/a"),
     config=Path("/shared/my runs/$(touch x)/a/slurm/config.yaml"),
-    work_dir=Path("/home/me/it's here"),
+    work_dir=Path("/work dirs/it's here"),
     python="/opt/venv/bin/python",
     stop_before_s=300,
 )
@@ -76,12 +76,13 @@ def test_what_is_empty_is_left_to_slurm_and_whole_nodes_are_asked_for() -> None:
         (
             ContainerConfig(kind="pyxis", image="lab/rl:1", mounts=("/a b:/a b",)),
             "python=(python3)",
-            "srun_options=(--container-image=lab/rl:1 '--container-workdir=/home/me/it'\"'\"'s here' "
+            "srun_options=(--container-image=lab/rl:1 '--container-workdir=/work dirs/it'\"'\"'s here' "
             "'--container-mounts=/a b:/a b')",
         ),
         (
             ContainerConfig(kind="apptainer", image="/img/rl.sif", mounts=("/data:/data",), python="/opt/python"),
-            "python=(apptainer exec --nv --pwd '/home/me/it'\"'\"'s here' --bind /data:/data /img/rl.sif /opt/python)",
+            "python=(apptainer exec --nv --pwd '/work dirs/it'\"'\"'s here' --bind /data:/data /img/rl.sif "
+            "/opt/python)",
             "srun_options=()",
         ),
     ],
@@ -124,16 +125,12 @@ def test_a_template_of_the_users_own_is_used_and_judged(tmp_path: Path) -> None:
         render(SlurmConfig(template="absent.sh"), SUBMISSION)
 
 
-def step(seconds: float, save: float = 0.0) -> dict[str, object]:
-    return {"timing_s/step": seconds} | ({"timing_s/checkpoint": save} if save else {})
-
-
 def test_the_notice_of_a_stop_follows_the_longest_step_and_the_longest_save() -> None:
-    rows = [step(100, 30), step(180), step(90, 40)]
-    assert stop_notice_s(rows, asked_s=0, limit_s=None) == 180 + 2 * 40 + MIN_STOP_S
-    assert stop_notice_s([], asked_s=0, limit_s=None) == DEFAULT_STOP_S
-    assert stop_notice_s(rows, asked_s=50, limit_s=None) == 50
+    assert stop_notice_s([100, 180, 90], [30, 40], asked_s=0, limit_s=None) == 180 + 2 * 40 + MIN_STOP_S
+    assert stop_notice_s([100, 180, 90], [], asked_s=0, limit_s=None) == 180 + 2 * 180 + MIN_STOP_S
+    assert stop_notice_s([], [], asked_s=0, limit_s=None) == DEFAULT_STOP_S
+    assert stop_notice_s([100], [30], asked_s=50, limit_s=None) == 50
 
 
 def test_the_notice_is_at_most_half_the_time_limit() -> None:
-    assert stop_notice_s([], asked_s=0, limit_s=300) == 150
+    assert stop_notice_s([], [], asked_s=0, limit_s=300) == 150

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from launcher.cli import main
+from launcher.commands.slurm import recorded_times
+from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import read_request
 
@@ -45,6 +47,20 @@ def test_a_run_is_submitted_with_what_the_job_needs(
     script = (run_dir / "slurm" / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and "#SBATCH --signal=B:USR1@600" in script
     assert (run_dir / "logs").is_dir()
+
+
+def test_a_resubmitted_run_gets_its_notice_from_the_recorded_steps_and_saves(
+    write_config: Write, sbatch: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with RunDirectory(run_dir) as directory:
+        directory.append_metrics(0, {"timing_s/step": 100.0})
+        directory.append_metrics(1, {"timing_s/step": 180.5})
+        directory.record_span("trainer", "train", 20.0, 90.0)
+        directory.record_span("trainer", "checkpoint", 100.0, 140.0)
+    assert recorded_times(run_dir) == ([100.0, 180.5], [40.0])
+    assert main(["slurm", str(write_config(SLURM)), f"run_dir={run_dir}"]) == 0
+    assert "#SBATCH --signal=B:USR1@320" in (run_dir / "slurm" / "job.sbatch").read_text()
 
 
 def test_a_dry_run_prints_script_placement_and_memory_and_submits_nothing(

@@ -79,14 +79,6 @@ class SlurmCluster:
         self._init(node).kill()
         self.daemons.pop(node).wait()
 
-    def cut(self, node: str) -> None:
-        """Unplug the network of a node."""
-        _run("ip", "-n", SWITCH, "link", "set", f"v{node}", "down")
-
-    def join(self, node: str) -> None:
-        """Plug it in again."""
-        _run("ip", "-n", SWITCH, "link", "set", f"v{node}", "up")
-
     def down(self) -> None:
         """End everything, also of a cluster that came up in part."""
         for name in [LOGIN, *self.nodes]:

@@ -1,11 +1,9 @@
 import pytest
 
-from launcher.cluster.requeue import MAX_REQUEUES, STOPPED, decide, may_start
+from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
 from launcher.endings.kinds import Ending
 
-
-def test_the_code_of_a_requested_stop_is_that_of_the_command_line() -> None:
-    assert Ending.STOPPED.code == STOPPED
+STOPPED = Ending.STOPPED.code
 
 
 def test_a_run_that_stopped_for_the_time_limit_is_requeued() -> None:

@@ -7,12 +7,12 @@ loops: at most `MAX_REQUEUES` requeues without a new step, whoever requeued the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.endings.kinds import Ending
+
 MAX_REQUEUES = 2
 """Without a new step in between."""
-STOPPED = 75
-"""Exit code of a run that stopped on request (EX_TEMPFAIL of sysexits.h)."""
-LOST = (5, 9)
-"""Exit codes of a deadline that passed and of a lost process: a node may have died."""
+LOST = (Ending.DEADLINE.code, Ending.PROCESS_LOST.code)
+"""Exit codes after which a node may have died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ def decide(code: int, *, asked: bool, node_lost: bool, starts: Sequence[int], st
         starts: step of each start of the run, this one included.
         step: step of the newest checkpoint now.
     """
-    if code == STOPPED and not asked:
+    if code == Ending.STOPPED.code and not asked:
         return Requeue(again=False, why=f"the run was stopped by hand after step {step}: not requeued")
-    if code == STOPPED:
+    if code == Ending.STOPPED.code:
         reason = f"the run stopped on request after step {step}"
     elif code in LOST or (code != 0 and node_lost):
         reason = (
