@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
-from launcher.cluster.node import job_node, node_resources
+from launcher.cluster.node import job_nodes, node_resources
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
@@ -114,7 +114,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, node_resources())
+    checked = check_run(config, [node_resources()])
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -131,7 +131,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
 def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = job_config(load(RunConfig, path, overrides))
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, job_node(config.cluster.slurm, node_resources()))
+    checked = check_run(config, job_nodes(config.cluster.slurm, node_resources()))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     submission, script = prepare(config)

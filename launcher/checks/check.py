@@ -4,6 +4,7 @@ bad rows, a model that the partition does not divide, too little memory.
 One `ConfigError` lists every problem. A check that needs a missing file is left out. Nothing here imports torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,9 @@ class CheckedRun:
     """Sentences for the user about a run that is not refused."""
 
 
-def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
-    """The facts of a run that can be started; raises a `ConfigError` with every problem otherwise."""
+def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
+    """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
+    node = nodes[0]
     problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
     for number, dataset in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", dataset.path)
@@ -76,7 +78,7 @@ def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
         spec=spec,
         format=format,
         costs=cost_model(spec, config.trainer),
-        placement=plan(config, node),
+        placement=plan(config, nodes),
         memory=memory,
         warnings=tuple(warnings),
     )

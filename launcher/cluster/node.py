@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +42,12 @@ class NodeResources:
     """Total memory of each device; empty without GPUs."""
     gpu_capability: tuple[int, int] | None = None
     """Compute capability of the oldest device; None if unknown."""
+    name: str = ""
+    """Name in the Ray cluster; empty for the node of a Ray cluster that the command starts."""
+    rack: str = ""
+    """Label of the switch that the node is connected to; empty if unknown."""
+    block: str = ""
+    """Label of the group of racks; empty if unknown."""
 
 
 def node_resources() -> NodeResources:
@@ -67,6 +73,12 @@ def job_node(slurm: SlurmConfig, local: NodeResources) -> NodeResources:
         gpu_bytes=of_one * slurm.gpus_per_node,
         gpu_capability=local.gpu_capability if slurm.gpus_per_node else None,
     )
+
+
+def job_nodes(slurm: SlurmConfig, local: NodeResources) -> tuple[NodeResources, ...]:
+    """All nodes of a SLURM job, as far as the submitting machine can know them; see `job_node`. Pure."""
+    node = job_node(slurm, local)
+    return tuple(replace(node, name=f"node {number + 1}") for number in range(slurm.nodes))
 
 
 def describe() -> dict[str, object]:

@@ -40,7 +40,7 @@ class RayNode:
     head: Head | None
     """None on the head node itself."""
     num_cpus: int
-    """Logical CPUs, one an actor: so few that Ray uses every node."""
+    """Logical CPUs, enough for every actor: the placement names the node of each."""
     num_gpus: int
     object_store_bytes: int
     temp_dir: Path

@@ -12,6 +12,7 @@ from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
+from rollout.transports.base import Memory
 
 
 def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> TrainPhasePolicy:
@@ -76,11 +77,12 @@ def build_delivery(checked: CheckedRun, workers: Workers, plan: ReshardPlan) -> 
     timeout_s = checked.config.publish.timeout_s
     trainer, engines = workers.trainer, workers.engines
     match checked.placement.transport:
-        case "shm":
+        case "shm" if not checked.placement.spans_nodes:
             return ShmDelivery(trainer, engines, timeout_s=timeout_s)
-        case "cuda_ipc":
-            homes = [slot.devices for slot in checked.placement.engines]
-            return ColocatedDelivery(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+        case "shm" | "cuda_ipc" as transport:
+            memory: Memory = "shm" if transport == "shm" else "cuda"
+            homes = checked.placement.homes
+            return ColocatedDelivery(trainer, engines, homes=homes, memory=memory, timeout_s=timeout_s)
         case backend:
             return StreamingDelivery(
                 trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s

@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_problems
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import job_node, node_resources
+from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_node import RayNode, run_ray
@@ -112,7 +112,7 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         interface=interface,
         ports=ports,
         head=head,
-        num_cpus=-(-plan(config, job_node(slurm, node_resources())).num_actors // slurm.nodes),
+        num_cpus=plan(config, job_nodes(slurm, node_resources())).num_actors,
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
         temp_dir=Path(f"/tmp/mrl-{_job_id()}-{folder.nodes().index(name)}"),

@@ -16,12 +16,12 @@ Write = Callable[[str], Path]
 
 def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_run(load(RunConfig, path, overrides), node)
+        check_run(load(RunConfig, path, overrides), [node])
     return str(refused.value)
 
 
 def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) -> None:
-    memory = check_run(load(RunConfig, write_config("")), node).memory
+    memory = check_run(load(RunConfig, write_config("")), [node]).memory
     assert 0 < memory.total_bytes < node.available_bytes
 
 
