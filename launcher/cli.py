@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
-from launcher.cluster.node import job_nodes, node_resources
+from launcher.cluster.node import NodeResources, job_nodes, node_resources
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
-from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
+from launcher.config.schema import ClusterConfig, EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, termination_raises
 from launcher.endings.screen import exit_codes
 from launcher.errors import ConfigError, RunDirectoryError, Terminated
@@ -114,7 +114,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, [node_resources()])
+    checked = check_run(config, _nodes(config.cluster))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -126,6 +126,15 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
 
     run(checked)
     return 0
+
+
+def _nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+    """Nodes that a command may use; asks a running Ray cluster for its nodes."""
+    if cluster.address == "local":
+        return (node_resources(),)
+    from launcher.cluster.ray_cluster import joined_nodes
+
+    return joined_nodes(cluster)
 
 
 def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
@@ -154,14 +163,14 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     check_eval(config)
     from launcher.commands.evaluate import evaluate
 
-    evaluate(config)
+    evaluate(config, _nodes(config.cluster))
     return 0
 
 
 def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
-    checked = check_sft(config, node_resources())
+    checked = check_sft(config, _nodes(config.cluster))
     if dry_run:
         print(resolved_yaml(config))
         print("\n".join(["# memory (estimate)", *checked.memory.lines()]))

@@ -17,7 +17,7 @@ from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, run_memory, sft_memory
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
-from launcher.cluster.placement import Placement, plan
+from launcher.cluster.placement import Placement, plan, plan_sft
 from launcher.config.loading import listing
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError
@@ -25,6 +25,7 @@ from megatron_rl.batching.cost_model import CostModel, cost_model
 from megatron_rl.config import ParallelConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model.spec import ModelSpec, check_parallel, read_model_spec
+from megatron_rl.ranks import TrainerRank
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes
 from rollout.config import EngineConfig, EvalSetConfig
 from rollout.weights.format import WeightFormat
@@ -44,6 +45,8 @@ class CheckedRun:
     costs: CostModel
     """Costs of samples, by which they are spread over ranks and micro batches."""
     placement: Placement
+    nodes: tuple[NodeResources, ...]
+    """Nodes that the run may use."""
     memory: MemoryPlan
     warnings: tuple[str, ...]
     """Sentences for the user about a run that is not refused."""
@@ -79,6 +82,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
         format=format,
         costs=cost_model(spec, config.trainer),
         placement=plan(config, nodes),
+        nodes=tuple(nodes),
         memory=memory,
         warnings=tuple(warnings),
     )
@@ -108,11 +112,15 @@ class CheckedSft:
     config: SftConfig
     spec: ModelSpec
     """Architecture of the model in `config.model`."""
+    ranks: tuple[TrainerRank, ...]
+    nodes: tuple[NodeResources, ...]
+    """Nodes that the warm start may use."""
     memory: MemoryPlan
 
 
-def check_sft(config: SftConfig, node: NodeResources) -> CheckedSft:
-    """The facts of a warm start that can be started; raises a `ConfigError` with every problem otherwise."""
+def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
+    """The facts of a warm start that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
+    node = nodes[0]
     problems = sft_file("data.path", config.data.path)
     spec = _model(config.model, problems)
     if spec is None:
@@ -132,7 +140,8 @@ def check_sft(config: SftConfig, node: NodeResources) -> CheckedSft:
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
-    return CheckedSft(config=config, spec=spec, memory=memory)
+    ranks = plan_sft(config.trainer, nodes)
+    return CheckedSft(config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory)
 
 
 def check_eval(config: EvalConfig) -> None:

@@ -40,6 +40,8 @@ class NodeResources:
     """Memory that can be allocated without swapping, the container's limit included."""
     gpu_bytes: tuple[int, ...]
     """Total memory of each device; empty without GPUs."""
+    gpu_ids: tuple[str, ...] = ()
+    """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
     gpu_capability: tuple[int, int] | None = None
     """Compute capability of the oldest device; None if unknown."""
     name: str = ""
@@ -56,6 +58,7 @@ def node_resources() -> NodeResources:
         cpu_cores=len(os.sched_getaffinity(0)),
         available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
         gpu_bytes=_gpu_bytes(),
+        gpu_ids=_visible() or (),
         gpu_capability=_gpu_capability(),
     )
 
@@ -143,8 +146,14 @@ def _gpu_bytes() -> tuple[int, ...]:
         return ()
     listed = command_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
+    visible = _visible()
+    return tuple(sizes) if visible is None else tuple(sizes[: len(visible)])
+
+
+def _visible() -> tuple[str, ...] | None:
+    """Devices that CUDA_VISIBLE_DEVICES names; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(sizes) if visible is None else tuple(sizes[: len([name for name in visible.split(",") if name])])
+    return None if visible is None else tuple(name for name in visible.split(",") if name)
 
 
 def _gpu_capability() -> tuple[int, int] | None:

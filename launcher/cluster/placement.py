@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from history.types import HistoryPlaces
 from launcher.cluster import weight_route
 from launcher.cluster.node import NodeResources
 from launcher.cluster.node_assignment import NodeUse, place_engines, place_trainer, unused
@@ -34,7 +35,7 @@ class Placement:
     """The processes of one run on the nodes."""
 
     nodes: tuple[str, ...]
-    """Names of the nodes in order of placement; the first has the controller and the scorers."""
+    """Names of the nodes that the run uses, in order of placement; the first has the controller and the scorers."""
     trainers: tuple[TrainerRank, ...]
     engines: tuple[EngineSlot, ...]
     num_scorers: int
@@ -52,6 +53,12 @@ class Placement:
         return len(self.trainers) + len(self.engines) + 1
 
     @property
+    def num_actors_on(self) -> dict[str, int]:
+        """The same by node."""
+        slots = [slot.node for slot in (*self.trainers, *self.engines)]
+        return dict(Counter([self.nodes[0], *slots]))
+
+    @property
     def spans_nodes(self) -> bool:
         """Whether trainer ranks and engines are on more than one node."""
         return len({slot.node for slot in (*self.trainers, *self.engines)}) > 1
@@ -62,15 +69,13 @@ class Placement:
         return weight_route.homes(self.trainers, self.engines)
 
     @property
-    def shard_nodes(self) -> tuple[str, ...]:
-        """Node of each history shard."""
-        return tuple(self.nodes[number % len(self.nodes)] for number in range(self.num_history_shards))
-
-    @property
-    def reader_nodes(self) -> tuple[str, ...]:
-        """Nodes with a history reader."""
-        drafting = {slot.node for slot in self.engines} if self.num_history_shards else set()
-        return tuple(node for node in self.nodes if node in drafting)
+    def history(self) -> HistoryPlaces:
+        """Nodes of the history's actors: shards take the nodes in turn, and each node with an engine has a reader."""
+        with_engine = {slot.node for slot in self.engines} if self.num_history_shards else set()
+        return HistoryPlaces(
+            shards=tuple(self.nodes[number % len(self.nodes)] for number in range(self.num_history_shards)),
+            readers=tuple(node for node in self.nodes if node in with_engine),
+        )
 
     def lines(self) -> list[str]:
         """One line of text per slot, by node if there are several."""
@@ -81,13 +86,14 @@ class Placement:
                 places += slots
             elif slots:
                 places += [f"{node}:", *(f"  {line}" for line in slots)]
-        history = f"history: {self.num_history_shards} shard(s) and {len(self.reader_nodes)} reader"
+        readers = len(self.history.readers)
+        history = f"history: {self.num_history_shards} shard(s) and {readers} reader{'s' * (readers != 1)}"
         scorers = f"scorers: {self.num_scorers} process(es)"
         return [
             *places,
             f"weights: by {self.transport}",
             scorers if len(self.nodes) == 1 else f"controller and {scorers} on {self.nodes[0]}",
-            *([history if len(self.reader_nodes) == 1 else f"{history}s"] if self.num_history_shards else []),
+            *([history] if self.num_history_shards else []),
             *self.notes,
         ]
 
@@ -136,7 +142,7 @@ def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
     transport = weight_route.choose_transport(config, trainers, engines)
     crowded = weight_route.detour(config, transport) if on_devices else _crowded(config, uses)
     return Placement(
-        nodes=tuple(use.node.name for use in uses),
+        nodes=tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines),
         trainers=trainers,
         engines=engines,
         num_scorers=config.reward.num_workers,

@@ -12,7 +12,6 @@ from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
-from rollout.transports.base import Memory
 
 
 def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool) -> TrainPhasePolicy:
@@ -79,10 +78,12 @@ def build_delivery(checked: CheckedRun, workers: Workers, plan: ReshardPlan) -> 
     match checked.placement.transport:
         case "shm" if not checked.placement.spans_nodes:
             return ShmDelivery(trainer, engines, timeout_s=timeout_s)
-        case "shm" | "cuda_ipc" as transport:
-            memory: Memory = "shm" if transport == "shm" else "cuda"
-            homes = checked.placement.homes
-            return ColocatedDelivery(trainer, engines, homes=homes, memory=memory, timeout_s=timeout_s)
+        case "shm":
+            return ColocatedDelivery(trainer, engines, homes=checked.placement.homes, memory="shm", timeout_s=timeout_s)
+        case "cuda_ipc":
+            return ColocatedDelivery(
+                trainer, engines, homes=checked.placement.homes, memory="cuda", timeout_s=timeout_s
+            )
         case backend:
             return StreamingDelivery(
                 trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s

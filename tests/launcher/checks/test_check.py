@@ -120,7 +120,7 @@ def test_a_bad_row_of_a_warm_start_is_named_by_file_and_line(
     settings = {"path": str(data), "max_tokens": 64}
     config = SftConfig.model_validate({"model": str(model_dir), "output_dir": "out", "data": settings, "num_steps": 1})
     with pytest.raises(ConfigError, match=r"rows.jsonl, line 2: a row must be an object with `prompt` and `response`"):
-        check_sft(config, node)
+        check_sft(config, [node])
 
 
 def test_a_directory_without_weights_or_tokenizer_is_refused(
@@ -195,7 +195,7 @@ def test_a_warm_start_that_would_overwrite_its_model_is_refused(
         {"model": str(model_dir), "output_dir": str(model_dir), "data": {"path": str(data)}, "num_steps": 1}
     )
     with pytest.raises(ConfigError, match=r"(?s)`data.max_tokens` = 1024.*512 positions.*is the model itself"):
-        check_sft(config, node)
+        check_sft(config, [node])
 
 
 def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, model_dir: Path) -> None:

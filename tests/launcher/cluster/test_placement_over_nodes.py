@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from history.types import HistoryPlaces
 from launcher.cluster.node import NodeResources
 from launcher.cluster.node_assignment import near_together
 from launcher.cluster.placement import Placement, plan, plan_evaluation, plan_sft
@@ -219,8 +220,8 @@ def test_nodes_of_a_rack_and_of_a_block_are_adjacent() -> None:
 
 def test_history_shards_take_the_nodes_in_turn_and_engines_have_a_reader_beside_them() -> None:
     placement = plan(config_of(dp=2, engines=2, history={"num_shards": 3}), gpu_nodes(1, 1, 1))
-    assert placement.shard_nodes == ("n0", "n1", "n2")
-    assert placement.reader_nodes == ("n0", "n1")
+    assert placement.nodes == ("n0", "n1")
+    assert placement.history == HistoryPlaces(shards=("n0", "n1", "n0"), readers=("n0", "n1"))
     assert "history: 3 shard(s) and 2 readers" in placement.lines()
     assert placement.notes == ("n2: no trainer rank and no engine; raise trainer.parallel.data or engine.num_engines",)
 
