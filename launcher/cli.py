@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | slurm | status | stop | eval | export | sft`.
+"""The command line: `megatron-rl run | slurm | plan | status | stop | eval | export | sft`.
 
 It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
 refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.cluster.node import NodeResources, job_nodes, node_resources
+from launcher.commands.plan import add_plan_options, plan, plan_options
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, EvalConfig, ExportConfig, RunConfig, SftConfig
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument(
         "--dry-run", action="store_true", help="print batch script, placement and memory; submit nothing"
     )
+    add_plan_options(_command(commands, "plan", "memory by phase and an estimate of time, from files alone"))
     for name, text in {
         "status": "what a run does now, from files in its directory",
         "stop": "asks a run to save a checkpoint and end",
@@ -99,6 +101,8 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
         return _run(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
     if arguments.command == "slurm":
         return _slurm(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
+    if arguments.command == "plan":
+        return plan(load(RunConfig, arguments.config, arguments.overrides), plan_options(arguments))
     if arguments.command == "status":
         print("\n".join(status_lines(Path(arguments.run_dir), now_s=time.time())))
         return 0

@@ -50,6 +50,8 @@ class NodeResources:
     """Label of the switch that the node is connected to; empty if unknown."""
     block: str = ""
     """Label of the group of racks; empty if unknown."""
+    shared_bytes: int = sys.maxsize
+    """Free bytes in `/dev/shm`; `sys.maxsize` if unknown."""
 
 
 def node_resources() -> NodeResources:
@@ -60,6 +62,7 @@ def node_resources() -> NodeResources:
         gpu_bytes=_gpu_bytes(),
         gpu_ids=_visible() or (),
         gpu_capability=_gpu_capability(),
+        shared_bytes=shutil.disk_usage("/dev/shm").free,
     )
 
 
