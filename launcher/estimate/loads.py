@@ -66,7 +66,8 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
     ranks = Counter(dict.fromkeys(placement.nodes, 0))
     for slot in placement.engines:
         ranks[slot.node] += slot.num_ranks
-    shards = Counter(placement.shard_nodes)
+    history = placement.history
+    shards = Counter(history.shards)
     loads: dict[NodeLoad, list[str]] = {}
     for number, node in enumerate(placement.nodes):
         load = NodeLoad(
@@ -75,7 +76,7 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
             num_engine_ranks=ranks[node],
             is_first=number == 0,
             num_shards=shards[node],
-            num_readers=int(node in placement.reader_nodes),
+            num_readers=int(node in history.readers),
         )
         loads.setdefault(load, []).append(node)
     return loads
