@@ -55,13 +55,12 @@ class Placement:
     @property
     def num_actors_on(self) -> dict[str, int]:
         """The same by node."""
-        slots = [slot.node for slot in (*self.trainers, *self.engines)]
-        return dict(Counter([self.nodes[0], *slots]))
+        return dict(Counter([self.nodes[0], *self._slot_nodes]))
 
     @property
     def spans_nodes(self) -> bool:
         """Whether trainer ranks and engines are on more than one node."""
-        return len({slot.node for slot in (*self.trainers, *self.engines)}) > 1
+        return len(set(self._slot_nodes)) > 1
 
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:
@@ -96,6 +95,10 @@ class Placement:
             *([history] if self.num_history_shards else []),
             *self.notes,
         ]
+
+    @property
+    def _slot_nodes(self) -> list[str]:
+        return [*(rank.node for rank in self.trainers), *(slot.node for slot in self.engines)]
 
     def _trainer_lines(self, node: str) -> list[str]:
         return [

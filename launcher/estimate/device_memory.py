@@ -16,7 +16,7 @@ that sequence:
 Without turns, only rollout, train, save and publish differ. Constants without a measurement are named estimates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.estimate.loads import DeviceLoad
@@ -41,7 +41,7 @@ TURNS = ("rollout", "sleep", "onload", "train", "save", "offload", "wake", "publ
 SIDE_BY_SIDE = ("rollout", "train", "save", "publish")
 """Columns without turns."""
 _STATE = ("parameters", "gradients", "optimizer")
-_HELD_BY_TRAINER = {
+_HELD_BY_TRAINER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "none": dict.fromkeys(TURNS, _STATE),
     "optimizer": dict.fromkeys(TURNS, _STATE)
     | dict.fromkeys(("rollout", "sleep", "wake", "publish", "wake kv"), ("parameters",)),

@@ -10,6 +10,7 @@ is constant and contexts grow evenly, so the forward at half of the way stands f
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,5 +151,5 @@ def _weights_read(run: PlannedRun, tokens: float) -> float:
     if spec.experts is None:
         return read
     width = 2.0 - eight_bit_share(spec, WeightFormat.of(run.config.engine))
-    unused = (1.0 - spec.experts.per_token / spec.experts.count) ** tokens
+    unused = math.pow(1.0 - spec.experts.per_token / spec.experts.count, tokens)
     return read - unused * width * expert_parameters(spec)
