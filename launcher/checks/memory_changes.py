@@ -1,7 +1,7 @@
 """Single changes of a configuration that may free memory. Pure.
 
 Each change is one step that a person would try: half of a size, the next larger partition, or a switch. Changes of the
-partition keep the number of trainer ranks. Whether a change frees anything, and how much, is computed from the tables
+partition keep the number of trainer ranks, but for half of the replicas, which frees host memory. Whether a change frees anything, and how much, is computed from the tables
 of the changed run (`launcher.checks.memory`).
 """
 
@@ -71,9 +71,10 @@ def conflicts(config: RunConfig, spec: ModelSpec, node: NodeResources) -> set[st
 
 
 def _partitions(config: RunConfig) -> Iterator[ChangedConfig]:
-    """Twice the tensor, pipeline or expert size, with as many ranks as before."""
+    """Twice the tensor, pipeline or expert size, with as many ranks as before; and half of the replicas."""
     parallel = config.trainer.parallel
     if parallel.data % 2 == 0:
+        yield _change(config, "trainer.parallel.data", parallel.data // 2)
         for name in ("tensor", "pipeline"):
             size = 2 * getattr(parallel, name)
             halved = parallel.model_copy(update={name: size, "data": parallel.data // 2})
