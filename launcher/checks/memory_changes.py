@@ -1,8 +1,8 @@
 """Single changes of a configuration that may free memory. Pure.
 
 Each change is one step that a person would try: half of a size, the next larger partition, or a switch. Changes of the
-partition keep the number of trainer ranks, but for half of the replicas, which frees host memory. Whether a change frees anything, and how much, is computed from the tables
-of the changed run (`launcher.checks.memory`).
+partition keep the number of trainer ranks, but for half of the replicas, which frees host memory. Whether a change
+frees anything, and how much, is computed from the tables of the changed run (`launcher.checks.memory`).
 """
 
 from collections.abc import Iterator
