@@ -32,6 +32,7 @@ PACKAGES = [
     "launcher.commands",
     "launcher.config",
     "launcher.endings",
+    "launcher.estimate",
     "launcher.report",
     "launcher.run_dir",
 ]

@@ -30,3 +30,13 @@ class PastResponse:
 def prompt_key(prompt_id: str) -> int:
     """Return the prompt's key in every index, file name and request: 63 bits, equal on all runs and machines."""
     return xxhash.xxh3_64_intdigest(prompt_id.encode()) >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryPlaces:
+    """Nodes of the history's actors, all by name or all by Ray's id."""
+
+    shards: tuple[str, ...]
+    """Node of each shard."""
+    readers: tuple[str, ...]
+    """Nodes with a reader."""

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | slurm | status | stop | eval | export | sft`.
+"""The command line: `megatron-rl run | slurm | plan | status | stop | eval | export | sft`.
 
 It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
 refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
-from launcher.cluster.node import job_node, node_resources
+from launcher.cluster.node import NodeResources, job_nodes, node_resources
+from launcher.commands.plan import add_plan_options, plan, plan_options
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
-from launcher.config.schema import EvalConfig, ExportConfig, RunConfig, SftConfig
+from launcher.config.schema import ClusterConfig, EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, termination_raises
 from launcher.endings.screen import exit_codes
 from launcher.errors import ConfigError, RunDirectoryError, Terminated
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument(
         "--dry-run", action="store_true", help="print batch script, placement and memory; submit nothing"
     )
+    add_plan_options(_command(commands, "plan", "memory by phase and an estimate of time, from files alone"))
     for name, text in {
         "status": "what a run does now, from files in its directory",
         "stop": "asks a run to save a checkpoint and end",
@@ -99,6 +101,8 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
         return _run(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
     if arguments.command == "slurm":
         return _slurm(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
+    if arguments.command == "plan":
+        return plan(load(RunConfig, arguments.config, arguments.overrides), plan_options(arguments))
     if arguments.command == "status":
         print("\n".join(status_lines(Path(arguments.run_dir), now_s=time.time())))
         return 0
@@ -114,7 +118,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, node_resources())
+    checked = check_run(config, _nodes(config.cluster))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -128,10 +132,19 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
     return 0
 
 
+def _nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+    """Nodes that a command may use; asks a running Ray cluster for its nodes."""
+    if cluster.address == "local":
+        return (node_resources(),)
+    from launcher.cluster.ray_cluster import joined_nodes
+
+    return joined_nodes(cluster)
+
+
 def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = job_config(load(RunConfig, path, overrides))
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, job_node(config.cluster.slurm, node_resources()))
+    checked = check_run(config, job_nodes(config.cluster.slurm, node_resources()))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     submission, script = prepare(config)
@@ -154,14 +167,14 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     check_eval(config)
     from launcher.commands.evaluate import evaluate
 
-    evaluate(config)
+    evaluate(config, _nodes(config.cluster))
     return 0
 
 
 def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
-    checked = check_sft(config, node_resources())
+    checked = check_sft(config, _nodes(config.cluster))
     if dry_run:
         print(resolved_yaml(config))
         print("\n".join(["# memory (estimate)", *checked.memory.lines()]))

@@ -1,25 +1,32 @@
 """Memory estimates of trainer ranks and engine ranks, before they start.
 
-A rough estimate that refuses impossible configurations and names the key that helps. It counts memory that grows with
-the model and the batch: parameters, gradients, Adam's states, activations of one micro batch, logits of one chunk, and
-the KV cache. It adds a fixed amount for a process with its libraries. Fragmentation and workspaces are not counted.
+Parameters, gradients and optimizer states are exact (`megatron_rl.weights.state_sizes`), and so are the weights and the
+KV cache of an engine. Activations, logits and workspaces are estimates from the shapes of the tensors that the code
+keeps; fragmentation is not counted.
 
-Invariants: parameter counts are exact for the supported families (a test compares with transformers). Every other item
+Invariants: parameter counts are exact for the supported families (a test compares with transformers). Every item
 grows with the key that it names. Pure: imports neither torch nor megatron.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from megatron_rl.config import Fp8, TrainerConfig
-from megatron_rl.model.spec import ModelSpec
+from megatron_rl.config import TrainerConfig
+from megatron_rl.model.spec import ModelSpec, stage_layers
 from megatron_rl.weights.reshard_plan import wire_tensors
-from rollout.weights.format import FP8_BLOCK, WeightFormat
+from megatron_rl.weights.state_sizes import rank_state
+from rollout.config import EngineConfig
+from rollout.weights.format import WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""
 ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
+
+
+BATCHED_TOKENS = 2048
+"""Most tokens of one forward of an engine, unless `engine.vllm.max_num_batched_tokens` is set (vLLM's default)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,7 @@ def num_parameters(spec: ModelSpec) -> int:
     return linear_parameters(spec) + other_parameters(spec)
 
 
+@cache
 def weight_bytes(spec: ModelSpec, weight_format: WeightFormat) -> int:
     """Bytes of one copy of all weights in the engines' format."""
     return sum(tensor.num_bytes for tensor in wire_tensors(spec, weight_format))
@@ -71,67 +79,90 @@ def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
     return 2 * 2 * spec.num_layers * -(-spec.num_kv_heads // tensor_parallel) * spec.head_dim
 
 
-def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int) -> Sequence[MemoryItem]:
-    """Memory of the largest trainer rank; `longest_sample` in tokens, prompt and response.
-
-    Activations are those of the first pipeline stage, which keeps one micro batch in flight per stage.
-    """
-    parallel = trainer.parallel
+def checkpoint_bytes(spec: ModelSpec, trainer: TrainerConfig) -> int:
+    """Bytes of one checkpoint: parameters (FP8 ones as BF16), and FP32 masters and moments, each once."""
     width = 2 if trainer.dtype == "bf16" else 4
-    spread = expert_parameters(spec) * (parallel.expert - 1) // parallel.expert
-    linear_shard = -(-(linear_parameters(spec) - spread) // (parallel.tensor * parallel.pipeline))
-    shard = -(-(num_parameters(spec) - spread) // (parallel.tensor * parallel.pipeline))
-    optimizer_shard = -(-shard // parallel.data) if trainer.optimizer.distributed else shard
-    masters = 4 if trainer.dtype == "bf16" else 0
-    tokens = max(trainer.max_micro_batch_tokens, longest_sample)
-    chunk = min(trainer.logprob_chunk_tokens, tokens)
-    logits = 3 * 4 * chunk * -(-spec.vocab_size // parallel.tensor)
-    return (
-        MemoryItem(
-            what="parameters",
-            num_bytes=shard * width + _fp8_bytes(trainer.fp8, linear_shard),
-            knob="trainer.parallel.tensor",
-        ),
-        MemoryItem(what="gradients", num_bytes=shard * 4, knob="trainer.parallel.tensor"),
-        MemoryItem(what="optimizer", num_bytes=optimizer_shard * (8 + masters), knob="trainer.optimizer.distributed"),
+    has_masters = trainer.dtype == "bf16" or trainer.optimizer.distributed
+    return num_parameters(spec) * (width + (12 if has_masters else 8))
+
+
+def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int) -> Sequence[MemoryItem]:
+    """Memory of the trainer rank that needs most while it trains; `longest_sample` in tokens, prompt and response."""
+    stages = [
+        _stage_rank(spec, trainer, pipeline_rank, max(trainer.max_micro_batch_tokens, longest_sample))
+        for pipeline_rank in range(trainer.parallel.pipeline)
+    ]
+    return max(stages, key=lambda items: sum(item.num_bytes for item in items))
+
+
+def _stage_rank(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tokens: int) -> Sequence[MemoryItem]:
+    """Memory of a rank of one pipeline stage; a micro batch has at most `tokens` tokens."""
+    tensor = trainer.parallel.tensor
+    state = rank_state(spec, trainer, pipeline_rank=pipeline_rank)
+    items = [
+        MemoryItem(what="parameters", num_bytes=state.parameters, knob="trainer.parallel.tensor"),
+        MemoryItem(what="gradients", num_bytes=state.gradients, knob="trainer.parallel.tensor"),
+        MemoryItem(what="optimizer", num_bytes=state.optimizer_bytes, knob="trainer.optimizer.distributed"),
         MemoryItem(
             what="activations",
-            num_bytes=_activations(spec, trainer, tokens, width),
+            num_bytes=activation_bytes(spec, trainer, pipeline_rank=pipeline_rank, tokens=tokens),
             knob="trainer.max_micro_batch_tokens",
         ),
-        MemoryItem(what="logits", num_bytes=logits, knob="trainer.logprob_chunk_tokens"),
-    )
+    ]
+    if pipeline_rank == trainer.parallel.pipeline - 1:
+        rows = spec.padded_vocab_size(tensor) // tensor
+        chunk = min(trainer.logprob_chunk_tokens, tokens)
+        width = 2 if trainer.dtype == "bf16" else 4
+        items += [
+            MemoryItem(what="logits", num_bytes=3 * 4 * chunk * rows, knob="trainer.logprob_chunk_tokens"),
+            MemoryItem(
+                what="output gradient",
+                num_bytes=(4 + width) * rows * spec.hidden_size + 3 * width * tokens * spec.hidden_size,
+                knob="trainer.parallel.tensor",
+            ),
+        ]
+    return items
 
 
-def _fp8_bytes(fp8: Fp8, num_linear: int) -> int:
-    """Bytes that FP8 adds to BF16 parameters: codes by rows and by columns, and a scale for each block of both.
+def activation_bytes(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, tokens: int) -> int:
+    """Bytes kept for the backward pass by one pipeline stage, whose micro batches have `tokens` tokens; an estimate.
 
-    `blockwise` keeps these codes in addition to BF16 parameters; `blockwise_param` keeps them instead.
+    By layer and token: input and output of both norms, query, key, value and attention output, and of the
+    feed-forward network both halves, their product and the residual. Experts also keep the routed inputs and outputs.
+    With `selective` recomputation the attention kernel runs again; flash attention keeps nothing that this saves. With
+    `full`, a layer keeps its input, and one layer at a time the rest. Everything is cut by tensor and sequence
+    parallelism (Korthikanti et al. 2022, section 4), except the gathered inputs of one product. Stage n of N keeps
+    N - n micro batches (1F1B).
     """
-    if fp8 == "none":
-        return 0
-    scales = 2 * 4 * -(-num_linear // FP8_BLOCK**2)
-    return scales + (2 * num_linear if fp8 == "blockwise" else 0)
-
-
-def _activations(spec: ModelSpec, trainer: TrainerConfig, tokens: int, width: int) -> int:
-    """Bytes kept for the backward pass: all layers, or with full recomputation all layer inputs and one layer."""
+    hidden, parallel = spec.hidden_size, trainer.parallel
+    width = 2 if trainer.dtype == "bf16" else 4
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     networks = 1 if spec.experts is None else spec.experts.per_token
-    layer = 5 * spec.hidden_size + heads + 3 * networks * spec.ffn_size
-    if trainer.recompute == "full":
-        elements = spec.num_layers * spec.hidden_size + layer
-    else:
-        elements = spec.num_layers * layer
-    return tokens * elements * width // trainer.parallel.tensor
+    routed = 0 if spec.experts is None else 2 * networks * hidden
+    layer = 5 * hidden + heads + 3 * networks * spec.ffn_size + routed
+    num_layers = len(stage_layers(spec.num_layers, parallel.pipeline)[pipeline_rank])
+    in_flight = parallel.pipeline - pipeline_rank
+    kept = in_flight * num_layers * hidden + layer if trainer.recompute == "full" else in_flight * num_layers * layer
+    gathered = 2 * hidden if parallel.tensor > 1 else 0
+    return tokens * width * (kept // parallel.tensor + gathered)
 
 
-def engine_rank(
-    spec: ModelSpec, *, weight_format: WeightFormat, tensor_parallel: int, kv_cache_bytes: int
-) -> Sequence[MemoryItem]:
-    """Memory of one engine rank."""
-    weights = -(-weight_bytes(spec, weight_format) // tensor_parallel)
+def engine_rank(spec: ModelSpec, engine: EngineConfig, *, draft_tokens: int = 0) -> Sequence[MemoryItem]:
+    """Memory of one engine rank, which verifies up to `draft_tokens` drafted tokens a request.
+
+    The workspace holds the hidden states, query, key, value and feed-forward halves of one forward; an estimate. Logits
+    are FP32: as computed, scaled, and normalised (`processed_logprobs`). Only rows that are sampled have logits.
+    """
+    tensor = engine.tensor_parallel
+    weights = -(-weight_bytes(spec, WeightFormat.of(engine)) // tensor)
+    tokens = max(int(engine.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)), engine.max_num_seqs)
+    networks = 1 if spec.experts is None else spec.experts.per_token
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    elements = 3 * spec.hidden_size + (heads + 3 * networks * spec.ffn_size) // tensor
+    rows = min(engine.max_num_seqs * (1 + draft_tokens), tokens)
     return (
         MemoryItem(what="weights", num_bytes=weights, knob="engine.tensor_parallel"),
-        MemoryItem(what="keys and values", num_bytes=kv_cache_bytes, knob="engine.kv_cache_bytes"),
+        MemoryItem(what="keys and values", num_bytes=engine.kv_cache_bytes, knob="engine.kv_cache_bytes"),
+        MemoryItem(what="workspace", num_bytes=2 * tokens * elements, knob="engine.vllm.max_num_batched_tokens"),
+        MemoryItem(what="logits", num_bytes=3 * 4 * rows * spec.vocab_size, knob="engine.max_num_seqs"),
     )

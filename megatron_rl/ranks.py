@@ -20,17 +20,14 @@ class TrainerRank:
     """Threads of matrix products; CPU only."""
     num_gpus: float
     """Fraction of a device; 0 on CPU."""
+    node: str = ""
+    """Name of its node; empty on the only node of a run."""
     devices: tuple[int, ...] = ()
-    """The rank's device; empty on CPU and if Ray chooses it."""
+    """Number of the rank's device on its node; empty on CPU."""
 
 
-def trainer_ranks(
-    parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0, *, place: bool = False
-) -> tuple[TrainerRank, ...]:
-    """Trainer ranks in Megatron's default order: tensor fastest, then data, then pipeline.
-
-    With `place`, rank n uses device n.
-    """
+def trainer_ranks(parallel: ParallelConfig, cpu_threads: int, num_gpus: float = 0.0) -> tuple[TrainerRank, ...]:
+    """Trainer ranks in Megatron's default order, without a node: tensor fastest, then data, then pipeline."""
     return tuple(
         TrainerRank(
             rank=rank,
@@ -39,7 +36,6 @@ def trainer_ranks(
             pipeline_rank=rank // (parallel.tensor * parallel.data),
             cpu_threads=cpu_threads,
             num_gpus=num_gpus,
-            devices=(rank,) if place else (),
         )
         for rank in range(parallel.world_size)
     )

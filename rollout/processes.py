@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,18 +68,16 @@ class ProcessEnv:
         return {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"} if self.single_node else {}
 
 
-def on_devices(devices: tuple[int, ...]) -> dict[str, str]:
-    """Variables that make only these devices visible to a process, numbered in this order; none for ().
+ALL_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Variables of a process that sees the devices of its node. Without them Ray hides devices that it has not assigned."""
 
-    Without them Ray hides devices that it has not assigned itself.
+
+def on_devices(devices: Sequence[str]) -> dict[str, str]:
+    """Variables that make only these devices visible to a process, numbered in this order; none for no devices.
+
+    `devices` are numbers or identifiers as in CUDA_VISIBLE_DEVICES.
     """
-    if not devices:
-        return {}
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **ALL_DEVICES} if devices else {}
 
 
 _OFFLINE = {

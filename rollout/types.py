@@ -191,8 +191,10 @@ class EngineSlot:
     """Cores of the OpenMP pool of each rank (CPU only)."""
     num_gpus: float
     """Fraction of a device for each rank; 0 on CPU."""
+    node: str = ""
+    """Name of its node; empty on the only node of a run."""
     devices: tuple[int, ...] = ()
-    """Device of each rank; () on a CPU, or where Ray chooses."""
+    """Number of each rank's device on that node; () on a CPU."""
 
 
 ColumnsRef = NewType("ColumnsRef", object)

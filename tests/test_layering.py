@@ -105,7 +105,7 @@ FLOORS = {
         libraries="torch",
         loads="*",
     ),
-    "megatron_rl/memory.py": Floor(imports="rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
+    "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
     "megatron_rl/trainer": Floor(
         imports=(
             "rollout rollout/data rollout/weights rollout/transports megatron_rl megatron_rl/cpu "
@@ -134,10 +134,18 @@ FLOORS = {
         libraries="ray",
         loads="ray",
     ),
+    "launcher/estimate": Floor(
+        imports=(
+            "history/store rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights "
+            "megatron_rl/memory.py launcher launcher/config launcher/run_dir/atomic_files.py launcher/cluster"
+        ),
+        loads="ray",
+    ),
     "launcher/checks": Floor(
         imports=(
             "history/store rollout rollout/data rollout/weights megatron_rl megatron_rl/model "
-            "megatron_rl/batching megatron_rl/weights megatron_rl/memory.py launcher launcher/config launcher/cluster"
+            "megatron_rl/batching megatron_rl/weights megatron_rl/memory.py launcher launcher/config launcher/cluster "
+            "launcher/estimate"
         ),
         loads="ray",
     ),
@@ -163,8 +171,8 @@ FLOORS = {
         imports=(
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
-            "rollout/engine megatron_rl megatron_rl/batching megatron_rl/weights "
-            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster "
+            "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
+            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/estimate "
             "launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings launcher/report"
         ),
         libraries="ray",

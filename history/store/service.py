@@ -21,6 +21,7 @@ from history.store.actors import HistoryReader, HistoryShard, ReaderReport, Shar
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
+from history.types import HistoryPlaces
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
@@ -219,8 +220,9 @@ def start_history(
     fingerprint: str,
     environment: Mapping[str, str],
     log: Callable[[str], None],
+    places: HistoryPlaces | None = None,
 ) -> HistoryService:
-    """Start `config.num_shards` shards and a reader on every node of the cluster.
+    """Start `config.num_shards` shards, and readers.
 
     Args:
         config: number and budget of the shards.
@@ -228,17 +230,28 @@ def start_history(
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
         log: receives one line about every loss.
+        places: Ray's ids of the nodes of all actors; None: Ray chooses those of shards, every node has a reader.
     """
     # no logical CPUs: the actors compute in bursts while engines and trainers wait for a device
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
     budget_bytes = config.budget_bytes // config.num_shards
+    everywhere = tuple(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
+    shard_nodes = (None,) * config.num_shards if places is None else places.shards
     shards = [
-        HistoryShard.options(**options).remote(number, config.num_shards, budget_bytes, config.kept_steps)
-        for number in range(config.num_shards)
+        HistoryShard.options(**options, scheduling_strategy=_on(node)).remote(
+            number, config.num_shards, budget_bytes, config.kept_steps
+        )
+        for number, node in enumerate(shard_nodes)
     ]
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
-    readers = [HistoryReader.options(**options, scheduling_strategy=place).remote(directory) for place in places]
+    reader_nodes = everywhere if places is None else places.readers
+    readers = [
+        HistoryReader.options(**options, scheduling_strategy=_on(node)).remote(directory) for node in reader_nodes
+    ]
     return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, log=log)
+
+
+def _on(node_id: str | None) -> NodeAffinitySchedulingStrategy | None:
+    return None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def _line(error: BaseException) -> str:

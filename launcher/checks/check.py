@@ -4,28 +4,30 @@ bad rows, a model that the partition does not divide, too little memory.
 One `ConfigError` lists every problem. A check that needs a missing file is left out. Nothing here imports torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
 from launcher.checks.combinations import evaluation_sets, run_combinations
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
-from launcher.checks.formats import weight_format_problems, weight_format_warnings
+from launcher.checks.fit import fit
+from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
-from launcher.checks.memory import MemoryPlan, run_memory, sft_memory
+from launcher.checks.memory import MemoryPlan, sft_memory
+from launcher.checks.model import engine_problems, partition_problems, response_lengths
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
-from launcher.cluster.placement import Placement, plan
+from launcher.cluster.placement import Placement, plan_sft
 from launcher.config.loading import listing
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError
 from megatron_rl.batching.cost_model import CostModel, cost_model
-from megatron_rl.config import ParallelConfig
-from megatron_rl.memory import kv_bytes_per_token
-from megatron_rl.model.spec import ModelSpec, check_parallel, read_model_spec
+from megatron_rl.model.spec import ModelSpec, read_model_spec
+from megatron_rl.ranks import TrainerRank
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes
-from rollout.config import EngineConfig, EvalSetConfig
+from rollout.config import EvalSetConfig
 from rollout.weights.format import WeightFormat
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -43,13 +45,15 @@ class CheckedRun:
     costs: CostModel
     """Costs of samples, by which they are spread over ranks and micro batches."""
     placement: Placement
+    nodes: tuple[NodeResources, ...]
+    """Nodes that the run may use."""
     memory: MemoryPlan
     warnings: tuple[str, ...]
     """Sentences for the user about a run that is not refused."""
 
 
-def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
-    """The facts of a run that can be started; raises a `ConfigError` with every problem otherwise."""
+def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
+    """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
     problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
     for number, dataset in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", dataset.path)
@@ -59,44 +63,21 @@ def check_run(config: RunConfig, node: NodeResources) -> CheckedRun:
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
-    responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
-    responses |= _responses(config.evaluation.sets, "evaluation.sets")
-    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
-    problems += _engine(spec, config.engine, config.data.max_prompt_tokens, responses)
-    format = WeightFormat.of(config.engine)
-    problems += weight_format_problems(spec, format, node, tensor_parallel=config.engine.tensor_parallel)
-    problems += fp8_problems(spec, config.trainer, node)
-    problems += _device_phases(config, node)
-    memory = run_memory(config, spec, format, node)
-    problems += memory.problems()
+    fitted = fit(config, spec, nodes, problems)
     _raise_any(problems)
-    warnings = weight_format_warnings(spec, format, node) + fp8_warnings(spec, config.trainer, format)
+    assert fitted is not None, "a run without a placement has problems"
+    format = WeightFormat.of(config.engine)
+    warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
     return CheckedRun(
         config=config,
         spec=spec,
         format=format,
         costs=cost_model(spec, config.trainer),
-        placement=plan(config, node),
-        memory=memory,
+        placement=fitted.placement,
+        nodes=tuple(nodes),
+        memory=fitted.memory,
         warnings=tuple(warnings),
     )
-
-
-def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
-    """Problems of keys that free memory of devices."""
-    problems = []
-    if config.engine.sleep_level and not node.gpu_bytes:
-        problems.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
-    if config.trainer.offload != "none" and not node.gpu_bytes:
-        problems.append(
-            f"`trainer.offload` = {config.trainer.offload}: a trainer on a CPU cannot be offloaded; set it to none"
-        )
-    if config.engine.sleep_level and config.publish.delta:
-        problems.append(
-            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine needs all "
-            "weights after sleeping, and its delta baseline fills the memory that sleeping frees; turn one of them off"
-        )
-    return problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +87,15 @@ class CheckedSft:
     config: SftConfig
     spec: ModelSpec
     """Architecture of the model in `config.model`."""
+    ranks: tuple[TrainerRank, ...]
+    nodes: tuple[NodeResources, ...]
+    """Nodes that the warm start may use."""
     memory: MemoryPlan
 
 
-def check_sft(config: SftConfig, node: NodeResources) -> CheckedSft:
-    """The facts of a warm start that can be started; raises a `ConfigError` with every problem otherwise."""
+def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
+    """The facts of a warm start that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
+    node = nodes[0]
     problems = sft_file("data.path", config.data.path)
     spec = _model(config.model, problems)
     if spec is None:
@@ -125,12 +110,13 @@ def check_sft(config: SftConfig, node: NodeResources) -> CheckedSft:
             f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
         )
     problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
-    problems += _parallel(spec, config.trainer.parallel) + _gathers(config.trainer.parallel, node)
+    problems += partition_problems(spec, config.trainer.parallel, node)
     problems += fp8_problems(spec, config.trainer, node)
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)
-    return CheckedSft(config=config, spec=spec, memory=memory)
+    ranks = plan_sft(config.trainer, nodes)
+    return CheckedSft(config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory)
 
 
 def check_eval(config: EvalConfig) -> None:
@@ -146,7 +132,9 @@ def check_eval(config: EvalConfig) -> None:
         )
     spec = _model(config.model, problems)
     if spec is not None:
-        problems += _engine(spec, config.engine, config.max_prompt_tokens, _responses(config.sets, "sets"))
+        problems += engine_problems(
+            spec, config.engine, config.max_prompt_tokens, response_lengths(config.sets, "sets")
+        )
     _raise_any(problems)
 
 
@@ -181,48 +169,6 @@ def _weights(directory: Path, spec: ModelSpec) -> list[str]:
     except (ValueError, OSError) as error:
         return [f"`model`: {error}"]
     return []
-
-
-def _gathers(parallel: ParallelConfig, node: NodeResources) -> list[str]:
-    if parallel.tensor > 1 and parallel.expert > 1 and not node.gpu_bytes:
-        return [
-            f"`trainer.parallel.expert` = {parallel.expert} with `trainer.parallel.tensor` = {parallel.tensor}: gloo "
-            "cannot gather the tokens of distributed experts over tensor ranks; on a CPU set one of them to 1"
-        ]
-    return []
-
-
-def _parallel(spec: ModelSpec, parallel: ParallelConfig) -> list[str]:
-    try:
-        check_parallel(spec, parallel)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _engine(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: dict[str, int]) -> list[str]:
-    """Problems of an engine: heads that do not divide, sequences beyond the model's positions or its cache."""
-    problems = []
-    for heads, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
-        if count % engine.tensor_parallel:
-            problems.append(
-                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {heads}"
-            )
-    for key, response in responses.items():
-        sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
-        if max_prompt + response > spec.max_positions:
-            problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
-        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
-        if needed > engine.kv_cache_bytes:
-            problems.append(
-                f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
-                f"{engine.kv_cache_bytes}; raise it"
-            )
-    return problems
-
-
-def _responses(sets: dict[str, EvalSetConfig], key: str) -> dict[str, int]:
-    return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
 
 
 def _set_files(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

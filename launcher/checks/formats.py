@@ -1,8 +1,9 @@
 """Refuses 8-bit formats that an engine cannot load, and warns of formats with little gain. Pure: no torch."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 
 from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
@@ -49,7 +50,8 @@ def weight_format_warnings(spec: ModelSpec, format: WeightFormat, node: NodeReso
     return []
 
 
-def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+@cache
+def linear_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Shape of each matrix of the decoder layers by Hugging Face name, in order; the experts of a layer share a name
     without expert number.
     """
@@ -66,7 +68,7 @@ def _layers(spec: ModelSpec, format: WeightFormat) -> Iterator[str]:
         )
 
 
-def _patterns(shapes: dict[str, tuple[int, ...]], format: WeightFormat) -> Iterator[str]:
+def _patterns(shapes: Mapping[str, tuple[int, ...]], format: WeightFormat) -> Iterator[str]:
     modules = [name.removesuffix(".weight") for name in shapes]
     for pattern in format.bf16_modules:
         if not any(fnmatchcase(module, pattern) for module in modules):
@@ -75,7 +77,7 @@ def _patterns(shapes: dict[str, tuple[int, ...]], format: WeightFormat) -> Itera
             yield f"`engine.bf16_modules` holds {pattern!r}, which matches no linear layer of the model{hint}"
 
 
-def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers: int) -> Iterator[str]:
+def _fused(shapes: Mapping[str, tuple[int, ...]], format: WeightFormat, num_layers: int) -> Iterator[str]:
     reported = set()
     for name in shapes:
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
@@ -90,7 +92,7 @@ def _fused(shapes: dict[str, tuple[int, ...]], format: WeightFormat, num_layers:
                     )
 
 
-def _blocks(shapes: dict[str, tuple[int, ...]], tensor_parallel: int) -> Iterator[str]:
+def _blocks(shapes: Mapping[str, tuple[int, ...]], tensor_parallel: int) -> Iterator[str]:
     """The rule of vLLM: no block may span two ranks, or two matrices that vLLM fuses into one."""
     last_of_fused = {group[-1] for group in FUSED} if tensor_parallel == 1 else set()
     fused = {leaf for group in FUSED for leaf in group}

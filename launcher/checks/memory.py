@@ -1,202 +1,159 @@
-"""Estimates the memory of a run's processes on this node and refuses runs that do not fit.
+"""Refuses runs that do not fit into the memory of the devices or nodes, by the tables of `launcher.estimate`.
 
-On CPUs all processes share the node's memory. With GPUs the fullest device is the bound; a trainer rank and engine
-ranks may share it. `megatron_rl.memory` computes the bytes of a rank.
+A refusal names each table that does not fit, its worst phase, and the changes that free most there, in bytes and sorted
+by effect (`launcher.checks.memory_changes`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from history.store.prompt_store import RESPONSE_BYTES
+from launcher.checks.memory_changes import changes_of, conflicts
 from launcher.cluster.node import NodeResources
-from launcher.config.schema import RunConfig, SftConfig
-from megatron_rl.memory import (
-    ENGINE_PROCESS_BYTES,
-    TRAINER_PROCESS_BYTES,
-    MemoryItem,
-    engine_rank,
-    trainer_rank,
-    weight_bytes,
-)
+from launcher.cluster.placement import plan
+from launcher.config.schema import SftConfig
+from launcher.errors import ConfigError
+from launcher.estimate.device_memory import with_reserve
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.run_tables import run_tables
+from launcher.estimate.tables import MemoryTable, gib
+from megatron_rl.memory import TRAINER_PROCESS_BYTES, MemoryItem, trainer_rank
 from megatron_rl.model.spec import ModelSpec
-from rollout.weights.format import WeightFormat
 
-SEGMENT_TOKEN_BYTES = 8
-"""Bytes of a token and of its suffix-array entry."""
+MAX_CHANGES = 5
+"""Changes that a refusal lists."""
 
-HISTORY_PROCESS_BYTES = 200 << 20
-"""Resident memory of an empty history shard or reader."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a key, and its effect on a table that does not fit."""
+
+    key: str
+    value: str
+    freed_bytes: int
+    """Bytes that it frees in the worst phase of the tables of the same kind."""
+    suffices: bool
+    """Whether everything fits after this change alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """A table that does not fit."""
+
+    table: MemoryTable
+    changes: tuple[Change, ...]
+    """The most effective ones first."""
+
+    def __str__(self) -> str:
+        table = self.table
+        needed = f"{table.title}: about {gib(table.needed_bytes)} are needed in `{table.worst_phase}`"
+        has = f"but {table.available_text} are available"
+        if self.changes:
+            listed = "; ".join(
+                f"`{change.key}` = {change.value} frees {gib(change.freed_bytes)}"
+                + (" and suffices" if change.suffices else "")
+                for change in self.changes[:MAX_CHANGES]
+            )
+            return f"{needed}, {has}; {listed}"
+        items = sorted(
+            (item for item in table.phases[table.worst_phase] if item.knob), key=lambda item: -item.num_bytes
+        )
+        largest = " or ".join(f"`{item.knob}` ({item.what}: {gib(item.num_bytes)})" for item in items[:2])
+        return f"{needed}, {has}; the largest parts: change {largest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Needed and available memory of the node (CPU) or of its fullest device."""
+    """Memory of every kind of device and node of a run."""
 
-    items: tuple[MemoryItem, ...]
-    available_bytes: int
-    where: str
-    """Name of the node or device, for people."""
+    tables: tuple[MemoryTable, ...]
+    shortages: tuple[Shortage, ...]
 
     @property
-    def total_bytes(self) -> int:
-        """Sum of the items."""
-        return sum(item.num_bytes for item in self.items)
+    def tightest(self) -> MemoryTable:
+        """The table that is fullest for its size."""
+        return max(self.tables, key=lambda table: table.needed_bytes / table.available_bytes)
 
     def lines(self) -> list[str]:
-        """One line per item, and the sum beside the available memory."""
-        width = max(len(item.what) for item in self.items)
-        body = [f"{item.what:{width}}  {gib(item.num_bytes)}" for item in self.items]
-        return [
-            *body,
-            f"{'sum':{width}}  {gib(self.total_bytes)} of {gib(self.available_bytes)} available ({self.where})",
-        ]
+        """All tables."""
+        lines: list[str] = []
+        for table in self.tables:
+            lines += [*([""] if lines else []), *table.lines()]
+        return lines
 
     def problems(self) -> list[str]:
-        """One sentence if the plan does not fit, with the keys of the largest items."""
-        if self.total_bytes <= self.available_bytes:
-            return []
-        largest = sorted((item for item in self.items if item.knob), key=lambda item: -item.num_bytes)[:2]
-        advice = " or ".join(f"`{item.knob}` ({item.what}: {gib(item.num_bytes)})" for item in largest)
-        return [
-            f"about {gib(self.total_bytes)} are needed, but {gib(self.available_bytes)} are available "
-            f"({self.where}); the largest parts: change {advice}"
-        ]
+        """One sentence for each table that does not fit."""
+        return [str(shortage) for shortage in self.shortages]
 
 
-def gib(num_bytes: int) -> str:
-    """`num_bytes` as text in GiB."""
-    return f"{num_bytes / (1 << 30):.2f} GiB"
-
-
-def run_memory(config: RunConfig, spec: ModelSpec, format: WeightFormat, node: NodeResources) -> MemoryPlan:
-    """The plan of a reinforcement-learning run; `format` is that of the engines' weights."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
-    trainer = trainer_rank(spec, config.trainer, longest_sample=longest)
-    engine = engine_rank(
-        spec,
-        weight_format=format,
-        tensor_parallel=config.engine.tensor_parallel,
-        kv_cache_bytes=config.engine.kv_cache_bytes,
+def run_memory(run: PlannedRun, nodes: Sequence[NodeResources]) -> MemoryPlan:
+    """The plan of a reinforcement-learning run on `nodes`."""
+    tables = run_tables(run, nodes)
+    lacking = [table for table in tables if not table.fits]
+    changed = _changed_runs(run, nodes) if lacking else {}
+    return MemoryPlan(
+        tables=tables,
+        shortages=tuple(Shortage(table=table, changes=_effects(table, tables, changed)) for table in lacking),
     )
-    world, ranks = config.trainer.parallel.world_size, config.engine.num_engines * config.engine.tensor_parallel
-    if node.gpu_bytes:
-        on_device = -(-ranks // len(node.gpu_bytes))
-        phases = device_phases(
-            config, trainer, [replace(item, num_bytes=on_device * item.num_bytes) for item in engine]
-        )
-        worst = max(phases, key=lambda phase: sum(item.num_bytes for item in phases[phase]))
-        where = f"the smallest GPU, {worst}"
-        return MemoryPlan(items=phases[worst], available_bytes=min(node.gpu_bytes), where=where)
-    engine_processes = ENGINE_PROCESS_BYTES * (config.engine.num_engines + ranks) // 2
-    items = (
-        *_times(trainer, world, "trainer"),
-        _item("trainer processes", world * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
-        *_times(engine, ranks, "engine"),
-        _item("engine processes", engine_processes, "engine.num_engines"),
-        _item("weights in transit", weight_bytes(spec, format), "engine.format"),
-        *(_baselines(1 + config.engine.num_engines, weight_bytes(spec, format)) if config.publish.delta else []),
-        _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
-        *(_history(config) if config.drafts else []),
-    )
-    return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
 
 
-CONTEXT_BYTES = 600 << 20
-"""Device memory of each process for context, library handles and workspaces; an estimate."""
-GRAPH_BYTES = 1 << 30
-"""CUDA graphs of one engine rank; an estimate."""
-RESERVE = 0.05
-"""Share lost to fragmentation; an estimate."""
-
-_STAYS = {"none": ("parameters", "gradients", "optimizer"), "optimizer": ("parameters",), "all": ()}
-"""Items of a trainer that stay on its device while engines sample, by `trainer.offload`."""
-
-
-def device_phases(
-    config: RunConfig, trainer: Sequence[MemoryItem], engine: Sequence[MemoryItem]
-) -> dict[str, tuple[MemoryItem, ...]]:
-    """Memory of one device in each phase; `trainer` and `engine` are the items of the ranks on it.
-
-    While engines sample, `trainer.offload` decides which trainer items stay. While the trainer trains,
-    `engine.sleep_level` decides which engine items stay. A publish holds the weights of both sides and the bytes in
-    transit.
-    """
-    disaggregated = config.placement.mode == "disaggregated"
-    trains = _times(trainer, 1, "trainer")
-    stays = _times([item for item in trainer if item.what in _STAYS[config.trainer.offload]], 1, "trainer")
-    left_to_send = ("parameters",) if config.trainer.offload != "none" else _STAYS["none"]
-    sends = _times([item for item in trainer if item.what in left_to_send], 1, "trainer")
-    samples = [*_times(engine, 1, "engine"), _item("CUDA graphs", GRAPH_BYTES, "engine.vllm")]
-    weights = [item for item in engine if item.what == "weights"]
-    sleeps = config.engine.sleep_level > 0
-    transit = _in_transit(config, sum(item.num_bytes for item in weights))
-    if disaggregated:
-        phases = {"an engine's device": [*samples, *transit], "a trainer rank's device": [*trains, *transit]}
-    else:
-        phases = {
-            "while engines sample": [*stays, *samples],
-            "while the trainer trains": [*trains, *([] if sleeps else samples)],
-            "during a publish": [*sends, *(_times(weights, 1, "engine") if sleeps else samples), *transit],
-        }
-    contexts = _item("CUDA contexts", (1 if disaggregated else 2) * CONTEXT_BYTES, "")
-    return {phase: (*items, contexts, _reserve([*items, contexts])) for phase, items in phases.items()}
+def _changed_runs(run: PlannedRun, nodes: Sequence[NodeResources]) -> dict[tuple[str, str], tuple[MemoryTable, ...]]:
+    """Tables after each single change of a key to which no other check objects."""
+    tables = {}
+    known = conflicts(run.config, run.spec, nodes[0])
+    for change in changes_of(run.config, nodes[0]):
+        if conflicts(change.config, run.spec, nodes[0]) <= known:
+            try:
+                placement = plan(change.config, nodes)
+            except ConfigError:
+                continue
+            changed = replace(run, config=change.config, placement=placement)
+            tables[change.key, change.value] = run_tables(changed, nodes)
+    return tables
 
 
-def _in_transit(config: RunConfig, engine_bytes: int) -> list[MemoryItem]:
-    """Memory of a publish on a device whose engine ranks receive `engine_bytes`: a whole staged publish (CUDA IPC), or
-    two buckets and the delta baselines (NCCL).
-    """
-    publish = config.publish
-    disaggregated = config.placement.mode == "disaggregated"
-    if publish.transport == "cuda_ipc" or (publish.transport == "auto" and not publish.delta and not disaggregated):
-        return [_item("weights in transit", engine_bytes, "engine.tensor_parallel")]
-    if publish.transport != "nccl" and not (disaggregated and publish.transport == "auto"):
-        return []  # through the host
-    baselines = [_item("publish baselines", engine_bytes, "publish.delta")] if publish.delta else []
-    return [_item("buckets in transit", 2 * publish.bucket_bytes, "publish.bucket_bytes"), *baselines]
-
-
-def _reserve(items: Sequence[MemoryItem]) -> MemoryItem:
-    return _item("reserve", int(RESERVE * sum(item.num_bytes for item in items)), "")
-
-
-def _baselines(num_copies: int, publish_bytes: int) -> list[MemoryItem]:
-    """Buckets of the last publish: a copy in the trainer, to find changes, and one in each engine, to apply them."""
-    return [_item("publish baselines", num_copies * publish_bytes, "publish.delta")]
-
-
-def _history(config: RunConfig) -> list[MemoryItem]:
-    """The smaller of the budget and all responses of the run; segments of the current step and of the next one."""
-    num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
-    step_tokens = num_responses * config.sampling.max_response_tokens
-    run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
-    segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps
-    actors = (config.history.num_shards + 1) * HISTORY_PROCESS_BYTES
-    return [
-        _item("history", min(run_bytes, config.history.budget_bytes), "history.budget_bytes"),
-        _item("history segments", segments, "sampling.max_response_tokens"),
-        _item("history processes", actors, "history.num_shards"),
-    ]
+def _effects(
+    table: MemoryTable,
+    before: Sequence[MemoryTable],
+    changed: dict[tuple[str, str], tuple[MemoryTable, ...]],
+) -> tuple[Change, ...]:
+    """Effects of the changes on the kind of `table`; changes that make another table overflow are left out."""
+    overfull = {other.kind for other in before if not other.fits}
+    changes = []
+    for (key, value), tables in changed.items():
+        same_kind = [other for other in tables if other.kind == table.kind]
+        still_overfull = {other.kind for other in tables if not other.fits}
+        freed = table.needed_bytes - max((other.needed_bytes for other in same_kind), default=0)
+        if freed > 0 and still_overfull <= overfull:
+            changes.append(Change(key=key, value=value, freed_bytes=freed, suffices=not still_overfull))
+    return tuple(sorted(changes, key=lambda change: (-change.freed_bytes, change.key)))
 
 
 def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
     """The plan of a supervised warm start."""
     trainer = trainer_rank(spec, config.trainer, longest_sample=config.data.max_tokens)
-    if node.gpu_bytes:
-        return MemoryPlan(
-            items=tuple(_times(trainer, 1, "trainer")), available_bytes=min(node.gpu_bytes), where="the smallest GPU"
-        )
     world = config.trainer.parallel.world_size
-    items = (
-        *_times(trainer, world, "trainer"),
-        _item("trainer processes", world * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
-    )
-    return MemoryPlan(items=items, available_bytes=node.available_bytes, where="this node, now")
+    if node.gpu_bytes:
+        table = MemoryTable(
+            kind="device",
+            load="a trainer rank",
+            count=world,
+            phases={"train": with_reserve(_times(trainer, 1))},
+            available_bytes=min(node.gpu_bytes),
+        )
+    else:
+        processes = MemoryItem(
+            what="trainer processes", num_bytes=world * TRAINER_PROCESS_BYTES, knob="trainer.parallel.data"
+        )
+        table = MemoryTable(
+            kind="host",
+            load="trainer",
+            count=1,
+            phases={"train": (*_times(trainer, world), processes)},
+            available_bytes=node.available_bytes,
+        )
+    shortages = () if table.fits else (Shortage(table=table, changes=()),)
+    return MemoryPlan(tables=(table,), shortages=shortages)
 
 
-def _times(items: Iterable[MemoryItem], count: int, role: str) -> list[MemoryItem]:
-    return [replace(item, what=f"{role} {item.what}", num_bytes=count * item.num_bytes) for item in items]
-
-
-def _item(what: str, num_bytes: int, knob: str) -> MemoryItem:
-    return MemoryItem(what=what, num_bytes=num_bytes, knob=knob)
+def _times(items: Sequence[MemoryItem], count: int) -> list[MemoryItem]:
+    return [replace(item, what=f"trainer {item.what}", num_bytes=count * item.num_bytes) for item in items]

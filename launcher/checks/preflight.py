@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checks.memory import gib
 from launcher.cluster.node import NodeResources, cpu_model, gpu_names, node_resources
+from launcher.estimate.tables import gib
 from rollout.processes import ProcessEnv
 
 PYTHONS = ((3, 11), (3, 12))

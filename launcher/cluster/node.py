@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -40,8 +40,18 @@ class NodeResources:
     """Memory that can be allocated without swapping, the container's limit included."""
     gpu_bytes: tuple[int, ...]
     """Total memory of each device; empty without GPUs."""
+    gpu_ids: tuple[str, ...] = ()
+    """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
     gpu_capability: tuple[int, int] | None = None
     """Compute capability of the oldest device; None if unknown."""
+    name: str = ""
+    """Name in the Ray cluster; empty for the node of a Ray cluster that the command starts."""
+    rack: str = ""
+    """Label of the switch that the node is connected to; empty if unknown."""
+    block: str = ""
+    """Label of the group of racks; empty if unknown."""
+    shared_bytes: int = sys.maxsize
+    """Free bytes in `/dev/shm`; `sys.maxsize` if unknown."""
 
 
 def node_resources() -> NodeResources:
@@ -50,7 +60,9 @@ def node_resources() -> NodeResources:
         cpu_cores=len(os.sched_getaffinity(0)),
         available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
         gpu_bytes=_gpu_bytes(),
+        gpu_ids=_visible() or (),
         gpu_capability=_gpu_capability(),
+        shared_bytes=shutil.disk_usage("/dev/shm").free,
     )
 
 
@@ -67,6 +79,12 @@ def job_node(slurm: SlurmConfig, local: NodeResources) -> NodeResources:
         gpu_bytes=of_one * slurm.gpus_per_node,
         gpu_capability=local.gpu_capability if slurm.gpus_per_node else None,
     )
+
+
+def job_nodes(slurm: SlurmConfig, local: NodeResources) -> tuple[NodeResources, ...]:
+    """All nodes of a SLURM job, as far as the submitting machine can know them; see `job_node`. Pure."""
+    node = job_node(slurm, local)
+    return tuple(replace(node, name=f"node {number + 1}") for number in range(slurm.nodes))
 
 
 def describe() -> dict[str, object]:
@@ -131,8 +149,14 @@ def _gpu_bytes() -> tuple[int, ...]:
         return ()
     listed = command_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
+    visible = _visible()
+    return tuple(sizes) if visible is None else tuple(sizes[: len(visible)])
+
+
+def _visible() -> tuple[str, ...] | None:
+    """Devices that CUDA_VISIBLE_DEVICES names; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(sizes) if visible is None else tuple(sizes[: len([name for name in visible.split(",") if name])])
+    return None if visible is None else tuple(name for name in visible.split(",") if name)
 
 
 def _gpu_capability() -> tuple[int, int] | None:

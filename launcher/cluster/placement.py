@@ -1,37 +1,47 @@
-"""Assigns trainer ranks and engines to the devices of a node: a pure function of the configuration and the node.
+"""Assigns the processes of a run to nodes and devices: a pure function of the configuration and the nodes.
 
-Colocated: trainer and engines share cores (they work in turns) or devices. Engine ranks are assigned to the GPUs in
-order. Trainer rank N reserves `trainer_gpu_fraction` of GPU N; the engines on a GPU share the rest of it.
-Disaggregated: engines have the GPUs after the trainer's; on CPUs both sides work at the same time. Devices are named
-in a Ray cluster that the command starts; in a cluster that it joins, Ray chooses them.
+Colocated: trainer and engines share cores (they work in turns) or devices. Trainer rank N of a node reserves
+`trainer_gpu_fraction` of the node's GPU N; the engine ranks on a GPU share the rest of it. Disaggregated: engines have
+devices, or nodes, of their own. `launcher.cluster.node_assignment` has the order of nodes, and
+`launcher.cluster.node_shares` the number of processes on each.
+
+The controller and the scorers are on the first node. History shards take the nodes in turn, and each node with an
+engine has a reader.
 
 Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; the fractions on a device sum to at most 1.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from history.types import HistoryPlaces
+from launcher.cluster import weight_route
 from launcher.cluster.node import NodeResources
+from launcher.cluster.node_assignment import NodeUse, place_engines, place_trainer, unused
+from launcher.cluster.node_shares import engine_counts, shared_devices, trainer_groups, trainer_nodes
+from launcher.cluster.weight_route import Transport
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
-from megatron_rl.ranks import TrainerRank, trainer_ranks
+from megatron_rl.config import TrainerConfig
+from megatron_rl.ranks import TrainerRank
+from rollout.config import EngineConfig
 from rollout.types import EngineSlot
-
-Transport = Literal["shm", "gloo", "nccl", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """All slots of one run on one node."""
+    """The processes of one run on the nodes."""
 
+    nodes: tuple[str, ...]
+    """Names of the nodes that the run uses, in order of placement; the first has the controller and the scorers."""
     trainers: tuple[TrainerRank, ...]
     engines: tuple[EngineSlot, ...]
     num_scorers: int
     """Processes that score rewards."""
     num_history_shards: int
-    """Processes that own the history; each node has one reader besides. 0 if no engine drafts."""
+    """Processes that own the history; each node with an engine has one reader besides. 0 if no engine drafts."""
     transport: Transport
     """Transport of weights to the engines."""
     notes: tuple[str, ...]
@@ -42,99 +52,153 @@ class Placement:
         """Ray actors of the run that reserve a logical CPU; history actors reserve none."""
         return len(self.trainers) + len(self.engines) + 1
 
+    @property
+    def num_actors_on(self) -> dict[str, int]:
+        """The same by node."""
+        return dict(Counter([self.nodes[0], *self._slot_nodes]))
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether trainer ranks and engines are on more than one node."""
+        return len(set(self._slot_nodes)) > 1
+
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """By engine and rank, the trainer rank that hands weights over; see `weight_route.homes`."""
+        return weight_route.homes(self.trainers, self.engines)
+
+    @property
+    def history(self) -> HistoryPlaces:
+        """Nodes of the history's actors: shards take the nodes in turn, and each node with an engine has a reader."""
+        with_engine = {slot.node for slot in self.engines} if self.num_history_shards else set()
+        return HistoryPlaces(
+            shards=tuple(self.nodes[number % len(self.nodes)] for number in range(self.num_history_shards)),
+            readers=tuple(node for node in self.nodes if node in with_engine),
+        )
+
     def lines(self) -> list[str]:
-        """One line of text per slot."""
-        trainers = [
-            f"trainer {slot.rank}: tp {slot.tensor_rank} pp {slot.pipeline_rank} dp {slot.data_rank}, "
-            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_threads} CPU thread(s)")
-            for slot in self.trainers
-        ]
-        engines = [
-            f"engine {slot.engine_id}: {slot.num_ranks} rank(s), each "
-            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_cores} CPU core(s)")
-            for slot in self.engines
-        ]
+        """One line of text per slot, by node if there are several."""
+        places = []
+        for node in self.nodes:
+            slots = self._trainer_lines(node) + self._engine_lines(node)
+            if len(self.nodes) == 1:
+                places += slots
+            elif slots:
+                places += [f"{node}:", *(f"  {line}" for line in slots)]
+        readers = len(self.history.readers)
+        history = f"history: {self.num_history_shards} shard(s) and {readers} reader{'s' * (readers != 1)}"
+        scorers = f"scorers: {self.num_scorers} process(es)"
         return [
-            *trainers,
-            *engines,
+            *places,
             f"weights: by {self.transport}",
-            f"scorers: {self.num_scorers} process(es)",
-            *([f"history: {self.num_history_shards} shard(s) and 1 reader"] if self.num_history_shards else []),
+            scorers if len(self.nodes) == 1 else f"controller and {scorers} on {self.nodes[0]}",
+            *([history] if self.num_history_shards else []),
             *self.notes,
         ]
 
+    @property
+    def _slot_nodes(self) -> list[str]:
+        return [*(rank.node for rank in self.trainers), *(slot.node for slot in self.engines)]
 
-def plan(config: RunConfig, node: NodeResources) -> Placement:
-    """The placement of `config` on `node`.
+    def _trainer_lines(self, node: str) -> list[str]:
+        return [
+            f"trainer {slot.rank}: tp {slot.tensor_rank} pp {slot.pipeline_rank} dp {slot.data_rank}, "
+            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_threads} CPU thread(s)")
+            + self._on(slot.devices)
+            for slot in self.trainers
+            if slot.node == node
+        ]
 
-    Raises `ConfigError` if the node has fewer cores or devices than a process needs at one time, or not the devices
-    that the transport needs.
+    def _engine_lines(self, node: str) -> list[str]:
+        return [
+            f"engine {slot.engine_id}: {slot.num_ranks} rank(s), each "
+            + (f"{slot.num_gpus:g} GPU" if slot.num_gpus else f"{slot.cpu_cores} CPU core(s)")
+            + self._on(slot.devices)
+            for slot in self.engines
+            if slot.node == node
+        ]
+
+    def _on(self, devices: Sequence[int]) -> str:
+        """Device numbers, which are not the numbers of ranks if there are several nodes."""
+        return f", GPU {', '.join(map(str, devices))}" if devices and len(self.nodes) > 1 else ""
+
+
+def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
+    """The placement of `config` on `nodes`; the command runs on the first one.
+
+    Raises:
+        ConfigError: the nodes have fewer cores or devices than the processes need at one time, too few inside one node,
+            or not the devices that the transport needs.
     """
-    devices = len(node.gpu_bytes)
-    engine = config.engine
-    named = bool(devices) and config.cluster.address == "local"
-    if config.publish.transport in ("nccl", "cuda_ipc") and not devices:
-        raise ConfigError(
-            f"`publish.transport` = {config.publish.transport} moves weights between GPUs, of which this node has "
-            "none; set it to auto"
-        )
-    if devices:
-        trainer_gpus, engine_gpus = _gpu_fractions(config, devices)
-    else:
-        trainer_gpus = engine_gpus = 0.0
-        _check_threads("engine.cpu_cores", engine.cpu_cores, node.cpu_cores)
-        _check_threads("trainer.cpu_threads", config.trainer.cpu_threads, node.cpu_cores)
-    engines = tuple(
-        EngineSlot(
-            engine_id=number,
-            num_ranks=engine.tensor_parallel,
-            cpu_cores=engine.cpu_cores,
-            num_gpus=engine_gpus,
-            devices=_engine_devices(config, devices, number) if named else (),
-        )
-        for number in range(engine.num_engines)
-    )
-    transport = _transport(config, engines)
-    notes = [*(_detour(config, transport) if devices else _crowded(config, node.cpu_cores)), *_idle(config)]
+    uses = unused(nodes)
+    on_devices = uses[0].on_devices
+    if not on_devices:
+        _check_threads("engine.cpu_cores", config.engine.cpu_cores, nodes)
+        _check_threads("trainer.cpu_threads", config.trainer.cpu_threads, nodes)
+    groups = trainer_groups(config.trainer, trainer_nodes(config, uses))
+    groups += [0] * (len(uses) - len(groups))
+    apart = config.placement.mode == "disaggregated"
+    share = (1.0 if apart else config.cluster.trainer_gpu_fraction) if on_devices else 0.0
+    trainers, uses = place_trainer(config.trainer, uses, groups, num_gpus=share)
+    engines, uses = place_engines(config.engine, uses, engine_counts(config, uses), beside_trainer=apart)
+    engines = _with_shares(engines, 0.0 if apart else share)
+    transport = weight_route.choose_transport(config, trainers, engines)
+    crowded = weight_route.detour(config, transport) if on_devices else _crowded(config, uses)
     return Placement(
-        trainers=trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads, trainer_gpus, place=named),
+        nodes=tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines),
+        trainers=trainers,
         engines=engines,
         num_scorers=config.reward.num_workers,
         num_history_shards=config.history.num_shards if config.drafts else 0,
         transport=transport,
-        notes=tuple(notes),
+        notes=(*crowded, *_idle(config), *_unused(uses)),
     )
 
 
-def _check_threads(key: str, threads: int, cores: int) -> None:
-    """Refuses an OpenMP pool with more threads than cores, which stalls."""
-    if threads > cores:
-        raise ConfigError(f"`{key}` = {threads} threads in one process, but this node has {cores} cores; lower it")
+def plan_sft(trainer: TrainerConfig, nodes: Sequence[NodeResources]) -> tuple[TrainerRank, ...]:
+    """Trainer ranks of a warm start; errors as for `plan`."""
+    uses = unused(nodes)
+    groups = trainer_groups(trainer, uses)
+    return place_trainer(trainer, uses, groups, num_gpus=1.0 if uses[0].on_devices else 0.0)[0]
 
 
-def _detour(config: RunConfig, transport: Transport) -> list[str]:
-    """Reason for sending weights through the host; none if they stay on devices."""
-    if transport in ("cuda_ipc", "nccl"):
-        return []
-    if config.publish.transport != "auto":
-        why = f"publish.transport is {transport}"
-    elif config.publish.delta:
-        why = "publish.delta sends changes over sockets"
-    elif config.cluster.address != "local":
-        why = "Ray chooses the devices of a running cluster"
-    else:
-        why = "an engine is on a device without a trainer rank"
-    return [f"weights go through the host ({transport}): {why}"]
+def plan_evaluation(engine: EngineConfig, nodes: Sequence[NodeResources]) -> tuple[EngineSlot, ...]:
+    """Engines without a trainer; errors as for `plan`."""
+    uses = unused(nodes)
+    return _with_shares(place_engines(engine, uses, shared_devices(engine, uses), beside_trainer=False)[0], 0.0)
 
 
-def _crowded(config: RunConfig, cores: int) -> list[str]:
-    """Compares threads with cores: trainer and engines together if they work at the same time, else each alone."""
-    trainer = config.trainer.parallel.world_size * config.trainer.cpu_threads
-    engines = config.engine.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores
+def _with_shares(engines: Sequence[EngineSlot], trainer_share: float) -> tuple[EngineSlot, ...]:
+    """Engines with an equal share, of what the trainer leaves of the device with the most engine ranks."""
+    on_a_device = Counter((slot.node, device) for slot in engines for device in slot.devices)
+    if not on_a_device:
+        return tuple(engines)
+    share = math.floor(1000 * (1 - trainer_share) / max(on_a_device.values())) / 1000
+    return tuple(replace(slot, num_gpus=share) for slot in engines)
+
+
+def _check_threads(key: str, threads: int, nodes: Sequence[NodeResources]) -> None:
+    """Refuse an OpenMP pool with more threads than cores, which stalls."""
+    smallest = min(nodes, key=lambda node: node.cpu_cores)
+    if threads > smallest.cpu_cores:
+        where = "this node" if len(nodes) == 1 else smallest.name
+        raise ConfigError(
+            f"`{key}` = {threads} threads in one process, but {where} has {smallest.cpu_cores} cores; lower it"
+        )
+
+
+def _crowded(config: RunConfig, uses: Sequence[NodeUse]) -> list[str]:
+    """Compares threads with cores on each node: trainer and engines together if they work at the same time."""
     at_once = config.placement.mode == "disaggregated" and config.samples_ahead
-    sides = {"trainer and engines": trainer + engines} if at_once else {"trainer": trainer, "engines": engines}
-    over = [f"{side} {threads} threads" for side, threads in sides.items() if threads > cores]
-    return [f"{' and '.join(over)} on {cores} cores: expect waiting"] if over else []
+    notes = []
+    for use in uses:
+        trainer = use.num_trainers * config.trainer.cpu_threads
+        engines = use.num_engines * config.engine.tensor_parallel * config.engine.cpu_cores
+        sides = {"trainer and engines": trainer + engines} if at_once else {"trainer": trainer, "engines": engines}
+        over = [f"{side} {threads} threads" for side, threads in sides.items() if threads > use.size]
+        where = f"{use.node.name}: " if len(uses) > 1 else ""
+        notes += [f"{where}{' and '.join(over)} on {use.size} cores: expect waiting"] if over else []
+    return notes
 
 
 def _idle(config: RunConfig) -> list[str]:
@@ -146,51 +210,9 @@ def _idle(config: RunConfig) -> list[str]:
     ]
 
 
-def _gpu_fractions(config: RunConfig, devices: int) -> tuple[float, float]:
-    """Device share of a trainer rank and of an engine rank."""
-    world = config.trainer.parallel.world_size
-    ranks = config.engine.num_engines * config.engine.tensor_parallel
-    if world > devices:
-        raise ConfigError(
-            f"trainer.parallel needs {world} devices (tensor {config.trainer.parallel.tensor} x pipeline "
-            f"{config.trainer.parallel.pipeline} x data {config.trainer.parallel.data}), but the node has {devices}"
-        )
-    if config.placement.mode == "disaggregated":
-        if world + ranks > devices:
-            raise ConfigError(
-                f"`placement.mode` = disaggregated needs devices for {world} trainer rank(s) and {ranks} engine "
-                f"rank(s) that share none, but the node has {devices}; set it to colocated"
-            )
-        return 1.0, 1.0
-    engines_on_a_device = -(-ranks // devices)
-    if config.engine.tensor_parallel > devices:
-        raise ConfigError(
-            f"engine.tensor_parallel = {config.engine.tensor_parallel}, but the node has {devices} devices"
-        )
-    share = config.cluster.trainer_gpu_fraction
-    return share, math.floor(1000 * (1 - share) / engines_on_a_device) / 1000
-
-
-def _engine_devices(config: RunConfig, devices: int, engine: int) -> tuple[int, ...]:
-    """Device of each rank of an engine."""
-    num_ranks = config.engine.tensor_parallel
-    first = config.trainer.parallel.world_size if config.placement.mode == "disaggregated" else 0
-    return tuple((first + engine * num_ranks + rank) % devices for rank in range(num_ranks))
-
-
-def _transport(config: RunConfig, engines: Sequence[EngineSlot]) -> Transport:
-    """The configured transport, or the fastest one that reaches every engine."""
-    asked = config.publish.transport
-    world = config.trainer.parallel.world_size
-    on_devices = [device for slot in engines for device in slot.devices]
-    alone = [device for device in on_devices if device >= world]
-    if asked == "cuda_ipc" and (alone or not on_devices):
-        why = f"device(s) {alone} have no trainer rank that sends weights" if alone else "Ray chooses the devices"
-        raise ConfigError(f"`publish.transport` = cuda_ipc: {why}; set it to auto")
-    if asked != "auto":
-        return asked
-    if config.placement.mode == "disaggregated" and on_devices:
-        return "nccl"
-    if config.cluster.address != "local" or config.publish.delta:
-        return "gloo"
-    return "cuda_ipc" if on_devices and not alone else "shm"
+def _unused(uses: Sequence[NodeUse]) -> list[str]:
+    """Names nodes that the run does not use."""
+    names = [use.node.name for use in uses if not use.num_trainers and not use.num_engines]
+    if not names:
+        return []
+    return [f"{', '.join(names)}: no trainer rank and no engine; raise trainer.parallel.data or engine.num_engines"]

@@ -5,22 +5,21 @@ process, also after an error: a command leaves no process, no shared memory and 
 """
 
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-import psutil
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from history.config import HistoryConfig
 from history.store.service import HistoryService, start_history
-from launcher.cluster.node import RAY_SETTINGS
+from history.types import HistoryPlaces
+from launcher.cluster.node import NodeResources, node_resources
+from launcher.cluster.ray_cluster import Reservation, reserve, start_ray
 from launcher.config.schema import ClusterConfig
-from launcher.errors import Terminated
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
 from megatron_rl.trainer.spec import TrainerSpec
@@ -41,8 +40,6 @@ START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 15.0
 """Time for an engine or a text actor to end its children."""
 
-_POLL_S = 0.5
-
 Actor = ray.actor.ActorHandle
 StartingEngines = tuple[EngineGroup, EngineCall[None]]
 """Engines, and the call to wait for before they are used (`EngineGroup.wait`)."""
@@ -55,8 +52,12 @@ class Processes:
     environment: ProcessEnv
     log_dir: Path | None
     """Folder of `ROLE-RANK.log` files; None leaves output to Ray. In a joined cluster each node has its own folder."""
-    num_gpus_per_engine_rank: float
-    """Devices per rank of an engine without a trainer on the same device; 0 on CPUs."""
+    nodes: tuple[NodeResources, ...]
+    """Nodes of the command; the first one has the scorers."""
+    history: HistoryPlaces | None = None
+    """Nodes of the history's actors, by name; None: a reader on every node."""
+    reservation: Reservation | None = None
+    """Bundles in a joined Ray cluster; None in a cluster that the command has started."""
     started: list[ray.actor.ActorHandle] = field(default_factory=list)
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
@@ -65,7 +66,11 @@ class Processes:
         """Start the process with the tokenizer and the reward workers."""
         actor_class: ray.actor.ActorClass = TextActor
         variables = self._variables(self.environment.single_threaded(), "scorer-0")
-        text_actor = actor_class.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(model, config)
+        text_actor = actor_class.options(
+            num_cpus=self._num_cpus,
+            runtime_env={"env_vars": variables},
+            scheduling_strategy=self._strategy(self.nodes[0].name),
+        ).remote(model, config)
         self.started.append(text_actor)
         try:
             facts: TokenizerFacts = ray.get(text_actor.start.remote(), timeout=START_TIMEOUT_S)
@@ -81,28 +86,48 @@ class Processes:
         actor_class: ray.actor.ActorClass = EngineActor
         engines = []
         for spec, slot in zip(specs, slots, strict=True):
-            environment = self.environment.engine(threads=slot.cpu_cores) | on_devices(slot.devices)
+            environment = self.environment.engine(threads=slot.cpu_cores) | self._devices(slot)
             variables = self._variables(environment, f"engine-{slot.engine_id}")
-            num_gpus = 0 if slot.devices else slot.num_gpus * slot.num_ranks
             engines.append(
-                actor_class.options(num_cpus=1, num_gpus=num_gpus, runtime_env={"env_vars": variables}).remote(spec)
+                actor_class.options(
+                    num_cpus=self._num_cpus,
+                    num_gpus=0,
+                    runtime_env={"env_vars": variables},
+                    scheduling_strategy=self._strategy(slot.node),
+                ).remote(spec)
             )
         self.started += engines
         group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
         return group, group.begin_start()
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> TrainerGroup:
-        """Start all trainer ranks; each loads its part of the model."""
+        """Start all trainer ranks; each loads its part of the model.
+
+        Raises:
+            RuntimeError: a rank is not on the node of its placement.
+        """
         environments = [
             self._variables(
-                self.environment.trainer_rank(threads=rank.cpu_threads) | on_devices(rank.devices),
-                f"trainer-{rank.rank}",
+                self.environment.trainer_rank(threads=rank.cpu_threads) | self._devices(rank), f"trainer-{rank.rank}"
             )
             for rank in ranks
         ]
-        trainer = start_trainer(spec, ranks, environments=environments)
+        strategies = [self._strategy(rank.node) for rank in ranks]
+        trainer = start_trainer(spec, environments=environments, strategies=strategies, num_cpus=self._num_cpus)
         self.trainers.append(trainer)
+        if self.reservation is not None:
+            self.reservation.check("trainer rank", [rank.node for rank in ranks], trainer.node_ids())
         return trainer
+
+    def check_engines(self, engines: EngineGroup, slots: Sequence[EngineSlot]) -> None:
+        """Compare the nodes of started engines with their placement.
+
+        Raises:
+            RuntimeError: an engine is not on the node of its placement.
+        """
+        if self.reservation is not None:
+            node_ids = engines.node_ids(timeout_s=START_TIMEOUT_S)
+            self.reservation.check("engine", [slot.node for slot in slots], list(node_ids.values()))
 
     def start_history(
         self, config: HistoryConfig, *, directory: str, fingerprint: str, say: Callable[[str], None]
@@ -114,6 +139,7 @@ class Processes:
             fingerprint=fingerprint,
             environment=self.environment.single_threaded(),
             log=say,
+            places=self._history_places(),
         )
         self.histories.append(service)
         return service
@@ -144,6 +170,32 @@ class Processes:
             self.end_trainer(trainer)
         if self.started:
             self.end(list(self.started))
+        if self.reservation is not None:
+            self.reservation.release()
+
+    @property
+    def _num_cpus(self) -> int:
+        """Logical CPUs of a process; a bundle has reserved them in a joined cluster."""
+        return 1 if self.reservation is None else 0
+
+    def _strategy(self, node: str) -> PlacementGroupSchedulingStrategy | None:
+        """The bundle of a process on `node`; None on the only node of a cluster that the command has started."""
+        return None if self.reservation is None else self.reservation.strategies[node]
+
+    def _devices(self, slot: TrainerRank | EngineSlot) -> dict[str, str]:
+        """Variables that name the devices of a process."""
+        (node,) = [node for node in self.nodes if node.name == slot.node]
+        return on_devices([node.gpu_ids[device] if node.gpu_ids else str(device) for device in slot.devices])
+
+    def _history_places(self) -> HistoryPlaces | None:
+        """Ray's ids of the nodes of the history's actors."""
+        if self.reservation is None or self.history is None:
+            return None
+        ids = self.reservation.node_ids
+        return HistoryPlaces(
+            shards=tuple(ids[node] for node in self.history.shards),
+            readers=tuple(ids[node] for node in self.history.readers),
+        )
 
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
@@ -152,85 +204,39 @@ class Processes:
 
 
 @contextmanager
-def processes(cluster: ClusterConfig, *, num_actors: int, log_dir: Path | None) -> Iterator[Processes]:
-    """Join or start Ray for the body of a command, and end everything afterwards."""
+def processes(
+    cluster: ClusterConfig,
+    *,
+    num_actors: int,
+    log_dir: Path | None,
+    nodes: Sequence[NodeResources] = (),
+    placed: Mapping[str, int] = MappingProxyType({}),
+    history: HistoryPlaces | None = None,
+) -> Iterator[Processes]:
+    """Join or start Ray for the body of a command, and end everything afterwards.
+
+    Args:
+        cluster: the Ray cluster.
+        num_actors: processes at one time, in a cluster that the command starts.
+        log_dir: folder of the processes' logs; None leaves output to Ray.
+        nodes: nodes of a joined cluster, by `run_nodes`.
+        placed: number of processes on each of those nodes that the command uses.
+        history: nodes of the history's actors in a joined cluster.
+    """
     local = cluster.address == "local"
     sweep()
-    _start_ray(cluster, num_actors=num_actors)
-    if not local:
-        _wait_for_nodes(cluster.min_nodes)
+    start_ray(cluster, num_actors=num_actors)
+    used = tuple(node for node in nodes if node.name in placed)
     running = Processes(
         environment=ProcessEnv(single_node=local),
         log_dir=log_dir if local or log_dir is None else log_dir / NODE,
-        num_gpus_per_engine_rank=1.0 if ray.cluster_resources().get("GPU") else 0.0,
+        nodes=(node_resources(),) if local else used,
+        history=history,
     )
     try:
+        if not local:
+            running.reservation = reserve(used, placed)
         yield running
     finally:
         running.close()
         ray.shutdown()
-
-
-def _start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
-    """Join or start Ray; if the start fails or is interrupted, end Ray's processes.
-
-    Raises:
-        Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
-        DeadlineError: Ray's own processes did not answer in time.
-    """
-    local = cluster.address == "local"
-    on_termination = signal.getsignal(signal.SIGTERM)
-    before = psutil.Process().children()
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
-    try:
-        ray.init(
-            address=cluster.address,
-            include_dashboard=False if local else None,
-            num_cpus=num_actors if local else None,
-            object_store_memory=cluster.object_store_bytes if local else None,
-            log_to_driver=False,
-            logging_level="ERROR",
-            namespace="megatron_rl",
-            _system_config=RAY_SETTINGS if local else None,
-        )
-    except BaseException as error:  # after a failed start Ray does not end its own processes
-        ray.shutdown()
-        _kill([child for child in psutil.Process().children() if child not in before])
-        if isinstance(error, SystemExit):
-            raise Terminated from error
-        if "timed out during startup" in str(error):
-            raise DeadlineError(
-                f"Ray did not start in time; end other programs of this machine and try again: {error}"
-            ) from error
-        raise
-    finally:
-        if threading.current_thread() is threading.main_thread() and on_termination is not None:
-            signal.signal(signal.SIGTERM, on_termination)
-
-
-def _wait_for_nodes(num_nodes: int) -> None:
-    """Wait until so many nodes are in the cluster.
-
-    Raises:
-        DeadlineError: they are not after `START_TIMEOUT_S`.
-    """
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (joined := sum(bool(node["Alive"]) for node in ray.nodes())) < num_nodes:
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the controller waited {START_TIMEOUT_S:.0f} s for {num_nodes} nodes (`cluster.min_nodes`) to join "
-                f"Ray, {joined} have; see the log of Ray on the others"
-            )
-        time.sleep(_POLL_S)
-
-
-def _kill(roots: Sequence[psutil.Process]) -> None:
-    """Kill processes and all their descendants."""
-    for root in roots:
-        try:
-            family = [*root.children(recursive=True), root]
-        except psutil.NoSuchProcess:
-            continue
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()

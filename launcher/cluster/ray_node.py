@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,15 +35,18 @@ END_TIMEOUT_S = 10.0
 class RayNode:
     """What Ray is started with on this node."""
 
+    name: str
     address: str
     interface: str
     ports: PortMap
     head: Head | None
     """None on the head node itself."""
     num_cpus: int
-    """Logical CPUs, one an actor: so few that Ray uses every node."""
+    """Logical CPUs, enough for every actor: the placement names the node of each."""
     num_gpus: int
     object_store_bytes: int
+    labels: Mapping[str, str]
+    """Topology of the node: `rack` and `block`, where known."""
     temp_dir: Path
     """Of this node and this job alone. Short: paths of sockets have at most 107 bytes."""
 
@@ -54,6 +58,8 @@ def ray_command(node: RayNode) -> list[str]:
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *joins),
         f"--node-ip-address={node.address}",
+        f"--node-name={node.name}",
+        *([f"--labels={','.join(f'{key}={value}' for key, value in node.labels.items())}"] if node.labels else []),
         *node.ports.options(head=node.head is None),
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={node.num_gpus}",
@@ -62,6 +68,15 @@ def ray_command(node: RayNode) -> list[str]:
         "--disable-usage-stats",
         "--log-style=record",
     ]
+
+
+def topology_labels(address: str) -> dict[str, str]:
+    """Labels of a node from SLURM's address of it, for example `spine.leaf3.node17`: the switch and the one above it.
+
+    Empty without SLURM's topology plugin, whose address is the name of the node. Pure.
+    """
+    switches = address.split(".")[:-1]
+    return dict(zip(("rack", "block"), reversed(switches), strict=False))
 
 
 def ray_environment(node: RayNode) -> dict[str, str]:

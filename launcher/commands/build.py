@@ -76,11 +76,14 @@ def build_delivery(checked: CheckedRun, workers: Workers, plan: ReshardPlan) -> 
     timeout_s = checked.config.publish.timeout_s
     trainer, engines = workers.trainer, workers.engines
     match checked.placement.transport:
-        case "shm":
+        case "shm" if not checked.placement.spans_nodes:
             return ShmDelivery(trainer, engines, timeout_s=timeout_s)
+        case "shm":
+            return ColocatedDelivery(trainer, engines, homes=checked.placement.homes, memory="shm", timeout_s=timeout_s)
         case "cuda_ipc":
-            homes = [slot.devices for slot in checked.placement.engines]
-            return ColocatedDelivery(trainer, engines, homes=homes, memory="cuda", timeout_s=timeout_s)
+            return ColocatedDelivery(
+                trainer, engines, homes=checked.placement.homes, memory="cuda", timeout_s=timeout_s
+            )
         case backend:
             return StreamingDelivery(
                 trainer, engines, source_ranks=plan.source_ranks, backend=backend, timeout_s=timeout_s

@@ -5,9 +5,12 @@ measure them without the error of 8-bit weights.
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import plan_evaluation
 from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes, StartingEngines, processes
 from launcher.commands.prompts import load_evaluation_prompts
 from launcher.config.schema import EvalConfig, RunConfig
@@ -17,7 +20,7 @@ from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
-from rollout.types import EngineSlot, Prompt
+from rollout.types import Prompt
 
 EvaluationPrompts = dict[str, tuple[Prompt, ...]]
 """Prompts of each evaluation set, by its name."""
@@ -45,7 +48,7 @@ def evaluate_directories(
     directory's engines start during an evaluation; the memory of a GPU holds the engines of one directory only.
     """
     evaluations = {step: evaluation_of(config, model) for step, model in models.items()}
-    at_once = 1 if running.num_gpus_per_engine_rank else 2
+    at_once = 1 if any(node.gpu_bytes for node in running.nodes) else 2
     started: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
     text_actor: Actor | None = None
@@ -84,15 +87,7 @@ def _load_prompts(config: EvalConfig, running: Processes) -> tuple[Actor, Evalua
 
 
 def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
-    slots = [
-        EngineSlot(
-            engine_id=number,
-            num_ranks=config.engine.tensor_parallel,
-            cpu_cores=config.engine.cpu_cores,
-            num_gpus=running.num_gpus_per_engine_rank,
-        )
-        for number in range(config.engine.num_engines)
-    ]
+    slots = plan_evaluation(config.engine, running.nodes)
     longest = max(evaluation_set.max_response_tokens for evaluation_set in config.sets.values())
     specs = [
         EngineSpec(
@@ -124,10 +119,12 @@ def _evaluate(
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 
 
-def evaluate(config: EvalConfig) -> None:
+def evaluate(config: EvalConfig, nodes: Sequence[NodeResources]) -> None:
     """Evaluate every set of `config`, print one line each and write `config.output` unless it is empty."""
     progress = RunProgress(0)
-    with processes(config.cluster, num_actors=config.engine.num_engines + 1, log_dir=None) as running:
+    slots = plan_evaluation(config.engine, nodes)
+    placed = Counter([nodes[0].name, *[slot.node for slot in slots]])
+    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=None, nodes=nodes, placed=placed) as running:
         rows = evaluate_directory(config, running, progress, step=0)
     progress.evaluation(rows)
     if config.output:

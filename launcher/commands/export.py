@@ -1,14 +1,17 @@
 """`megatron-rl export`: a checkpoint of a run as a Hugging Face directory."""
 
 import secrets
+from collections import Counter
 from pathlib import Path
 
+from launcher.cluster.node import node_resources
+from launcher.cluster.placement import plan_sft
 from launcher.cluster.processes import processes
+from launcher.cluster.ray_cluster import joined_nodes
 from launcher.commands.specs import trainer_spec
 from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
-from megatron_rl.ranks import trainer_ranks
 from rollout.weights.format import WeightFormat
 
 
@@ -23,9 +26,11 @@ def export(config: ExportConfig) -> None:
     if target.exists():
         raise ConfigError(f"`output_dir` = {target} exists; an export overwrites nothing: name another directory")
     run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
-    parallel = run_config.trainer.parallel
-    ranks = trainer_ranks(parallel, run_config.trainer.cpu_threads)
-    with processes(run_config.cluster, num_actors=len(ranks), log_dir=None) as running:
+    cluster = run_config.cluster
+    nodes = (node_resources(),) if cluster.address == "local" else joined_nodes(cluster)
+    ranks = plan_sft(run_config.trainer, nodes)
+    placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
+    with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
         trainer = running.start_trainer(
             trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4)), ranks
         )

@@ -55,7 +55,15 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
     config = checked.config
     shown.status.phase("controller", "start Ray")
     log_dir = directory.path / "logs"
-    with processes(config.cluster, num_actors=checked.placement.num_actors, log_dir=log_dir) as running:
+    placement = checked.placement
+    with processes(
+        config.cluster,
+        num_actors=placement.num_actors,
+        log_dir=log_dir,
+        nodes=checked.nodes,
+        placed=placement.num_actors_on,
+        history=placement.history,
+    ) as running:
         if resume.first_step < config.num_steps:
             try:
                 with build(checked, directory, shown, running, resume) as controller:

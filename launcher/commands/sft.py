@@ -4,6 +4,7 @@ import json
 import secrets
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import ray
@@ -18,7 +19,6 @@ from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
-from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.weights.format import WeightFormat
@@ -28,8 +28,11 @@ def sft(checked: CheckedSft) -> None:
     """Train on the data of the configuration and write its `output_dir`."""
     config = checked.config
     target = Path(config.output_dir)
-    ranks = trainer_ranks(config.trainer.parallel, config.trainer.cpu_threads)
-    with processes(config.cluster, num_actors=len(ranks) + 1, log_dir=None) as running:
+    ranks = checked.ranks
+    placed = Counter([checked.nodes[0].name, *[rank.node for rank in ranks]])
+    with processes(
+        config.cluster, num_actors=len(ranks) + 1, log_dir=None, nodes=checked.nodes, placed=placed
+    ) as running:
         rows_ref, rows = _load_rows(config, running)
         trainer = running.start_trainer(_spec(config), ranks)
         trainer.load_rows(rows_ref)

@@ -79,7 +79,7 @@ def dry_run_lines(checked: CheckedRun, script: str) -> list[str]:
     slurm = checked.config.cluster.slurm
     return [
         script,
-        f"# placement ({slurm.nodes} node(s); Ray chooses the node of each process)",
+        f"# placement ({slurm.nodes} node(s); planned again for the nodes of the job)",
         *checked.placement.lines(),
         "",
         "# memory (estimate; checked again on the nodes when the job starts)",

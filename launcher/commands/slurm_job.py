@@ -21,10 +21,10 @@ from pathlib import Path
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_problems
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import job_node, node_resources
+from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
-from launcher.cluster.ray_node import RayNode, run_ray
+from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
 from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
 from launcher.commands.slurm import CONFIG, PACKAGES
 from launcher.config.loading import load
@@ -108,13 +108,15 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         if head is None or not _wait_until_ready(head, folder):
             return 0 if folder.is_over() or folder.lost_a_node() else Ending.DEADLINE.code
     ray = RayNode(
+        name=name,
         address=address,
         interface=interface,
         ports=ports,
         head=head,
-        num_cpus=-(-plan(config, job_node(slurm, node_resources())).num_actors // slurm.nodes),
+        num_cpus=plan(config, job_nodes(slurm, node_resources())).num_actors,
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
+        labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")),
         temp_dir=Path(f"/tmp/mrl-{_job_id()}-{folder.nodes().index(name)}"),
     )
     _say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")

@@ -77,6 +77,7 @@ def start_workers(
     if resume.trainer:
         trainer.load(resume.trainer)
     engines.wait(starting, timeout_s=START_TIMEOUT_S)
+    running.check_engines(engines, slots.engines)
     _say_kernels(engines, progress)
     return Workers(run_id=run_id, specs=specs, engines=engines, trainer=trainer)
 

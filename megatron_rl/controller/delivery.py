@@ -112,7 +112,10 @@ class StreamingDelivery:
 
 
 class ColocatedDelivery:
-    """Colocated engines: each device's trainer rank stages the buckets of the engine ranks on the same device."""
+    """Colocated engines: each device's trainer rank stages the buckets of the engine ranks on the same device.
+
+    Without devices, a trainer rank of the same node does. Buckets enter each node once.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class ColocatedDelivery:
             sorted({rank for home in self._homes for rank, host in enumerate(home) if host == trainer_rank})
             for trainer_rank in range(self._trainer.ranks.num_ranks)
         ]
-        self._trainer.ranks.call("open_colocated", hosted, self._memory)
+        self._trainer.ranks.call("open_colocated", hosted, self._memory, self._trainer.node_ids())
         channels = {
             number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])

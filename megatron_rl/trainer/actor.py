@@ -44,6 +44,10 @@ class TrainerActor:
         self._world: TCPStore | None = None
         self._stores: list[TCPStore] = []
 
+    def node_id(self) -> str:
+        """Ray's id of this rank's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def rendezvous(self) -> tuple[str, int]:
         """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
         from megatron_rl.model.parallel import open_store
@@ -132,12 +136,13 @@ class TrainerActor:
             sender.attach(engine, channel)
         self._sender = sender
 
-    def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory) -> None:
+    def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory, nodes: Sequence[str]) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.
 
         Args:
             hosted: by trainer rank, the engine ranks on its device.
             memory: kind of the shared memory.
+            nodes: node of each trainer rank.
         """
         import torch.distributed as dist
 
@@ -159,6 +164,7 @@ class TrainerActor:
             buckets=self._joined.publishes.plan.buckets,
             backend=backend,
             timeout_s=self._spec.publish.timeout_s,
+            nodes=nodes,
         )
 
     def plan_publishes(self, required: Sequence[Required]) -> None:

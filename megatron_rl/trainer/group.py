@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
-from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
@@ -123,6 +123,10 @@ class TrainerGroup:
         self.ranks = ranks
         self._unstaging: Sequence[ray.ObjectRef] = ()
 
+    def node_ids(self) -> list[str]:
+        """Ray's id of the node of each rank."""
+        return _results(self.ranks.call("node_id"), str)
+
     def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
         return _results(self.ranks.call("uses_te_layer_names"), bool)[0]
@@ -196,17 +200,29 @@ class TrainerGroup:
 
 
 def start_trainer(
-    spec: TrainerSpec, ranks: Sequence[TrainerRank], *, environments: Sequence[Mapping[str, str]]
+    spec: TrainerSpec,
+    *,
+    environments: Sequence[Mapping[str, str]],
+    strategies: Sequence[PlacementGroupSchedulingStrategy | None],
+    num_cpus: int,
 ) -> TrainerGroup:
-    """Start one actor per rank in its own environment; returns after all have joined and loaded their weights."""
+    """Start one actor per rank; returns after all have joined and loaded their weights.
+
+    Args:
+        spec: what every rank trains.
+        environments: environment of each rank's process; it names the rank's devices.
+        strategies: where Ray starts each rank; None on the only node.
+        num_cpus: logical CPUs of a rank.
+    """
     remote = ray.remote(TrainerActor)
     actors = [
         remote.options(
-            num_cpus=1,
-            num_gpus=0 if rank.devices else rank.num_gpus,
+            num_cpus=num_cpus,
+            num_gpus=0,
             runtime_env={"env_vars": dict(environment)},
-        ).remote(spec, rank.rank)
-        for rank, environment in zip(ranks, environments, strict=True)
+            scheduling_strategy=strategy,
+        ).remote(spec, rank)
+        for rank, (environment, strategy) in enumerate(zip(environments, strategies, strict=True))
     ]
     group = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
     (address, *_) = group.call("rendezvous")

@@ -4,11 +4,12 @@ Two processes on one device cannot share an NCCL communicator, and an engine ran
 another device's memory. So trainer ranks exchange whole buckets over their own process group. Each trainer rank writes
 every bucket that an engine rank on its device requires into one region, and those engine ranks map it. The region is
 memory of the device (CUDA IPC), or a file in shared memory if there is no device. A rank applies nothing before all its
-buckets are verified.
+buckets are verified. Over several nodes a bucket enters each node once, and one rank there passes it on
+(`rollout.transports.node_routes`).
 
-Invariants: all ranks enter every publish, also ranks without buckets to send. Each rank starts its sends and receives
-in the order of bucket indices. So both ranks of a pair have the same order of transfers, and no transfer waits for a
-later one. A region holds the buckets that its engine ranks require, in index order, laid out by `bucket_offsets`.
+Invariants: all ranks enter every publish, also ranks without buckets to send. Each rank starts its sends, receives and
+forwards in the order of bucket indices. So both ranks of a pair have the same order of transfers, and no transfer waits
+for a later one. A region holds the buckets that its engine ranks require, in index order, laid out by `bucket_offsets`.
 """
 
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from rollout.failures import DeadlineError
 from rollout.transports.base import Backend
 from rollout.transports.checksum import seal, verify
+from rollout.transports.node_routes import givers, shared_buckets
 from rollout.transports.rendezvous import Group, done, start_recv, start_send
 from rollout.transports.shm_files import SegmentFile, bucket_offsets, map_segment
 from rollout.types import WeightVersion
@@ -67,11 +69,6 @@ class ShmRegion:
         self._file.remove()
 
 
-def shared_buckets(buckets: Sequence[Bucket], engine_ranks: Sequence[int]) -> list[Bucket]:
-    """Buckets that any of these engine ranks requires, in index order."""
-    return [bucket for bucket in buckets if any(bucket.required_by(rank) for rank in engine_ranks)]
-
-
 class ColocatedSender:
     """A trainer rank's end; satisfies `rollout.transports.base.Sender`."""
 
@@ -85,6 +82,7 @@ class ColocatedSender:
         buckets: Sequence[Bucket],
         backend: Backend,
         timeout_s: float,
+        nodes: Sequence[str] = (),
     ) -> None:
         """A sender that takes part in every publish of a plan.
 
@@ -96,6 +94,7 @@ class ColocatedSender:
             buckets: all buckets of the plan, from every source rank.
             backend: backend of `group`.
             timeout_s: limit of one publish.
+            nodes: node of each trainer rank; empty if all share one.
         """
         self._region = region
         self._group = group
@@ -105,15 +104,12 @@ class ColocatedSender:
         self._hosted_here = bool(hosted[rank])
         self._shared = shared_buckets(buckets, hosted[rank])
         self._offsets, self._size = bucket_offsets(self._shared)
+        routes = {bucket.index: givers(bucket, hosted, nodes or ("",) * len(hosted)) for bucket in buckets}
         self._receivers = {
-            bucket.index: [
-                other
-                for other, engine_ranks in enumerate(hosted)
-                if other != rank and shared_buckets([bucket], engine_ranks)
-            ]
-            for bucket in buckets
-            if bucket.source_rank == rank
+            index: [receiver for receiver, giver in route.items() if giver == rank] for index, route in routes.items()
         }
+        """By bucket: ranks that this rank sends or forwards it to."""
+        self._giver = {index: route[rank] for index, route in routes.items() if rank in route}
         self._buckets: dict[int, Bucket] = {}
         self._memory: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
@@ -165,18 +161,32 @@ class ColocatedSender:
         payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
         seal(payload, self._version)
         self._receive_before(index)
+        self._send(index, payload)
+
+    def _send(self, index: int, payload: torch.Tensor) -> None:
         if self._group is not None and self._receivers[index]:
             self._sending[index] = [
                 (other, start_send(self._group, payload, other, index)) for other in self._receivers[index]
             ]
 
     def _receive_before(self, index: int | None) -> None:
-        """Start to receive all buckets before `index` in the common order; all remaining buckets for None."""
+        """Start to receive all buckets before `index` in the common order; all remaining buckets for None.
+
+        Waits for each bucket that this rank forwards, and forwards it before the next one.
+        """
         while self._expected and (index is None or self._expected[0].index < index):
             bucket = self._expected.popleft()
             assert self._group is not None, "buckets of other ranks need a group"
-            work = start_recv(self._group, self._place(bucket), bucket.source_rank, bucket.index)
-            self._receiving.append((bucket, work))
+            work = start_recv(self._group, self._place(bucket), self._giver[bucket.index], bucket.index)
+            if self._receivers[bucket.index]:
+                self._await_received(bucket, work)
+                self._send(bucket.index, self._place(bucket))
+            else:
+                self._receiving.append((bucket, work))
+
+    def _await_received(self, bucket: Bucket, work: dist.Work | None) -> None:
+        if not done(work, self._deadline, self._backend):
+            self._late(f"rank {self._giver[bucket.index]} to send bucket {bucket.index}")
 
     def _await_sent(self, index: int) -> None:
         for other, work in self._sending.pop(index):
@@ -197,8 +207,7 @@ class ColocatedSender:
         """
         self._receive_before(None)
         for bucket, work in self._receiving:
-            if not done(work, self._deadline, self._backend):
-                self._late(f"rank {bucket.source_rank} to send bucket {bucket.index}")
+            self._await_received(bucket, work)
         for index in list(self._sending):
             self._await_sent(index)
         self._receiving, self._spare = [], []

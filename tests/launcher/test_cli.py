@@ -57,7 +57,7 @@ def test_a_dry_run_prints_configuration_placement_and_memory_and_starts_no_proce
     assert "tensor: 2" in out
     assert "trainer 1: tp 1 pp 0 dp 0" in out
     assert "engine 0: 1 rank(s)" in out
-    assert "available (this node, now)" in out
+    assert "host of a node: controller + trainer + engines (x 1)" in out
 
 
 def test_a_refusal_is_one_screen_without_traceback_and_before_any_heavy_import(write_config: Write) -> None:

@@ -230,7 +230,7 @@ CASES = {
         lambda work: ((work / "file").write_text(""), edit(f"{work}/run", f"{work}/file/run")(work)),
     ),
     "more ranks than fit": Case(
-        ("are available (this node, now)", "`trainer.parallel.data`"),
+        ("GiB are available", "`trainer.parallel.data` = 256"),
         overrides=("trainer.parallel.data=512", "algorithm.prompts_per_step=512"),
     ),
 }

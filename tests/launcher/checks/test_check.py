@@ -16,13 +16,13 @@ Write = Callable[[str], Path]
 
 def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_run(load(RunConfig, path, overrides), node)
+        check_run(load(RunConfig, path, overrides), [node])
     return str(refused.value)
 
 
 def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) -> None:
-    memory = check_run(load(RunConfig, write_config("")), node).memory
-    assert 0 < memory.total_bytes < node.available_bytes
+    table = check_run(load(RunConfig, write_config("")), [node]).memory.tightest
+    assert 0 < table.needed_bytes < table.available_bytes == node.available_bytes
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,10 @@ def test_all_problems_are_reported_at_once(write_config: Write, node: NodeResour
     assert all(key in text for key in ("top_p", "tensor = 3", "x.jsonl"))
 
 
-def test_too_little_memory_is_refused_naming_the_largest_setting(write_config: Write, node: NodeResources) -> None:
+def test_too_little_memory_is_refused_naming_the_best_change(write_config: Write, node: NodeResources) -> None:
     small = replace(node, available_bytes=4 << 30)
     text = refusal(write_config(""), small, "engine.kv_cache_bytes=8589934592")
-    assert "4.00 GiB are available" in text
-    assert "`engine.kv_cache_bytes` (engine keys and values: 8.00 GiB)" in text
+    assert "in `all phases`, but 4.00 GiB are available; `engine.kv_cache_bytes` = 4294967296 frees 4.00 GiB" in text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_a_bad_row_of_a_warm_start_is_named_by_file_and_line(
     settings = {"path": str(data), "max_tokens": 64}
     config = SftConfig.model_validate({"model": str(model_dir), "output_dir": "out", "data": settings, "num_steps": 1})
     with pytest.raises(ConfigError, match=r"rows.jsonl, line 2: a row must be an object with `prompt` and `response`"):
-        check_sft(config, node)
+        check_sft(config, [node])
 
 
 def test_a_directory_without_weights_or_tokenizer_is_refused(
@@ -195,7 +194,7 @@ def test_a_warm_start_that_would_overwrite_its_model_is_refused(
         {"model": str(model_dir), "output_dir": str(model_dir), "data": {"path": str(data)}, "num_steps": 1}
     )
     with pytest.raises(ConfigError, match=r"(?s)`data.max_tokens` = 1024.*512 positions.*is the model itself"):
-        check_sft(config, node)
+        check_sft(config, [node])
 
 
 def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, model_dir: Path) -> None:

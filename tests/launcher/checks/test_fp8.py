@@ -76,7 +76,7 @@ def test_hidden_sizes_that_cannot_be_gathered_in_blocks_are_refused_under_tensor
 
 def test_the_checks_of_a_run_refuse_fp8_on_a_cpu(write_config: Callable[[str], Path], node: NodeResources) -> None:
     with pytest.raises(ConfigError, match=r"`trainer\.fp8` = blockwise: a trainer on a CPU has no FP8 products"):
-        check_run(load(RunConfig, write_config(""), ["trainer.fp8=blockwise"]), node)
+        check_run(load(RunConfig, write_config(""), ["trainer.fp8=blockwise"]), [node])
 
 
 def warnings(format: Format, fp8: str = "blockwise_param", spec: ModelSpec = QWEN_7B) -> list[str]:

@@ -1,14 +1,20 @@
+"""Memory of a run by device, node and phase, and the changes that a refusal names."""
+
 import json
 from pathlib import Path
 
 import pytest
 
-from launcher.checks.memory import MemoryPlan, device_phases, run_memory
+from launcher.checks.memory import MemoryPlan, Shortage, run_memory
 from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import plan
 from launcher.config.schema import RunConfig
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import engine_rank, kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
 from megatron_rl.model.spec import ModelSpec, read_model_spec
+from rollout.config import EngineConfig
 from rollout.weights.format import WeightFormat
 
 SHAPE = {
@@ -18,9 +24,12 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 200,
+    "vocab_size": 256,
     "max_position_embeddings": 64,
 }
+BASE = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
+GPU = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30,))
+CPU = NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())
 
 
 def spec_of(tmp_path: Path, **more: object) -> ModelSpec:
@@ -28,8 +37,15 @@ def spec_of(tmp_path: Path, **more: object) -> ModelSpec:
     return read_model_spec(tmp_path)
 
 
-def plan_of(config: RunConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
-    return run_memory(config, spec, WeightFormat.of(config.engine), node)
+def plan_of(spec: ModelSpec, node: NodeResources, **parts: object) -> MemoryPlan:
+    config = RunConfig.model_validate({**BASE, **parts})
+    placement = plan(config, [node])
+    return run_memory(PlannedRun(config=config, spec=spec, placement=placement), [node])
+
+
+def phases(table: MemoryTable) -> dict[str, dict[str, int]]:
+    """Bytes by phase and item."""
+    return {phase: {item.what: item.num_bytes for item in items} for phase, items in table.phases.items()}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -71,9 +87,11 @@ def test_each_named_setting_shrinks_its_item(tmp_path: Path) -> None:
     def item(what: str, trainer: TrainerConfig) -> int:
         return next(one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == what)
 
+    cut = base.model_copy(update={"parallel": ParallelConfig(data=2, tensor=2)})
     smaller = {
-        "parameters": base.model_copy(update={"parallel": ParallelConfig(data=2, tensor=2)}),
-        "gradients": base.model_copy(update={"parallel": ParallelConfig(data=2, tensor=2)}),
+        "parameters": cut,
+        "gradients": cut,
+        "output gradient": cut,
         "optimizer": base.model_copy(update={"optimizer": base.optimizer.model_copy(update={"distributed": True})}),
         "activations": base.model_copy(update={"max_micro_batch_tokens": 2048}),
         "logits": base.model_copy(update={"logprob_chunk_tokens": 512}),
@@ -89,94 +107,151 @@ def test_fp32_training_of_the_model_holds_sixteen_bytes_a_parameter(tmp_path: Pa
     assert held == 16 * num_parameters(spec)
 
 
-def test_fp8_parameters_need_the_bytes_of_bf16_and_fp8_copies_need_them_again(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, hidden_size=1024, intermediate_size=4096)
-    linear = 3 * (1024 * (4 + 2 + 2 + 4) * 32 + 3 * 1024 * 4096)
-    scales = 2 * 4 * linear // (128 * 128)
-
-    def parameters(fp8: str, tensor: int = 1) -> int:
-        trainer = TrainerConfig.model_validate({"fp8": fp8, "parallel": {"tensor": tensor}})
-        return next(one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == "parameters")
-
-    assert parameters("none") == 2 * num_parameters(spec)
-    assert parameters("blockwise_param") == parameters("none") + scales
-    assert parameters("blockwise") == parameters("none") + 2 * linear + scales
-    assert parameters("blockwise", tensor=2) - parameters("none", tensor=2) == (2 * linear + scales) // 2
-
-
-def test_the_memory_bound_on_gpus_is_that_of_a_device(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(
-        {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}, "engine": {"num_engines": 4}}
-    )
-    node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
-    memory = plan_of(config, spec_of(tmp_path), node)
-    assert memory.available_bytes == 80 << 30
-    kept = next(item for item in memory.items if item.what == "engine keys and values")
-    assert kept.num_bytes == 2 * config.engine.kv_cache_bytes
-
-
-def phases_of(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
-    """Bytes by phase and item, for a trainer rank and an engine rank that share a device."""
-    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
-    config = RunConfig.model_validate({**base, **parts})
+def test_full_recomputation_keeps_an_input_a_layer_and_one_layer(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
-    trainer = trainer_rank(spec, config.trainer, longest_sample=10)
-    engine = engine_rank(
-        spec, weight_format=WeightFormat(name="bf16"), tensor_parallel=1, kv_cache_bytes=config.engine.kv_cache_bytes
-    )
-    found = device_phases(config, trainer, engine)
-    return {phase: {item.what: item.num_bytes for item in items} for phase, items in found.items()}
+
+    def activations(recompute: str) -> int:
+        trainer = TrainerConfig.model_validate({"recompute": recompute, "max_micro_batch_tokens": 100})
+        return next(
+            one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == "activations"
+        )
+
+    layer = 5 * 64 + (2 * 4 + 2 * 2) * 32 + 3 * 96
+    assert activations("none") == activations("selective") == 100 * 2 * 3 * layer
+    assert activations("full") == 100 * 2 * (3 * 64 + layer)
 
 
-SAMPLES, TRAINS, TRAVELS = "while engines sample", "while the trainer trains", "during a publish"
+def test_engines_need_logits_of_every_drafted_token(tmp_path: Path) -> None:
+    spec, engine = spec_of(tmp_path), EngineConfig(max_num_seqs=8)
+
+    def logits(draft_tokens: int) -> int:
+        return next(
+            one.num_bytes for one in engine_rank(spec, engine, draft_tokens=draft_tokens) if one.what == "logits"
+        )
+
+    assert logits(0) == 3 * 4 * 8 * 256
+    assert logits(16) == 17 * logits(0)
+    assert logits(10**6) == 3 * 4 * 2048 * 256
+
+
+def test_engines_that_share_a_device_count_each(tmp_path: Path) -> None:
+    two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
+    memory = plan_of(spec_of(tmp_path), two, engine={"num_engines": 4})
+    shared = {table.title: table for table in memory.tables}["device with a trainer rank and 2 engine ranks"]
+    assert shared.available_bytes == 80 << 30
+    assert phases(shared)["rollout"]["engine keys and values"] == 2 * (256 << 20)
+
+
+def device_phases(tmp_path: Path, **parts: object) -> dict[str, dict[str, int]]:
+    return phases(plan_of(spec_of(tmp_path), GPU, **parts).tables[0])
 
 
 def test_an_offloaded_side_is_not_on_the_device_while_the_other_works(tmp_path: Path) -> None:
-    beside = phases_of(tmp_path)
-    assert {"trainer optimizer", "engine keys and values"} <= set(beside[SAMPLES]) & set(beside[TRAINS])
-    in_turns = phases_of(tmp_path, engine={"sleep_level": 2}, trainer={"offload": "all"})
-    assert not any(what.startswith("trainer") for what in in_turns[SAMPLES])
-    assert not any(what.startswith("engine") for what in in_turns[TRAINS])
-    assert {what for what in in_turns[TRAVELS] if what.startswith("trainer")} == {"trainer parameters"}
-    assert {what for what in in_turns[TRAVELS] if what.startswith("engine")} == {"engine weights"}
-    for phase in (SAMPLES, TRAINS, TRAVELS):
-        assert sum(in_turns[phase].values()) < sum(beside[phase].values())
+    beside = device_phases(tmp_path)
+    assert {"trainer optimizer", "engine keys and values"} <= set(beside["rollout"]) & set(beside["train"])
+    turns = device_phases(tmp_path, engine={"sleep_level": 2}, trainer={"offload": "all"})
+    assert not any(what.startswith("trainer") for what in turns["rollout"])
+    assert not any(what.startswith("engine") for what in turns["train"])
+    assert "CUDA graphs" in turns["train"]
+    assert {what for what in turns["publish"] if what.startswith("trainer")} == {"trainer parameters"}
+    assert {what for what in turns["publish"] if what.startswith("engine")} == {"engine weights"}
+    assert "trainer parameters" not in turns["wake kv"] and "engine keys and values" in turns["wake kv"]
+    for phase in beside:
+        assert sum(turns[phase].values()) < sum(beside[phase].values())
+
+
+def test_only_offloading_returns_the_blocks_of_a_backward_pass(tmp_path: Path) -> None:
+    assert "trainer activations" in device_phases(tmp_path, engine={"sleep_level": 2})["rollout"]
+    assert "trainer activations" not in device_phases(tmp_path, trainer={"offload": "optimizer"})["rollout"]
+
+
+def test_a_checkpoint_of_the_distributed_optimizer_gathers_it(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, intermediate_size=4096, hidden_size=512)
+    short = {"data": {"train": [{"path": "x"}], "max_prompt_tokens": 16}, "sampling": {"max_response_tokens": 16}}
+    trainer = {"optimizer": {"distributed": True}, "max_micro_batch_tokens": 32}
+    memory = plan_of(spec, GPU, trainer=trainer, **short)
+    device, host = (phases(table) for table in memory.tables[:2])
+    assert device["save"]["trainer gathered optimizer"] == device["save"]["trainer gradients"]
+    assert host["save"]["gathered optimizer"] == 3 * device["save"]["trainer gradients"]
+    assert "gathered optimizer" not in phases(plan_of(spec, GPU).tables[1])["save"]
 
 
 def test_a_publish_needs_a_staged_copy_or_two_buckets_and_deltas_need_baselines(tmp_path: Path) -> None:
-    staged = phases_of(tmp_path)[TRAVELS]
-    assert staged["weights in transit"] == staged["engine weights"]
-    assert "weights in transit" not in phases_of(tmp_path, publish={"transport": "shm"})[TRAVELS]
+    spec = spec_of(tmp_path)
+    weights = 2 * num_parameters(spec)
+    assert device_phases(tmp_path)["publish"]["weights in transit"] == weights
+    assert "weights in transit" not in device_phases(tmp_path, publish={"transport": "shm"})["publish"]
+    host = phases(plan_of(spec, GPU, publish={"transport": "shm"}).tables[1])
+    assert host["publish"]["weights in transit"] == weights
+    two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
     publish = {"transport": "auto", "delta": True, "bucket_bytes": 1 << 20}
-    apart = phases_of(tmp_path, publish=publish, placement={"mode": "disaggregated"})
-    assert set(apart) == {"an engine's device", "a trainer rank's device"}
-    for items in apart.values():
+    apart = plan_of(spec, two, publish=publish, placement={"mode": "disaggregated"}).tables[:2]
+    assert [table.title for table in apart] == ["device with a trainer rank", "device with an engine rank"]
+    for table in apart:
+        items = phases(table)["publish"]
         assert items["buckets in transit"] == 2 << 20
-        assert items["publish baselines"] == staged["engine weights"]
-    assert not any(what.startswith("engine") for what in apart["a trainer rank's device"])
+        assert items["publish baselines"] == weights
+    assert not any(what.startswith("engine") for what in phases(apart[0])["publish"])
 
 
-def test_a_model_that_fits_only_with_offloading_is_refused_naming_the_largest_item(tmp_path: Path) -> None:
-    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
-    spec = spec_of(tmp_path, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=150_000)
+def test_a_matrix_larger_than_a_bucket_has_a_bucket_of_its_size(tmp_path: Path) -> None:
+    two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
+    spec = spec_of(tmp_path, vocab_size=150_000, hidden_size=4096)
+    table = plan_of(spec, two, placement={"mode": "disaggregated"}).tables[0]
+    assert phases(table)["publish"]["buckets in transit"] == 2 * 2 * 150_000 * 4096
+
+
+def test_pinned_copies_are_rounded_to_powers_of_two(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    host = phases(plan_of(spec, GPU, trainer={"offload": "all"}).tables[1])
+    state = 14 * num_parameters(spec)
+    assert state <= host["train"]["pinned offload"] < 2 * state
+    assert host["train"]["pinned offload"] == host["rollout"]["pinned offload"]
+
+
+BIG = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 150_016}
+
+
+def shortage_of(memory: MemoryPlan) -> Shortage:
+    (shortage,) = memory.shortages
+    return shortage
+
+
+def test_a_refusal_names_the_phase_and_the_changes_by_effect(tmp_path: Path) -> None:
     node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(140 << 30,))
-    small = {"max_micro_batch_tokens": 1024}
-    beside = RunConfig.model_validate({**base, "engine": {"kv_cache_bytes": 40 << 30}, "trainer": small})
-    (problem,) = plan_of(beside, spec, node).problems()
-    assert "the smallest GPU, during a publish" in problem
-    assert "trainer.optimizer.distributed" in problem
+    spec = spec_of(tmp_path, **BIG)
+    small = {"max_micro_batch_tokens": 1024, "dtype": "bf16"}
+    memory = plan_of(spec, node, engine={"kv_cache_bytes": 40 << 30}, trainer=small)
+    shortage = shortage_of(memory)
+    (problem,) = memory.problems()
+    assert problem.startswith("device with a trainer rank and an engine rank: about")
+    assert (
+        "in `publish`, but 140.00 GiB are available; `engine.sleep_level` = 2 with trainer.offload = all frees"
+        in problem
+    )
+    freed = [change.freed_bytes for change in shortage.changes]
+    assert freed == sorted(freed, reverse=True)
+    keys = {change.key for change in shortage.changes}
+    assert {"trainer.offload", "engine.kv_cache_bytes", "engine.format"} <= keys
     turns = {"engine": {"kv_cache_bytes": 40 << 30, "sleep_level": 2}, "trainer": {"offload": "all", **small}}
-    assert plan_of(RunConfig.model_validate({**base, **turns}), spec, node).problems() == []
+    assert plan_of(spec, node, **turns).problems() == []
+
+
+def test_a_named_change_frees_what_it_says(tmp_path: Path) -> None:
+    node = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(140 << 30,))
+    spec, engine = spec_of(tmp_path, **BIG), {"kv_cache_bytes": 40 << 30}
+    memory = plan_of(spec, node, engine=engine)
+    change = next(one for one in shortage_of(memory).changes if one.key == "engine.kv_cache_bytes")
+    after = plan_of(spec, node, engine={"kv_cache_bytes": int(change.value)})
+    assert memory.tightest.needed_bytes - after.tightest.needed_bytes == change.freed_bytes
+    assert change.suffices == (not after.problems())
 
 
 def test_the_history_is_planned_with_its_budget_or_all_tokens_of_a_short_run(tmp_path: Path) -> None:
-    node = NodeResources(cpu_cores=2, available_bytes=1 << 40, gpu_bytes=())
-
     def items(**more: object) -> dict[str, int]:
-        base = {"model": "m", "run_dir": "r", "num_steps": 2, "data": {"train": [{"path": "x"}]}}
         sizes = {"algorithm": {"prompts_per_step": 4, "group_size": 8}, "sampling": {"max_response_tokens": 100}}
-        config = RunConfig.model_validate({**base, **sizes, **more})
-        return {item.what: item.num_bytes for item in plan_of(config, spec_of(tmp_path), node).items}
+        table = plan_of(spec_of(tmp_path), CPU, **{**sizes, "num_steps": 2, **more}).tables[0]
+        return phases(table)["all phases"]
 
     short = items()
     assert short["history"] >= 2 * 4 * 8 * 100 * 4
@@ -190,10 +265,28 @@ def test_the_history_is_planned_with_its_budget_or_all_tokens_of_a_short_run(tmp
 
 @pytest.mark.parametrize("num_engines", [1, 4])
 def test_trainer_and_engines_hold_the_last_publish_for_deltas(tmp_path: Path, num_engines: int) -> None:
-    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
-    config = RunConfig.model_validate({**base, "publish": {"delta": True}, "engine": {"num_engines": num_engines}})
     spec = spec_of(tmp_path)
-    items = plan_of(config, spec, NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())).items
-    kept = next(item for item in items if item.what == "publish baselines")
-    assert kept.num_bytes == (1 + num_engines) * weight_bytes(spec, WeightFormat.of(config.engine))
+    memory = plan_of(spec, CPU, publish={"delta": True}, engine={"num_engines": num_engines})
+    kept = next(item for item in memory.tables[0].phases["all phases"] if item.what == "publish baselines")
+    assert kept.num_bytes == (1 + num_engines) * 2 * num_parameters(spec)
     assert kept.knob == "publish.delta"
+
+
+def test_shared_memory_holds_the_object_store_a_staged_publish_and_history_segments(tmp_path: Path) -> None:
+    node = NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=(), shared_bytes=64 << 20)
+    memory = plan_of(spec_of(tmp_path), node, cluster={"object_store_bytes": 1 << 30})
+    shortage = shortage_of(memory)
+    assert shortage.table.title == "/dev/shm of a node: controller + trainer + engines"
+    assert {item.what for item in shortage.table.phases["all phases"]} == {
+        "object store",
+        "weights in transit",
+        "history segments",
+    }
+    assert shortage.changes[0].key == "cluster.object_store_bytes"
+
+
+def test_a_table_fits_a_terminal(tmp_path: Path) -> None:
+    turns = {"engine": {"sleep_level": 1}, "trainer": {"offload": "all", "optimizer": {"distributed": True}}}
+    memory = plan_of(spec_of(tmp_path, **BIG), GPU, **turns)
+    assert max(map(len, memory.lines())) <= 100
+    assert any(line.startswith("GiB") and line.endswith("wake kv") for line in memory.lines())

@@ -30,7 +30,9 @@ def test_devices_come_from_the_driver_and_are_limited_by_the_environment(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment.node_resources().gpu_bytes == (81559 << 20,) * 2
+    assert environment.node_resources().gpu_ids == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert environment.node_resources().gpu_bytes == (81559 << 20,)
+    assert environment.node_resources().gpu_ids == ("1",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert environment.node_resources().gpu_bytes == ()

@@ -8,9 +8,11 @@ import psutil
 
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.ports import PortMap
-from launcher.cluster.ray_node import RayNode, ray_command, ray_environment
+from launcher.cluster.ray_node import RayNode, ray_command, ray_environment, topology_labels
 
 HEAD = RayNode(
+    name="node7",
+    labels={"rack": "leaf3", "block": "spine"},
     address="10.0.0.7",
     interface="ib0",
     ports=PortMap(base=20000),
@@ -23,7 +25,7 @@ HEAD = RayNode(
 
 
 def test_the_head_listens_and_the_others_join_it() -> None:
-    assert {"--head", "--port=20000"} <= set(ray_command(HEAD))
+    assert {"--head", "--port=20000", "--node-name=node7", "--labels=rack=leaf3,block=spine"} <= set(ray_command(HEAD))
     other = RayNode(
         **{name: getattr(HEAD, name) for name in HEAD.__slots__ if name != "head"},
         head=Head(address="10.0.0.6", port=20200, ready_port=20201),
@@ -31,6 +33,12 @@ def test_the_head_listens_and_the_others_join_it() -> None:
     command = ray_command(other)
     assert "--address=10.0.0.6:20200" in command and "--head" not in command
     assert ray_environment(other)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_switches_of_slurms_topology_become_labels() -> None:
+    assert topology_labels("spine.leaf3.node17") == {"rack": "leaf3", "block": "spine"}
+    assert topology_labels("leaf3.node17") == {"rack": "leaf3"}
+    assert topology_labels("node17") == topology_labels("") == {}
 
 
 LEAVES_ORPHANS = """

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 def configuration(work: Path) -> Path:
-    """INT8 rollouts by one engine, a trainer of two tensor ranks: four actors, two on each node."""
+    """INT8 rollouts; two replicas of two tensor ranks, and two engines: a replica and an engine on each node."""
     path = work / "rl.yaml"
     config = {
         "model": "model",
@@ -47,11 +47,11 @@ def configuration(work: Path) -> Path:
         "data": {"train": [{"path": "data/train.jsonl"}], "max_prompt_tokens": 96},
         "sampling": {"max_response_tokens": 48},
         "engine": {
-            **{"format": "int8", "max_num_seqs": 16, "kv_cache_bytes": 64 << 20},
+            **{"format": "int8", "num_engines": 2, "max_num_seqs": 16, "kv_cache_bytes": 64 << 20},
             **{"bf16_first_layers": 0, "bf16_last_layers": 1},
         },
         "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
-        "trainer": {"dtype": "fp32", "max_micro_batch_tokens": 512, "parallel": {"tensor": 2}},
+        "trainer": {"dtype": "fp32", "max_micro_batch_tokens": 512, "parallel": {"tensor": 2, "data": 2}},
         "history": {"drafts": False},
         "wandb": {"mode": "disabled"},
         "cluster": {"slurm": {"nodes": 2, "cpus_per_node": 4, "environment": ["PYTHONPATH", "OMP_NUM_THREADS"]}},
@@ -101,8 +101,8 @@ def test_two_nodes_run_two_steps_and_nothing_is_left_on_them(cluster: SlurmClust
     assert output.rstrip().endswith("the run is done")
     logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("*.log")}
     assert {"node1/ray.log", "node2/ray.log"} <= logs
-    for node in cluster.nodes:
-        assert [name for name in logs if name.startswith((f"{node}/engine-", f"{node}/trainer-"))], logs
+    for number, node in enumerate(cluster.nodes):
+        assert {f"{node}/engine-{number}.log", *(f"{node}/trainer-{2 * number + rank}.log" for rank in (0, 1))} <= logs
         assert left_on(cluster, node) == NOTHING
     job_dir = run_dir / "slurm" / f"{job}.0"
     assert (job_dir / "token").stat().st_mode & 0o777 == 0o600

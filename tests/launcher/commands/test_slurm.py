@@ -71,7 +71,7 @@ def test_a_dry_run_prints_script_placement_and_memory_and_submits_nothing(
     out = capsys.readouterr().out
     assert out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=")
     assert "# placement (2 node(s)" in out and "trainer 0: tp 0" in out and "# memory" in out
-    assert "weights: by gloo" in out
+    assert "weights: by shm" in out and "node 2: no trainer rank and no engine" in out
     assert not (sbatch / "arguments").exists()
 
 

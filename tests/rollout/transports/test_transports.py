@@ -538,7 +538,9 @@ def test_prefetch_reads_at_most_its_window_ahead():
 class Exchange:
     """Trainer ranks as threads, with a gloo group of bare objects between them."""
 
-    def __init__(self, publish: Publish, hosted: list[list[int]], *, timeout_s: float = 20) -> None:
+    def __init__(
+        self, publish: Publish, hosted: list[list[int]], *, timeout_s: float = 20, nodes: Sequence[str] = ()
+    ) -> None:
         self.store = open_store(host="127.0.0.1", timeout_s=20)
         self.hosted = hosted
         world = len(hosted)
@@ -560,6 +562,7 @@ class Exchange:
                 buckets=publish.manifest.buckets,
                 backend="gloo",
                 timeout_s=timeout_s,
+                nodes=nodes,
             )
             for rank, group in enumerate(groups)
         ]
@@ -584,14 +587,25 @@ HALVES = [{name: half.get(name, ()) for name in tensors()} for half in HALVES]
 
 
 @pytest.mark.parametrize(
-    "hosted",
-    [[[0], [1]], [[1], [0]], [[0, 1], []], [[], [0, 1], []], [[0], [1], [0]]],
-    ids=["in order", "crossed", "all on one", "ranks that host nothing", "a rank without buckets"],
+    ("hosted", "nodes"),
+    [
+        ([[0], [1]], ""),
+        ([[1], [0]], ""),
+        ([[0, 1], []], ""),
+        ([[], [0, 1], []], ""),
+        ([[0], [1], [0]], ""),
+        ([[0], [1], [0], [1], [0, 1]], "aabbb"),
+        ([[], [], [0, 1], [0, 1], [0, 1], [0, 1]], "abaabb"),
+    ],
+    ids=[
+        *("in order", "crossed", "all on one", "ranks that host nothing", "a rank without buckets"),
+        *("passed on by one rank of the other node", "passed on by different ranks of both nodes"),
+    ],
 )
 @pytest.mark.parametrize("bucket_bytes", [64, 1000])
-def test_each_device_gets_only_the_buckets_that_its_engine_ranks_require(hosted, bucket_bytes):
+def test_each_device_gets_only_the_buckets_that_its_engine_ranks_require(hosted, nodes, bucket_bytes):
     publish = pack(tensors(), 0, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
-    exchange = Exchange(publish, hosted)
+    exchange = Exchange(publish, hosted, nodes=nodes)
     for version in (0, 1):
         publish = pack(tensors(), version, "int8", num_ranks=2, bucket_bytes=bucket_bytes, required=HALVES)
         addresses = exchange.send(publish)

@@ -1,0 +1,36 @@
+"""Whether a run fits its model, its nodes and their memory; needs the model's `config.json` and no other file. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.checks.memory import MemoryPlan, run_memory
+from launcher.checks.model import model_problems, partition_problems
+from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import Placement, plan
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError
+from launcher.estimate.planned_run import PlannedRun
+from megatron_rl.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Places and memory of a run."""
+
+    placement: Placement
+    memory: MemoryPlan
+
+
+def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], problems: list[str]) -> Fit | None:
+    """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`."""
+    problems += model_problems(config, spec, nodes[0])
+    if partition_problems(spec, config.trainer.parallel, nodes[0]):
+        return None
+    try:
+        placement = plan(config, nodes)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    memory = run_memory(PlannedRun(config=config, spec=spec, placement=placement), nodes)
+    problems += memory.problems()
+    return Fit(placement=placement, memory=memory)

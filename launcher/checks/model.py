@@ -1,0 +1,85 @@
+"""Problems of a configuration with its model, judged from the model's `config.json` and the kind of node. Pure."""
+
+from collections.abc import Mapping
+
+from launcher.checks.formats import weight_format_problems
+from launcher.checks.fp8 import fp8_problems
+from launcher.cluster.node import NodeResources
+from launcher.config.schema import RunConfig
+from megatron_rl.config import ParallelConfig
+from megatron_rl.memory import kv_bytes_per_token
+from megatron_rl.model.spec import ModelSpec, check_parallel
+from rollout.config import EngineConfig, EvalSetConfig
+from rollout.weights.format import WeightFormat
+
+
+def model_problems(config: RunConfig, spec: ModelSpec, node: NodeResources) -> list[str]:
+    """Problems of a run with its model; `node` says which devices there are."""
+    responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
+    responses |= response_lengths(config.evaluation.sets, "evaluation.sets")
+    tensor_parallel = config.engine.tensor_parallel
+    return [
+        *partition_problems(spec, config.trainer.parallel, node),
+        *engine_problems(spec, config.engine, config.data.max_prompt_tokens, responses),
+        *weight_format_problems(spec, WeightFormat.of(config.engine), node, tensor_parallel=tensor_parallel),
+        *fp8_problems(spec, config.trainer, node),
+        *_device_phases(config, node),
+    ]
+
+
+def partition_problems(spec: ModelSpec, parallel: ParallelConfig, node: NodeResources) -> list[str]:
+    """Problems of a trainer's partition."""
+    problems = []
+    try:
+        check_parallel(spec, parallel)
+    except ValueError as error:
+        problems.append(str(error))
+    if parallel.tensor > 1 and parallel.expert > 1 and not node.gpu_bytes:
+        problems.append(
+            f"`trainer.parallel.expert` = {parallel.expert} with `trainer.parallel.tensor` = {parallel.tensor}: gloo "
+            "cannot gather the tokens of distributed experts over tensor ranks; on a CPU set one of them to 1"
+        )
+    return problems
+
+
+def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: Mapping[str, int]) -> list[str]:
+    """Problems of an engine: heads that do not divide, sequences beyond the model's positions or its cache."""
+    problems = []
+    for heads, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
+        if count % engine.tensor_parallel:
+            problems.append(
+                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {heads}"
+            )
+    for key, response in responses.items():
+        sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
+        if max_prompt + response > spec.max_positions:
+            problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
+        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
+        if needed > engine.kv_cache_bytes:
+            problems.append(
+                f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
+                f"{engine.kv_cache_bytes}; raise it"
+            )
+    return problems
+
+
+def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, int]:
+    """Longest response by the key that bounds it."""
+    return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
+
+
+def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:
+    """Problems of keys that free memory of devices."""
+    problems = []
+    if config.engine.sleep_level and not node.gpu_bytes:
+        problems.append(f"`engine.sleep_level` = {config.engine.sleep_level}: only engines on GPUs sleep; set it to 0")
+    if config.trainer.offload != "none" and not node.gpu_bytes:
+        problems.append(
+            f"`trainer.offload` = {config.trainer.offload}: a trainer on a CPU cannot be offloaded; set it to none"
+        )
+    if config.engine.sleep_level and config.publish.delta:
+        problems.append(
+            f"`engine.sleep_level` = {config.engine.sleep_level} with `publish.delta` = true: an engine needs all "
+            "weights after sleeping, and its delta baseline fills the memory that sleeping frees; turn one of them off"
+        )
+    return problems

@@ -1,0 +1,232 @@
+"""The Ray cluster of a command: starting or joining it, the resources of its nodes, and a bundle on each of them.
+
+In a joined cluster the processes of a run have one Ray placement group with a bundle on every node of the run. A bundle
+reserves a logical CPU for each process and all GPUs of its node, so the devices of a node can be named. A node that
+others use partly is refused.
+"""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import psutil
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from launcher.cluster.node import RAY_SETTINGS, NodeResources, node_resources
+from launcher.config.schema import ClusterConfig
+from launcher.errors import Terminated
+from rollout.failures import DeadlineError, ProcessLostError
+from rollout.processes import ALL_DEVICES
+
+JOIN_TIMEOUT_S = 600.0
+"""Longest wait for nodes to join Ray."""
+ANSWER_TIMEOUT_S = 120.0
+"""For which a node may take to tell its resources, or to give its bundle."""
+NODE_ID = "ray.io/node-id"
+"""Ray's label of a node's id."""
+_POLL_S = 0.5
+
+
+def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
+    """Join or start Ray; if the start fails or is interrupted, end Ray's processes.
+
+    Raises:
+        Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
+        DeadlineError: Ray's own processes did not answer in time, or fewer than `cluster.min_nodes` joined.
+    """
+    local = cluster.address == "local"
+    on_termination = signal.getsignal(signal.SIGTERM)
+    before = psutil.Process().children()
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
+    try:
+        ray.init(
+            address=cluster.address,
+            include_dashboard=False if local else None,
+            num_cpus=num_actors if local else None,
+            object_store_memory=cluster.object_store_bytes if local else None,
+            log_to_driver=False,
+            logging_level="ERROR",
+            namespace="megatron_rl",
+            _system_config=RAY_SETTINGS if local else None,
+        )
+    except BaseException as error:  # after a failed start Ray does not end its own processes
+        ray.shutdown()
+        _kill([child for child in psutil.Process().children() if child not in before])
+        if isinstance(error, SystemExit):
+            raise Terminated from error
+        if "timed out during startup" in str(error):
+            raise DeadlineError(
+                f"Ray did not start in time; end other programs of this machine and try again: {error}"
+            ) from error
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and on_termination is not None:
+            signal.signal(signal.SIGTERM, on_termination)
+    if not local:
+        _wait_for_nodes(cluster.min_nodes)
+
+
+def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+    """Nodes of the running Ray cluster that `cluster.address` names.
+
+    Joins the cluster, asks every node and leaves again. The command's own node is first; the others follow by name.
+
+    Raises:
+        DeadlineError: nodes did not join or answer in time.
+        RuntimeError: two nodes have the same name.
+    """
+    start_ray(cluster, num_actors=0)
+    try:
+        return _ask_nodes()
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """The bundles of a run in a joined Ray cluster, by name of the node."""
+
+    node_ids: Mapping[str, str]
+    """Ray's id of each node."""
+    strategies: Mapping[str, PlacementGroupSchedulingStrategy]
+
+    def check(self, role: str, nodes: Sequence[str], actual_ids: Sequence[str]) -> None:
+        """Compare the nodes of started processes with the placement.
+
+        Raises:
+            RuntimeError: a process runs on another node; names both.
+        """
+        names = {node_id: name for name, node_id in self.node_ids.items()}
+        for number, (node, node_id) in enumerate(zip(nodes, actual_ids, strict=True)):
+            if self.node_ids[node] != node_id:
+                raise RuntimeError(
+                    f"{role} {number} runs on {names.get(node_id, node_id)}, but the placement says {node}: Ray did "
+                    "not follow its placement group; compare the versions of Ray on the nodes"
+                )
+
+    def release(self) -> None:
+        """Give the bundles back to Ray."""
+        for strategy in list(self.strategies.values())[:1]:
+            remove_placement_group(strategy.placement_group)
+
+
+def reserve(nodes: Sequence[NodeResources], num_actors: Mapping[str, int]) -> Reservation:
+    """Reserve a bundle on each node: all its GPUs, and a logical CPU for each of its `num_actors` processes.
+
+    Raises:
+        DeadlineError: a node has not as much free.
+        ProcessLostError: a node has left the Ray cluster.
+    """
+    node_ids = {node.name: node.node_id for node in _alive()}
+    if gone := [node.name for node in nodes if node.name not in node_ids]:
+        raise ProcessLostError(f"{', '.join(gone)} left the Ray cluster before the run began; see the log of Ray there")
+    bundles = []
+    for node in nodes:
+        gpus = {"GPU": float(len(node.gpu_bytes))} if node.gpu_bytes else {}
+        bundles.append({"CPU": float(num_actors[node.name]), **gpus})
+    selectors = [{NODE_ID: node_ids[node.name]} for node in nodes]
+    group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
+    if not group.wait(ANSWER_TIMEOUT_S):
+        remove_placement_group(group)
+        needs = ", ".join(f"{node.name} {_text(bundle)}" for node, bundle in zip(nodes, bundles, strict=True))
+        raise DeadlineError(
+            f"the controller waited {ANSWER_TIMEOUT_S:.0f} s for Ray to reserve {needs}; end what else uses these "
+            "nodes, or start Ray there with as many CPUs and GPUs"
+        )
+    return Reservation(
+        node_ids={node.name: node_ids[node.name] for node in nodes},
+        strategies={
+            node.name: PlacementGroupSchedulingStrategy(group, number, False) for number, node in enumerate(nodes)
+        },
+    )
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Key that sorts `node2` before `node10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _ask_nodes() -> tuple[NodeResources, ...]:
+    here = ray.get_runtime_context().get_node_id()
+    alive = sorted(_alive(), key=lambda node: (node.node_id != here, natural_order(node.name)))
+    names = [node.name for node in alive]
+    if len(set(names)) < len(names):
+        raise RuntimeError(f"two nodes of the Ray cluster have the same name: {names}; set `ray start --node-name`")
+    ask = ray.remote(node_resources)
+    answers = [
+        ask.options(
+            num_cpus=0,
+            runtime_env={"env_vars": ALL_DEVICES},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+        ).remote()
+        for node in alive
+    ]
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S)
+    late = [name for name, answer in zip(names, answers, strict=True) if answer not in done]
+    if late:
+        raise DeadlineError(
+            f"the controller waited {ANSWER_TIMEOUT_S:.0f} s for {', '.join(late)} to tell their resources; see the "
+            "log of Ray there"
+        )
+    resources: list[NodeResources] = ray.get(answers)
+    return tuple(
+        replace(answer, name=node.name, rack=node.labels.get("rack", ""), block=node.labels.get("block", ""))
+        for node, answer in zip(alive, resources, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RayNode:
+    """A node as Ray reports it."""
+
+    name: str
+    node_id: str
+    labels: Mapping[str, str]
+
+
+def _alive() -> list[_RayNode]:
+    """Nodes that are alive."""
+    return [
+        _RayNode(name=str(row["NodeName"]), node_id=str(row["NodeID"]), labels=dict(row.get("Labels") or {}))
+        for row in ray.nodes()
+        if row["Alive"]
+    ]
+
+
+def _wait_for_nodes(num_nodes: int) -> None:
+    """Wait until so many nodes are in the cluster.
+
+    Raises:
+        DeadlineError: they are not after `JOIN_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while (joined := len(_alive())) < num_nodes:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the controller waited {JOIN_TIMEOUT_S:.0f} s for {num_nodes} nodes (`cluster.min_nodes`) to join "
+                f"Ray, {joined} have; see the log of Ray on the others"
+            )
+        time.sleep(_POLL_S)
+
+
+def _text(bundle: Mapping[str, float]) -> str:
+    return "(" + ", ".join(f"{amount:.0f} {resource}" for resource, amount in bundle.items()) + ")"
+
+
+def _kill(roots: Sequence[psutil.Process]) -> None:
+    """Kill processes and all their descendants."""
+    for root in roots:
+        try:
+            family = [*root.children(recursive=True), root]
+        except psutil.NoSuchProcess:
+            continue
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -1,0 +1,119 @@
+"""Memory of one device in each phase of a step. Pure.
+
+Trainer and engines that share devices take turns (`megatron_rl.controller.colocation`); the columns are the states of
+that sequence:
+
+    rollout   engines sample; `trainer.offload` decides what the trainer keeps on the device
+    sleep     engines begin to free memory, nothing is free yet
+    onload    the trainer's state comes back; sleeping engines keep their CUDA graphs
+    train     forward and backward; torch keeps these blocks until the trainer is offloaded
+    save      a checkpoint: the distributed optimizer gathers one state at a time as FP32 on the device
+    offload   the trainer begins to free memory
+    wake      engines allocate weights beside the trainer's
+    publish   weights travel
+    wake kv   engines allocate keys and values; with `trainer.offload` = all the trainer's weights have left
+
+Without turns, only rollout, train, save and publish differ. Constants without a measurement are named estimates.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from launcher.estimate.loads import DeviceLoad
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.publish_memory import device_baselines, device_publish_items
+from launcher.estimate.tables import MemoryTable
+from megatron_rl.config import TrainerConfig
+from megatron_rl.memory import MemoryItem, engine_rank, trainer_rank
+from rollout.config import EngineConfig
+
+CONTEXT_BYTES = 600 << 20
+"""Device memory of each process for context, library handles and workspaces; an estimate."""
+COMMUNICATOR_BYTES = 200 << 20
+"""Device memory of one NCCL communicator; an estimate."""
+GRAPH_BYTES = 1 << 30
+"""CUDA graphs of one engine rank; an estimate."""
+RESERVE = 0.05
+"""Share lost to fragmentation; an estimate."""
+
+TURNS = ("rollout", "sleep", "onload", "train", "save", "offload", "wake", "publish", "wake kv")
+"""Columns of a device that trainer and engines use in turns."""
+SIDE_BY_SIDE = ("rollout", "train", "save", "publish")
+"""Columns without turns."""
+_STATE = ("parameters", "gradients", "optimizer")
+_HELD_BY_TRAINER: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "none": dict.fromkeys(TURNS, _STATE),
+    "optimizer": dict.fromkeys(TURNS, _STATE)
+    | dict.fromkeys(("rollout", "sleep", "wake", "publish", "wake kv"), ("parameters",)),
+    "all": dict.fromkeys(TURNS, _STATE)
+    | dict.fromkeys(("wake", "publish"), ("parameters",))
+    | dict.fromkeys(("rollout", "sleep", "wake kv"), ()),
+}
+"""Trainer state on the device by `trainer.offload` and column."""
+_FREED_BY_SLEEP = ("onload", "train", "save", "offload")
+"""Columns in which a sleeping engine keeps its CUDA graphs only."""
+
+
+def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_bytes: int) -> MemoryTable:
+    """The table of `count` devices that hold `load`."""
+    trainer = trainer_rank(run.spec, run.config.trainer, longest_sample=run.longest_sample)
+    engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
+    phases = {}
+    for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
+        items = [
+            *(trainer_items(trainer, run.config.trainer, phase) if load.num_trainers else ()),
+            *(engine_items(engine, run.config.engine, phase, load.num_engine_ranks) if load.num_engine_ranks else ()),
+            *device_baselines(run, load),
+            *(device_publish_items(run, load) if phase == "publish" else ()),
+            _contexts(run, load),
+        ]
+        phases[phase] = with_reserve(items)
+    return MemoryTable(kind="device", load=load.title, count=count, phases=phases, available_bytes=available_bytes)
+
+
+def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: str) -> list[MemoryItem]:
+    """Items of a trainer rank on its device in one phase; `items` are those of `trainer_rank`.
+
+    torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them. A
+    checkpoint reuses them.
+    """
+    state = [item for item in items if item.what in _HELD_BY_TRAINER[trainer.offload][phase]]
+    passing = [item for item in items if item.what not in _STATE]
+    if trainer.offload != "none" and phase not in ("train", "save", "offload"):
+        passing = []
+    if phase == "save" and trainer.optimizer.distributed:
+        gradients = next(item for item in items if item.what == "gradients")
+        gathered = MemoryItem(what="gathered optimizer", num_bytes=gradients.num_bytes, knob="trainer.parallel.tensor")
+        passing = max(passing, [gathered], key=lambda some: sum(item.num_bytes for item in some))
+    return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
+
+
+def engine_items(items: Sequence[MemoryItem], engine: EngineConfig, phase: str, num_ranks: int) -> list[MemoryItem]:
+    """Items of the engine ranks on one device in one phase; `items` are those of `engine_rank`."""
+    if engine.sleep_level and phase in _FREED_BY_SLEEP:
+        items = []
+    elif engine.sleep_level and phase in ("wake", "publish"):
+        items = [item for item in items if item.what == "weights"]
+    graphs = 0 if engine.vllm.get("enforce_eager") else GRAPH_BYTES
+    return [
+        *[replace(item, what=f"engine {item.what}", num_bytes=num_ranks * item.num_bytes) for item in items],
+        MemoryItem(what="CUDA graphs", num_bytes=num_ranks * graphs, knob="engine.vllm.enforce_eager"),
+    ]
+
+
+def with_reserve(items: Sequence[MemoryItem]) -> tuple[MemoryItem, ...]:
+    """The items and the share that fragmentation takes."""
+    reserve = int(RESERVE * sum(item.num_bytes for item in items))
+    return (*items, MemoryItem(what="reserve", num_bytes=reserve, knob=""))
+
+
+def _contexts(run: PlannedRun, load: DeviceLoad) -> MemoryItem:
+    """CUDA contexts of the processes, and their NCCL communicators: one a kind of parallelism, one to publish."""
+    parallel = run.config.trainer.parallel
+    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert, parallel.world_size)
+    publishes = int(run.placement.transport == "nccl")
+    communicators = load.num_trainers * (sum(size > 1 for size in sizes) + publishes)
+    communicators += load.num_engine_ranks * (int(run.config.engine.tensor_parallel > 1) + publishes)
+    processes = load.num_trainers + load.num_engine_ranks
+    num_bytes = processes * CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+    return MemoryItem(what="contexts and NCCL", num_bytes=num_bytes, knob="")

@@ -1,0 +1,164 @@
+"""Memory of the host of one node in each phase of a step. Pure.
+
+Sources of what is not obvious:
+
+* *pinned offload*: `megatron_rl.trainer.offload` copies every storage into pinned memory. torch rounds each to a power
+  of two (`CachingHostAllocator`) and keeps it for the next time, so it is held in every phase. Gradients are not
+  copied.
+* *sleeping weights*: with `engine.sleep_level` = 1 vLLM copies weights into pinned memory (`CuMemAllocator.sleep`).
+* *gathered optimizer*: a checkpoint of the distributed optimizer collects masters and moments of all data-parallel
+  ranks on every rank (Megatron's `sharded_param_state_fully_reshardable`), 12 bytes for each parameter of the rank.
+* *page cache*: files of the model and of the checkpoint; the system drops it when memory is short.
+
+Constants without a measurement are named estimates.
+"""
+
+from collections.abc import Sequence
+
+from history.store.prompt_store import RESPONSE_BYTES
+from launcher.estimate.device_memory import SIDE_BY_SIDE, TURNS
+from launcher.estimate.loads import NodeLoad
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.publish_memory import host_baselines, host_publish_items
+from launcher.estimate.tables import MemoryTable
+from megatron_rl.memory import ENGINE_PROCESS_BYTES, TRAINER_PROCESS_BYTES, MemoryItem, checkpoint_bytes, num_parameters
+from megatron_rl.weights.state_sizes import StateSizes, rank_state
+
+GPU_PROCESS_BYTES = 3 << 30
+"""Host memory of a process with CUDA libraries, beside that of the same process on a CPU; an estimate."""
+RAY_BYTES = 1 << 30
+"""Raylet, agents and, on the first node, Ray's head processes; an estimate."""
+CONTROLLER_BYTES = 1 << 30
+"""The controller; an estimate."""
+SCORER_BYTES = 512 << 20
+"""A scoring process with its tokenizer; an estimate."""
+HISTORY_PROCESS_BYTES = 200 << 20
+"""Resident memory of an empty history shard or reader."""
+SEGMENT_TOKEN_BYTES = 8
+"""Bytes of a token and of its suffix-array entry."""
+SLEEP_ROUNDING = 1.5
+"""Pinned bytes for each byte of sleeping weights: powers of two are between 1 and 2 times; an estimate."""
+SHARED_MEMORY = frozenset({"object store", "history segments", "weights in transit"})
+"""Items that lie in `/dev/shm`."""
+
+
+def host_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: int) -> MemoryTable:
+    """The table of `count` nodes that hold `load`."""
+    always = [*_processes(run, load), *history_items(run, load), *_pinned(run, load), *host_baselines(run, load)]
+    phases = {}
+    for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
+        passing = [*(host_publish_items(run, load) if phase == "publish" else ())]
+        if phase == "save" and load.num_trainers:
+            passing += _checkpoint(run, load)
+        phases[phase] = (*always, *passing, *_page_cache(run, load, saved=phase == "save"))
+    return MemoryTable(
+        kind="host",
+        load=load.title,
+        count=count,
+        phases=phases,
+        available_bytes=available_bytes,
+        reclaimable=("page cache",),
+    )
+
+
+def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
+    engine_processes = ENGINE_PROCESS_BYTES * (load.num_engines + load.num_engine_ranks) // 2
+    items = [
+        MemoryItem(
+            what="trainer processes",
+            num_bytes=load.num_trainers * (TRAINER_PROCESS_BYTES + GPU_PROCESS_BYTES),
+            knob="trainer.parallel.data",
+        ),
+        MemoryItem(
+            what="engine processes",
+            num_bytes=engine_processes + load.num_engine_ranks * GPU_PROCESS_BYTES,
+            knob="engine.num_engines",
+        ),
+        MemoryItem(what="Ray", num_bytes=RAY_BYTES, knob=""),
+        MemoryItem(
+            what="object store",
+            num_bytes=run.config.cluster.object_store_bytes,
+            knob="cluster.object_store_bytes",
+        ),
+    ]
+    if load.is_first:
+        scorers = run.placement.num_scorers * SCORER_BYTES
+        items += [
+            MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES, knob=""),
+            MemoryItem(what="scorers", num_bytes=scorers, knob="reward.num_workers"),
+        ]
+    return [item for item in items if item.num_bytes]
+
+
+def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
+    """The smaller of the budget and all responses of the run; segments of the current step and of the next one."""
+    config = run.config
+    if not load.num_shards and not load.num_readers:
+        return []
+    num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    step_tokens = num_responses * config.sampling.max_response_tokens
+    run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
+    stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // config.history.num_shards
+    segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps * load.num_readers
+    processes = (load.num_shards + load.num_readers) * HISTORY_PROCESS_BYTES
+    items = [
+        MemoryItem(what="history", num_bytes=stored, knob="history.budget_bytes"),
+        MemoryItem(what="history segments", num_bytes=segments, knob="sampling.max_response_tokens"),
+        MemoryItem(what="history processes", num_bytes=processes, knob="history.num_shards"),
+    ]
+    return [item for item in items if item.num_bytes]
+
+
+def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
+    trainer, engine = run.config.trainer, run.config.engine
+    items = []
+    if trainer.offload != "none" and load.num_trainers:
+        state = _largest_state(run)
+        storages = state.optimizer + (state.weight_storages if trainer.offload == "all" else ())
+        pinned = load.num_trainers * sum(map(_power_of_two, storages))
+        items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob="trainer.offload"))
+    if engine.sleep_level == 1 and load.num_engine_ranks:
+        sleeping = load.num_engine_ranks * run.publish_bytes // engine.tensor_parallel
+        items.append(
+            MemoryItem(what="sleeping weights", num_bytes=int(SLEEP_ROUNDING * sleeping), knob="engine.sleep_level")
+        )
+    return items
+
+
+def _largest_state(run: PlannedRun) -> StateSizes:
+    """State of the pipeline stage with most bytes."""
+    trainer = run.config.trainer
+    stages = [rank_state(run.spec, trainer, pipeline_rank=rank) for rank in range(trainer.parallel.pipeline)]
+    return max(stages, key=lambda state: state.total)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length()
+
+
+def _checkpoint(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
+    trainer, state = run.config.trainer, _largest_state(run)
+    items = [
+        MemoryItem(
+            what="checkpoint copies",
+            num_bytes=load.num_trainers * (state.parameters + state.optimizer_bytes),
+            knob="trainer.parallel.tensor",
+        )
+    ]
+    if trainer.optimizer.distributed:
+        # gradients are one FP32 number for each parameter
+        gathered = 3 * state.gradients * load.num_trainers
+        items.append(MemoryItem(what="gathered optimizer", num_bytes=gathered, knob="trainer.parallel.tensor"))
+    return items
+
+
+def _page_cache(run: PlannedRun, load: NodeLoad, *, saved: bool) -> Sequence[MemoryItem]:
+    """Files that a node reads and writes: the model, which every trainer rank reads, and its share of a checkpoint."""
+    if not load.num_trainers:
+        return []
+    share = (
+        checkpoint_bytes(run.spec, run.config.trainer) * load.num_trainers // run.config.trainer.parallel.world_size
+        if saved
+        else 0
+    )
+    return [MemoryItem(what="page cache", num_bytes=2 * num_parameters(run.spec) + share, knob="checkpoint.every")]

@@ -1,0 +1,41 @@
+"""A run with its model and its places: what all estimates start from. Pure."""
+
+from dataclasses import dataclass
+
+from launcher.cluster.placement import Placement
+from launcher.config.schema import RunConfig
+from megatron_rl.memory import weight_bytes
+from megatron_rl.model.spec import ModelSpec
+from rollout.weights.format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A configuration that can be placed."""
+
+    config: RunConfig
+    spec: ModelSpec
+    placement: Placement
+
+    @property
+    def publish_bytes(self) -> int:
+        """Bytes of one copy of all weights in the engines' format."""
+        return weight_bytes(self.spec, WeightFormat.of(self.config.engine))
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most drafted tokens of a request in one forward."""
+        return self.config.history.max_draft_tokens if self.config.drafts else 0
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether trainer and engines free device memory for each other."""
+        config = self.config
+        return config.placement.mode == "colocated" and (
+            config.engine.sleep_level > 0 or config.trainer.offload != "none"
+        )

@@ -1,0 +1,39 @@
+"""Processes of a joined Ray cluster: each in the bundle of its node. Ray's test cluster: three raylets, one machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launcher.cluster.ray_cluster import natural_order
+from tests.support.deadline import DEADLINE_S
+from tests.support.runs.background import ROOT
+
+
+def test_names_of_nodes_are_sorted_by_their_numbers() -> None:
+    names = ["gpu-b1n10", "gpu-b1n2", "10.0.0.9", "10.0.0.10", "login"]
+    assert sorted(names, key=natural_order) == ["10.0.0.9", "10.0.0.10", "gpu-b1n2", "gpu-b1n10", "login"]
+
+
+@pytest.mark.slow
+def test_processes_run_in_the_bundle_of_their_node_and_a_full_node_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.cluster.three_ray_nodes"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["names"] == ["node2", "node9", "node10"]
+    assert answer["racks"] == ["leaf3", "", ""]
+    assert set(answer["cores"]) == {len(os.sched_getaffinity(0))}
+    assert answer["used"] == ["node2", "node9"]
+    assert answer["right"] == {"node2": [True, True], "node9": [True, True]}
+    assert answer["history"] is True
+    assert answer["swapped"].startswith("engine 0 runs on node9, but the placement says node2")
+    assert "reserve node2 (2 CPU), node9 (1 CPU)" in answer["full"]

@@ -1,0 +1,56 @@
+"""A run on H100s for tests of estimates; the model has round sizes, so that closed forms are short."""
+
+from dataclasses import replace
+
+from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import plan
+from launcher.config.schema import RunConfig
+from launcher.estimate.hardware import GPUS
+from launcher.estimate.lengths import stated_lengths
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.roofline import Assumptions
+from tests.support.model_specs import qwen_spec
+
+SPEC = replace(
+    qwen_spec(),
+    num_layers=10,
+    hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=4096,
+    vocab_size=32000,
+    max_positions=1 << 20,
+)
+LINEAR = 10 * (1024 * (2 * 1024 + 2 * 512) + 3 * 1024 * 4096)
+"""Weights of all decoder layers."""
+OUTPUT = 32000 * 1024
+KV_BYTES = 2 * 2 * 10 * 512
+"""Keys and values of a token on one rank."""
+
+
+def planned(*, gpus: int = 1, nodes: int = 1, spec=SPEC, **parts: object) -> PlannedRun:
+    """A run on `nodes` nodes of `gpus` H100s; `parts` are parts of its configuration."""
+    base = {"model": "m", "run_dir": "r", "num_steps": 10, "data": {"train": [{"path": "x"}]}}
+    config = RunConfig.model_validate({**base, **parts})
+    resources = [
+        NodeResources(cpu_cores=64, available_bytes=1 << 41, gpu_bytes=(80 << 30,) * gpus, name=f"n{number}")
+        for number in range(nodes)
+    ]
+    return PlannedRun(config=config, spec=spec, placement=plan(config, resources))
+
+
+def given(**changes: object) -> Assumptions:
+    """Peaks that are reached, and no fixed costs."""
+    base = Assumptions(
+        gpu=GPUS["h100"],
+        gpus_per_node=8,
+        lengths=stated_lengths(prompt=100, response=200, longest=800, tokens_per_forward=1),
+        product_share=1.0,
+        bandwidth_share=1.0,
+        forward_overhead_s=0.0,
+        all_reduce_latency_s=0.0,
+        publish_overhead_s=0.0,
+        verified_tokens=1.0,
+    )
+    return replace(base, **changes)
