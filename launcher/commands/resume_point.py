@@ -5,6 +5,7 @@ from pathlib import Path
 
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.lost_work import LostWork, lost_work
 from launcher.run_dir.recorder import HISTORY, LENGTHS, read_state
 from rollout.data.order import OrderState
 
@@ -21,6 +22,8 @@ class ResumePoint:
     lengths: Path | None = None
     """File of the response lengths; None if the checkpoint has none."""
     order: OrderState | None = None
+    lost: LostWork | None = None
+    """Work of an earlier start that is repeated; None at a first start."""
 
 
 def resume_point(directory: RunDirectory) -> ResumePoint:
@@ -29,9 +32,10 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
     Raises `RunDirectoryError` if the newest checkpoint has no readable state.
     """
     newest = directory.latest_checkpoint()
+    lost = lost_work(directory.path, newest[0] if newest else 0)
     if newest is None:
         directory.resume_at(0)
-        return ResumePoint()
+        return ResumePoint(lost=lost)
     step, folder = newest
     directory.resume_at(step)
     try:
@@ -48,4 +52,5 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
         history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
         lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
         order=OrderState.from_json(order),
+        lost=lost,
     )

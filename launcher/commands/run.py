@@ -36,6 +36,8 @@ def run(checked: CheckedRun) -> None:
         progress = RunProgress(config.num_steps)
         if resume.first_step:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
+        if resume.lost is not None:
+            progress.say(resume.lost.line())
         for change in changes:
             progress.say(f"changed since the last start: {change}")
         for note in checked.placement.notes:
