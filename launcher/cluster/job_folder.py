@@ -4,6 +4,7 @@
     checks/NODE.json    facts of a node and its problems
     allocated    names of all nodes of the job, a line each
     nodes        names of the nodes that the run uses, a line each; Ray's head first
+    phases       begin of each phase before the run, a line each
     head.json    address and port of Ray's head
     over         the run has ended: every node ends Ray
     node_lost    a node ended Ray before the run had ended
@@ -68,6 +69,11 @@ class JobFolder:
     def starts(self) -> Path:
         """Rows `{"step": N}` of all starts of the run."""
         return self.path.parent / "starts.jsonl"
+
+    @property
+    def phases(self) -> Path:
+        """Begins of the phases before the run (`launcher.cluster.start_phases`)."""
+        return self.path / "phases"
 
     def check_file(self, node: str) -> Path:
         """Record of the checks of a node."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,13 +26,16 @@ from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
+from launcher.cluster.start_phases import StartPhases, read_phases
 from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
 from launcher.commands.slurm import CONFIG, PACKAGES
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
+from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import append_line, read_rows, replace_text
 from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
 from rollout.failures import DeadlineError
 
@@ -132,17 +136,21 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
             answer_request(folder.run_dir)
             code = Ending.STOPPED.code
         else:
-            code = _run(folder, head)
+            code = _run(folder, head, first_step=_step(folder))
     (folder.path / "code").write_text(f"{code}\n", encoding="utf-8")
     return code
 
 
-def _run(folder: JobFolder, head: Head) -> int:
+def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
     line = [sys.executable, "-m", "launcher", "run", str(folder.path.parent / CONFIG)]
     run = subprocess.Popen(line, env=os.environ | {"RAY_ADDRESS": f"{head.address}:{head.port}"})
     told_s: float | None = None
+    start = StartPhases(phases=read_phases(folder.phases))
     while run.poll() is None:
         time.sleep(_POLL_S)
+        with suppress(RunDirectoryError):  # a status of another version, which the run replaces
+            for text in start.follow(read_now(folder.run_dir), first_step=first_step):
+                _say(text)
         if told_s is None and (folder.is_over() or folder.lost_a_node()):
             told_s = time.monotonic()
             run.terminate()

@@ -21,6 +21,14 @@ mkdir -p "$job_dir"
 
 say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
 
+# The begin of a phase, for the seconds from submission to the first step.
+phase() { echo "$(date +%s.%N) $*" >> "$job_dir/phases"; }
+
+submitted=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%V 2>/dev/null || true)
+if [ -n "$submitted" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+  echo "$(date -d "$submitted" +%s) submission" >> "$job_dir/phases"
+fi
+
 # Sets `step` to the command that runs a part of the job once on each of the named nodes.
 prepare() {
   local nodes=$1 count=$2
@@ -40,6 +48,7 @@ request_stop() {
 trap request_stop USR1
 trap 'say "was terminated"; touch "$job_dir/over"' TERM
 
+phase "node checks"
 say "checks $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"
 rm -f "$run_dir/stop.json"
 (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
@@ -51,6 +60,7 @@ prepare "$batch_node" 1 choose
 "${step[@]}"
 nodes=$(paste -sd, "$job_dir/nodes")
 
+phase "Ray on the nodes"
 say "starts Ray on $nodes"
 prepare "$nodes" "$num_nodes" node
 (
