@@ -4,16 +4,20 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launcher.cluster.ports import BLOCK, ephemeral_range, port_maps
 from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.status import read_now
 from tests.support.cluster.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
+from tests.support.runs.whole_runs import NOT_REPEATABLE
 
 pytestmark = pytest.mark.multinode
 
@@ -33,7 +37,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("cluster") / "slurm", num_nodes=2) as started:
+    with slurm_cluster(tmp_path_factory.mktemp("cluster") / "slurm", num_nodes=3) as started:
         yield started
 
 
@@ -53,6 +57,7 @@ def configuration(work: Path) -> Path:
         "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
         "trainer": {"dtype": "fp32", "max_micro_batch_tokens": 512, "parallel": {"tensor": 2, "data": 2}},
         "history": {"drafts": False},
+        "checkpoint": {"every": 1},
         "wandb": {"mode": "disabled"},
         "cluster": {"slurm": {"nodes": 2, "cpus_per_node": 4, "environment": ["PYTHONPATH", "OMP_NUM_THREADS"]}},
     }
@@ -77,6 +82,22 @@ def wait_for_end(cluster: SlurmCluster, job: int, log: Path) -> str:
     return log.read_text()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedJob:
+    """A job that has left the queue."""
+
+    number: int
+    log: str
+    run_dir: Path
+    sockets: Mapping[str, Sequence[int]]
+    """By node, ports that processes of the job listened at, those of the loopback interface left out."""
+
+
+def left_on_nodes(cluster: SlurmCluster) -> dict[str, dict[str, list[str]]]:
+    """`left_on` of every node."""
+    return {node: left_on(cluster, node) for node in cluster.nodes}
+
+
 def left_on(cluster: SlurmCluster, node: str) -> dict[str, list[str]]:
     """Processes, shared memory and listening ports of a node, without SLURM's."""
     processes = cluster.on(node, "ps", "-e", "-o", "args=").splitlines()
@@ -93,57 +114,155 @@ SLURMS = ("/usr/sbin/slurmd", "slurmstepd", "ps -e")
 NOTHING: dict[str, list[str]] = {"processes": [], "shared memory": [], "ports": []}
 
 
-def test_two_nodes_run_two_steps_and_nothing_is_left_on_them(cluster: SlurmCluster, work: Path) -> None:
+@pytest.fixture(scope="module")
+def two_nodes(cluster: SlurmCluster, work: Path) -> EndedJob:
+    """A run of two steps over two nodes with an engine on each, and the sockets of its nodes after the first step."""
     job, log = submit(cluster, work)
-    output = wait_for_end(cluster, job, log)
-    run_dir = work / "run"
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1], output
-    assert output.rstrip().endswith("the run is done")
+    wait_until(lambda: bool(read_rows(work / "run" / "metrics.jsonl")), log)
+    sockets = {node: cluster.listening(node) for node in cluster.nodes[:2]}
+    return EndedJob(number=job, log=wait_for_end(cluster, job, log), run_dir=work / "run", sockets=sockets)
+
+
+def test_two_nodes_run_all_steps_and_nothing_is_left_on_them(cluster: SlurmCluster, two_nodes: EndedJob) -> None:
+    run_dir = two_nodes.run_dir
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1], two_nodes.log
+    assert two_nodes.log.rstrip().endswith("the run is done")
     logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("*.log")}
     assert {"node1/ray.log", "node2/ray.log"} <= logs
-    for number, node in enumerate(cluster.nodes):
+    for number, node in enumerate(cluster.nodes[:2]):
         assert {f"{node}/engine-{number}.log", *(f"{node}/trainer-{2 * number + rank}.log" for rank in (0, 1))} <= logs
-        assert left_on(cluster, node) == NOTHING
-    job_dir = run_dir / "slurm" / f"{job}.0"
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+    job_dir = run_dir / "slurm" / f"{two_nodes.number}.0"
     assert (job_dir / "token").stat().st_mode & 0o777 == 0o600
     assert json.loads((job_dir / "checks" / "node2.json").read_text())["problems"] == []
-    assert list(Path("/tmp").glob(f"mrl-{job}-*")) == []
+    assert list(Path("/tmp").glob(f"mrl-{two_nodes.number}-*")) == []
 
 
-def test_a_signal_stops_the_run_and_the_requeued_job_goes_on(cluster: SlurmCluster, work: Path) -> None:
+def test_seconds_of_each_phase_to_the_first_step_are_listed(two_nodes: EndedJob) -> None:
+    lines = two_nodes.log.splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("from submission to the end of")]
+    listed = {line[:30].strip() for line in lines[first + 1 : first + 12] if line.startswith("  ")}
+    assert {"submission", "node checks", "Ray on the nodes", "engines: rollout", "trainer: train"} <= listed
+
+
+def test_sockets_that_others_can_reach_are_in_the_block_of_the_job(two_nodes: EndedJob) -> None:
+    print(two_nodes.sockets)
+    base = port_maps(two_nodes.number, ephemeral=ephemeral_range())
+    first = next(base).base
+    for sockets in two_nodes.sockets.values():
+        assert sockets
+        assert [port for port in sockets if not first <= port < first + BLOCK] == []
+
+
+ALIKE = ("deterministic=true", "engine.num_engines=1", "num_steps=3")
+"""Overrides of runs with equal metrics."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SlurmCluster, work: Path) -> Path:
+    """Directory of a deterministic run on one node, beside another job on the same node."""
+    here = "cluster.slurm.extra=[--nodelist=node1]"
+    small = ["run_dir=beside", "num_steps=1", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
+    jobs = [
+        submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", here),
+        submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", here),
+    ]
+    for job, log in jobs:
+        output = wait_for_end(cluster, job, log)
+        assert output.rstrip().endswith("the run is done"), output
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+    return work / "one_node"
+
+
+def test_after_a_signal_the_requeued_job_continues_with_the_metrics_of_an_undisturbed_run_on_one_node(
+    cluster: SlurmCluster, work: Path, undisturbed: Path
+) -> None:
     run_dir = work / "signalled"
-    job, log = submit(cluster, work, "run_dir=signalled", "num_steps=4", "checkpoint.every=0")
+    job, log = submit(cluster, work, "run_dir=signalled", *ALIKE)
     wait_until(lambda: bool(read_rows(run_dir / "metrics.jsonl")), log)
     cluster.login("scancel", "--batch", "--signal=USR1", str(job))
     wait_until(lambda: "requeued" in log.read_text(), log)
     restart(cluster, job)
     output = wait_for_end(cluster, job, log)
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
     assert output.rstrip().endswith("the run is done")
+    assert repeatable(run_dir) == repeatable(undisturbed)
     first, second = read_rows(run_dir / "slurm" / "starts.jsonl")
     assert first["step"] == 0 and int(str(second["step"])) >= 1
-    assert {node: left_on(cluster, node) for node in cluster.nodes} == dict.fromkeys(cluster.nodes, NOTHING)
+    assert "; 0 finished step(s) are repeated" in output
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
-def test_a_node_that_dies_costs_a_requeue_and_no_finished_step(cluster: SlurmCluster, work: Path) -> None:
-    run_dir = work / "lost"
-    job, log = submit(cluster, work, "run_dir=lost", "num_steps=4", "checkpoint.every=1")
-    wait_until(lambda: (run_dir / "checkpoints" / "latest").exists(), log)
-    cluster.kill("node2")
-    wait_until(lambda: cluster.login("squeue", "-h", "-j", str(job), "-o", "%T").strip() == "PENDING", log)
-    cluster.boot("node2")
+def test_a_colocated_run_continues_disaggregated_on_three_nodes(
+    cluster: SlurmCluster, work: Path, two_nodes: EndedJob
+) -> None:
+    apart = ["placement.mode=disaggregated", "trainer.parallel.data=1", "cluster.slurm.nodes=3"]
+    job, log = submit(cluster, work, "num_steps=4", *apart)
+    output = wait_for_end(cluster, job, log)
+    run_dir = two_nodes.run_dir
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
+    logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("engine-*.log")}
+    assert {"node2/engine-0.log", "node3/engine-1.log"} <= logs
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work: Path) -> None:
+    cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(work / "data"))
+    job, log = submit(cluster, work, "run_dir=unmounted", "cluster.slurm.extra=[--nodelist=node[1-2]]")
+    output = wait_for_end(cluster, job, log)
+    cluster.on("node2", "umount", str(work / "data"))
+    assert f"left out: node2: cannot read {work / 'data' / 'train.jsonl'}" in output
+    assert "1 of 2 nodes are healthy" in output
+    assert not (work / "unmounted" / "metrics.jsonl").exists()
+
+
+def test_lost_nodes_and_a_cut_network_cost_a_requeue_each_and_no_saved_step(
+    cluster: SlurmCluster, work: Path, undisturbed: Path
+) -> None:
+    run_dir = work / "faults"
+    job, log = submit(
+        cluster, work, "run_dir=faults", *ALIKE, "num_steps=6", "cluster.slurm.extra=[--nodelist=node[1-2]]"
+    )
+    for step, (phase, node) in enumerate((("rollout", "node2"), ("train", "node1"), ("publish", "node2")), start=1):
+        wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
+        cluster.kill(node)
+        wait_until(lambda: is_pending(cluster, job), log)
+        cluster.boot(node)
+        restart(cluster, job)
+    wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
+    cluster.cut("node2")
+    wait_until(lambda: is_pending(cluster, job), log)
+    cluster.mend("node2")
     restart(cluster, job)
     output = wait_for_end(cluster, job, log)
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(6)), output
+    assert repeatable(run_dir)[:3] == repeatable(undisturbed)
     starts = [int(str(row["step"])) for row in read_rows(run_dir / "slurm" / "starts.jsonl")]
-    assert starts[0] == 0 and starts[-1] >= 1
+    assert starts == [0, 1, 2, 3, 4]
+    assert output.count("finished step(s) are repeated") == 4
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
-def wait_until(condition: Callable[[], bool], log: Path) -> None:
+def at(run_dir: Path, step: int, phase: str) -> bool:
+    """Whether the run is at least in this phase of this step."""
+    now = read_now(run_dir)
+    return now is not None and ((now.step == step and now.phase == phase) or now.step > step)
+
+
+def is_pending(cluster: SlurmCluster, job: int) -> bool:
+    return cluster.login("squeue", "-h", "-j", str(job), "-o", "%T").strip() == "PENDING"
+
+
+def repeatable(run_dir: Path) -> list[dict[str, object]]:
+    """Metrics without times."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
+
+
+def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.5)
+        time.sleep(every_s)
 
 
 def restart(cluster: SlurmCluster, job: int) -> None:

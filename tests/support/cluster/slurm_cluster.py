@@ -20,6 +20,7 @@ from tests.support.cluster.slurm_config import LOGIN, addresses, hosts, node_nam
 SWITCH = "mrl-switch"
 SHM = "4g"
 UP_TIMEOUT_S = 120.0
+SLURMD_PORT = "6818"
 _PRIVATE = ["--mount", "--uts", "--propagation", "private"]
 
 
@@ -78,6 +79,20 @@ class SlurmCluster:
         """A node dies: all its processes at once."""
         self._init(node).kill()
         self.daemons.pop(node).wait()
+
+    def cut(self, node: str) -> None:
+        """The node's network is cut; its processes go on."""
+        _run("ip", "-n", SWITCH, "link", "set", f"v{node}", "down")
+
+    def mend(self, node: str) -> None:
+        """The network of a cut node works again."""
+        _run("ip", "-n", SWITCH, "link", "set", f"v{node}", "up")
+
+    def listening(self, node: str) -> list[int]:
+        """Ports at which processes of the node listen for other machines, without slurmd's."""
+        local = [line.split()[3] for line in self.on(node, "ss", "-Htln").splitlines()]
+        addresses = [address.rpartition(":") for address in local]
+        return sorted(int(port) for host, _, port in addresses if not host.startswith("127.") and port != SLURMD_PORT)
 
     def down(self) -> None:
         """End everything, also of a cluster that came up in part."""
