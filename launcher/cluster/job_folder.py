@@ -72,7 +72,7 @@ class JobFolder:
 
     @property
     def phases(self) -> Path:
-        """Begins of the phases before the run (`launcher.cluster.start_phases`)."""
+        """Begins of the phases before the run (`launcher.run_dir.start_phases`)."""
         return self.path / "phases"
 
     def check_file(self, node: str) -> Path:

@@ -26,7 +26,6 @@ from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
-from launcher.cluster.start_phases import StartPhases, read_phases
 from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
 from launcher.commands.slurm import CONFIG, PACKAGES
 from launcher.config.loading import load
@@ -35,6 +34,7 @@ from launcher.endings.kinds import Ending
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import append_line, read_rows, replace_text
 from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
 from rollout.failures import DeadlineError

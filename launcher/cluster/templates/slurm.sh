@@ -55,7 +55,13 @@ rm -f "$run_dir/stop.json"
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job_dir/allocated"
 batch_node=$SLURMD_NODENAME
 prepare "$SLURM_JOB_NODELIST" "$SLURM_JOB_NUM_NODES" check
-"${step[@]}" || say "a node could not be checked"
+tries=0
+until "${step[@]}" || compgen -G "$job_dir/checks/*.json" > /dev/null; do # a check that fails has written its record
+  tries=$((tries + 1))
+  [ "$tries" -lt 6 ] || break
+  say "SLURM cannot start a step on these nodes (a node may have just come back); tries again in 10 s"
+  sleep 10
+done
 prepare "$batch_node" 1 choose
 "${step[@]}"
 nodes=$(paste -sd, "$job_dir/nodes")

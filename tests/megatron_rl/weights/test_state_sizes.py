@@ -81,7 +81,8 @@ def test_ranks_together_update_every_element_once() -> None:
     experts = sum(item.size for item in held if item.of_expert)
     dense = sum(item.size for item in held if not item.of_expert)
     assert sum(part.optimizer_bytes for part in parts) == 12 * (dense + parallel.expert * experts)
-    assert max(part.optimizer_bytes for part in parts) == parts[0].optimizer_bytes
+    unaligned = sum(63 for item in held if item.size % 64)
+    assert max(part.optimizer_bytes for part in parts) <= parts[0].optimizer_bytes + 12 * unaligned
 
 
 def test_spreading_experts_spreads_their_state() -> None:

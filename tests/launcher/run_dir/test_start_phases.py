@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launcher.cluster.start_phases import Phase, StartPhases, phase_lines, read_phases
+from launcher.run_dir.start_phases import Phase, StartPhases, phase_lines, read_phases
 from launcher.run_dir.status import Now
 
 
