@@ -28,7 +28,7 @@ from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
 """Largest healthy gap between sampler and trainer (docs/observability.md)."""
-PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
+PHASES = ("rollout", "train", "publish", "switch", "evaluate_before_step", "checkpoint_before_step")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
 Metrics = Sequence[Mapping[str, float]]
@@ -289,7 +289,7 @@ def _chart(
 def _phases(metrics: Metrics) -> str:
     steps = [row["step"] + 1 for row in metrics]
     parts = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in metrics] for phase in PHASES}
-    nonzero = {phase: seconds for phase, seconds in parts.items() if any(seconds)}
+    nonzero = {phase.replace("_", " "): seconds for phase, seconds in parts.items() if any(seconds)}
     return stacked("phases", steps, nonzero, unit="seconds") if nonzero else ""
 
 
