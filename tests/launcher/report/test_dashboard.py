@@ -10,6 +10,7 @@ from launcher.errors import ConfigError
 from launcher.report.dashboard import CAUSES, read_runs, write_comparison, write_dashboard
 from launcher.report.svg import MAX_POINTS, Line, line_chart
 from launcher.report.wandb_workspace import save_workspace
+from launcher.report.write import MAX_STEPS, thinned
 from rollout.tracing.timeline import Part
 
 
@@ -93,3 +94,11 @@ def test_a_workspace_without_its_package_is_refused_with_the_packages_name() -> 
         save_workspace("project-only")
     with pytest.raises(ConfigError, match="pip install wandb-workspaces"):
         save_workspace("team/project")
+
+
+def test_the_report_of_a_long_run_draws_evenly_spaced_steps_and_the_last() -> None:
+    rows = [{"step": float(step)} for step in range(10_000)]
+    drawn = [row["step"] for row in thinned(rows)]
+    assert drawn[:3] == [0.0, 25.0, 50.0] and drawn[-1] == 9999.0
+    assert len(drawn) <= MAX_STEPS + 1
+    assert thinned(rows[:MAX_STEPS]) == rows[:MAX_STEPS]
