@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli import main
 from launcher.errors import ConfigError
 from launcher.report.dashboard import CAUSES, read_runs, write_comparison, write_dashboard
 from launcher.report.svg import MAX_POINTS, Line, line_chart
@@ -102,3 +103,18 @@ def test_the_report_of_a_long_run_draws_evenly_spaced_steps_and_the_last() -> No
     assert drawn[:3] == [0.0, 25.0, 50.0] and drawn[-1] == 9999.0
     assert len(drawn) <= MAX_STEPS + 1
     assert thinned(rows[:MAX_STEPS]) == rows[:MAX_STEPS]
+
+
+def test_the_commands_write_the_pages_and_refuse_what_they_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (write_rows(tmp_path / name, num_steps=3, config="") for name in ("a", "b"))
+    page = tmp_path / "page.html"
+    assert main(["dashboard", str(first), "--output", str(page)]) == 0
+    assert "<h1>Dashboard</h1>" in page.read_text()
+    assert main(["report", str(first), str(second), "--output", str(page)]) == 0
+    assert "<h1>Comparison of runs</h1>" in page.read_text()
+    assert main(["dashboard"]) == 2
+    assert "--wandb ENTITY/PROJECT" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert "holds no metrics" in capsys.readouterr().err
