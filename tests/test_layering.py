@@ -124,6 +124,7 @@ FLOORS = {
     ),
     "launcher": Floor(),
     "launcher/config": Floor(imports="history rollout megatron_rl launcher"),
+    "launcher/metrics": Floor(),
     "launcher/run_dir/atomic_files.py": Floor(),
     "launcher/cluster": Floor(
         imports=(
@@ -163,7 +164,10 @@ FLOORS = {
         loads="ray",
     ),
     "launcher/report": Floor(
-        imports="history/drafting rollout rollout/tracing launcher/run_dir launcher/run_dir/atomic_files.py",
+        imports=(
+            "history/drafting rollout rollout/tracing launcher launcher/metrics launcher/run_dir "
+            "launcher/run_dir/atomic_files.py"
+        ),
         libraries="matplotlib",
         loads="matplotlib",
     ),
@@ -181,7 +185,7 @@ FLOORS = {
     "launcher/cli.py": Floor(
         imports=(
             "launcher launcher/config launcher/cluster launcher/checks launcher/run_dir launcher/endings "
-            "launcher/commands"
+            "launcher/commands launcher/report"
         ),
         loads="ray",
     ),

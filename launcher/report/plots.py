@@ -82,11 +82,12 @@ def stacked(
     colours: Sequence[str] = COLOURS,
 ) -> str:
     """Bars over steps, one colour per part."""
+    width = 0.85 * (steps[1] - steps[0] if len(steps) > 1 else 1.0)
 
     def draw(axes: Axes) -> None:
         bottom = [0.0] * len(steps)
         for colour, (label, values) in zip(colours, parts.items(), strict=False):
-            axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=0.85)
+            axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=width)
             bottom = [low + value for low, value in zip(bottom, values, strict=True)]
         axes.set_ylabel(unit)
 

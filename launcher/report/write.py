@@ -1,6 +1,6 @@
 """Writes `report.html` into a run directory: one page with the results of a run, which opens without a network.
 
-    python -m launcher.report RUN_DIR
+    megatron-rl report RUN_DIR
 
 It also writes `timeline.json`, for ui.perfetto.dev. It reads the run's records only (`metrics.jsonl`, `events.jsonl`,
 `evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`), so it can run at any time, also during
@@ -28,9 +28,11 @@ from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
 """Largest healthy gap between sampler and trainer (docs/observability.md)."""
-PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
+PHASES = ("rollout", "train", "publish", "switch", "evaluate_before_step", "checkpoint_before_step")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
+MAX_STEPS = 400
+"""Steps in a chart; of a longer run every second step is drawn, every third, and so on, and the last one."""
 Metrics = Sequence[Mapping[str, float]]
 
 
@@ -75,15 +77,16 @@ def write_report(run_dir: Path) -> Path:
     Raises `FileNotFoundError` if the directory holds no metrics.
     """
     record = read_record(run_dir)
+    shown = thinned(record.metrics)
     target = run_dir / "report.html"
     body = "".join(
         (
             _summary(record),
             _evaluation(record),
-            _charts(record.metrics),
-            timeline_section(record.timeline, record.metrics),
-            _drafts(record.metrics),
-            _publishing(record.metrics),
+            _charts(shown),
+            timeline_section(record.timeline, shown),
+            _drafts(shown),
+            _publishing(shown),
             _samples(record),
             _settings(record),
         )
@@ -91,6 +94,12 @@ def write_report(run_dir: Path) -> Path:
     write_trace(run_dir, record.timeline)
     replace_text(target, page(title=record.name, subtitle=_subtitle(record), body=body))
     return target
+
+
+def thinned(metrics: Metrics) -> Metrics:
+    """Evenly spaced rows and the last one, about `MAX_STEPS` at most."""
+    every = -(-len(metrics) // MAX_STEPS)
+    return [*metrics[:-1:every], *metrics[-1:]] if every > 1 else metrics
 
 
 def _numbers(row: Mapping[str, object]) -> dict[str, float]:
@@ -289,7 +298,7 @@ def _chart(
 def _phases(metrics: Metrics) -> str:
     steps = [row["step"] + 1 for row in metrics]
     parts = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in metrics] for phase in PHASES}
-    nonzero = {phase: seconds for phase, seconds in parts.items() if any(seconds)}
+    nonzero = {phase.replace("_", " "): seconds for phase, seconds in parts.items() if any(seconds)}
     return stacked("phases", steps, nonzero, unit="seconds") if nonzero else ""
 
 

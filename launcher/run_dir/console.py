@@ -36,7 +36,10 @@ FIELDS = (
     Field(metric="history/tokens_per_forward", label="tok/fwd", form=".2f"),
     Field(metric="perf/throughput_tokens_s", label="tok/s", form=".0f"),
 )
-PHASES = ("rollout", "train", "publish", "evaluate", "checkpoint")
+PHASES = ("rollout", "train", "publish", "switch")
+"""Phases whose seconds are a part of the step."""
+BEFORE = ("evaluate", "checkpoint")
+"""Phases between the previous step's row and this step (`launcher.run_dir.step_timeline`)."""
 TROUBLE = {
     "reward/errors": "reward errors",
     "reward/timeouts": "reward time-outs",
@@ -53,10 +56,21 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     figures = [f"{field.label} {metrics[field.metric]:{field.form}}" for field in FIELDS if field.metric in metrics]
     seconds = [f"{phase} {metrics[key]:.1f}" for phase in PHASES if (key := f"timing_s/{phase}") in metrics]
     total = f"{metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
+    before = [f"{phase} {metrics[key]:.1f}" for phase in BEFORE if (key := f"timing_s/{phase}_before_step") in metrics]
     trouble = [f"{metrics[key]:.0f} {name}" for key, name in TROUBLE.items() if metrics.get(key, 0) > 0]
     timing = f"{total} ({', '.join(seconds)})" if seconds else total
-    parts = [f"step {step + 1:>{width}}/{num_steps}", *figures, timing, *(f"! {text}" for text in trouble)]
+    parts = [
+        f"step {step + 1:>{width}}/{num_steps}",
+        *figures,
+        timing,
+        *_before(before),
+        *(f"! {text}" for text in trouble),
+    ]
     return "  ".join(part for part in parts if part)
+
+
+def _before(seconds: list[str]) -> list[str]:
+    return [f"before it: {', '.join(seconds)}"] if seconds else []
 
 
 def before_after_table(rows: Iterable[EvaluationRow]) -> Table:

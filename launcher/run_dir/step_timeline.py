@@ -17,6 +17,9 @@ from rollout.tracing.timeline import Span, engine_timelines, timeline_metrics
 FITTED_PER_STEP = MAX_FITTED // 8
 """Forwards of a step, evenly spaced, that the speed fits of later steps use."""
 
+AFTER_THE_ROW = ("evaluate", "checkpoint")
+"""Activities that follow the row of their step."""
+
 
 class StepTimeline:
     """Collects spans and forwards, and computes the metrics of one step after another."""
@@ -44,17 +47,29 @@ class StepTimeline:
     def close(self, end_s: float, step_s: float) -> dict[str, float]:
         """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
 
-        See `rollout.tracing.timeline.timeline_metrics`.
+        Evaluation and checkpoint follow the row of their step, so the next row holds their seconds
+        (`timing_s/evaluate_before_step`). Others: `rollout.tracing.timeline.timeline_metrics`.
         """
         start_s = end_s - step_s if self._closed_s is None else self._closed_s
         self._closed_s = end_s
         if not end_s > start_s:  # the wall clock was set back
             return {}
+        before = _before_step(self._spans)
         self.speed = fit_speed(self._evidence)
         engines = engine_timelines(self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed)
         self._spans = [span for span in self._spans if span.end_s > end_s]
         self._forwards = [forwards[_first_of_next(forwards, end_s) :] for forwards in self._forwards]
-        return timeline_metrics(engines, self.speed)
+        return timeline_metrics(engines, self.speed) | before
+
+
+def _before_step(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of evaluations and checkpoints since the previous row; absent where there was none."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        if span.activity in AFTER_THE_ROW:
+            name = f"timing_s/{span.activity}_before_step"
+            seconds[name] = seconds.get(name, 0.0) + span.end_s - span.start_s
+    return seconds
 
 
 def _first_of_next(forwards: Forwards, end_s: float) -> int:

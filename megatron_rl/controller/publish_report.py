@@ -42,7 +42,7 @@ class PublishReport:
     """Quantisation statistics by layer; empty in BF16."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name; docs/observability.md lists units and reductions."""
+        """Metrics by name; docs/metrics.md lists units and reductions."""
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),

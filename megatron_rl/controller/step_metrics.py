@@ -1,7 +1,7 @@
 """The metrics of one step by name; verl's names where the meaning is the same.
 
 Counters of dropped, substituted or truncated responses are always present, zero included, so that a missing counter is
-never mistaken for zero. Pure. docs/observability.md lists units and reductions.
+never mistaken for zero. Pure. docs/metrics.md lists units and reductions.
 """
 
 from collections.abc import Sequence

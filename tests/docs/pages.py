@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RECORDS = DOCS / "records"
 """Generated from `benchmarks/results`; `tests/benchmarks` compares the two."""
-GENERATED = (DOCS / "configuration.md",)
+GENERATED = (DOCS / "configuration.md", DOCS / "metrics.md")
 FENCE = re.compile(r"^( *)```(\S*) ?(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -47,6 +47,11 @@ def test_a_step_line_has_metrics_and_seconds_by_phase() -> None:
     )
 
 
+def test_a_step_line_ends_with_the_evaluation_and_the_checkpoint_before_the_step() -> None:
+    line = step_line(0, 20, {"timing_s/evaluate_before_step": 1.5, "timing_s/checkpoint_before_step": 0.25})
+    assert line == "step  1/20  before it: evaluate 1.5, checkpoint 0.2"
+
+
 def test_a_missing_metric_is_left_out_and_not_shown_as_zero() -> None:
     assert step_line(4, 20, {"reward/mean": 1.0}) == "step  5/20  reward 1.000"
 

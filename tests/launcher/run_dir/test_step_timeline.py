@@ -58,3 +58,19 @@ def test_a_clock_that_was_set_back_only_loses_the_metrics_of_a_step():
     assert timeline.close(ORIGIN_S + 10, step_s=5.0)
     assert timeline.close(ORIGIN_S + 4, step_s=5.0) == {}
     assert timeline.close(ORIGIN_S + 6, step_s=5.0)["timeline/elapsed_s"] == pytest.approx(2)
+
+
+def test_the_next_row_has_the_seconds_of_evaluation_and_checkpoint():
+    timeline = StepTimeline(1)
+    timeline.add_span("engines", "evaluate", ORIGIN_S, ORIGIN_S + 2)
+    first = timeline.close(ORIGIN_S + 10, step_s=8.0)
+    timeline.add_span("engines", "evaluate", ORIGIN_S + 10, ORIGIN_S + 11)
+    timeline.add_span("trainer", "checkpoint", ORIGIN_S + 11, ORIGIN_S + 14)
+    second = timeline.close(ORIGIN_S + 20, step_s=6.0)
+    third = timeline.close(ORIGIN_S + 30, step_s=10.0)
+    names = ("timing_s/evaluate_before_step", "timing_s/checkpoint_before_step")
+    assert [[row.get(name) for name in names] for row in (first, second, third)] == [
+        [pytest.approx(2), None],
+        [pytest.approx(1), pytest.approx(3)],
+        [None, None],
+    ]
