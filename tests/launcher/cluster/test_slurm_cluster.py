@@ -14,7 +14,7 @@ import yaml
 from launcher.cluster.ports import BLOCK, ephemeral_range, port_maps
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.status import read_now
-from tests.support.cluster.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.support.cluster.slurm_cluster import Listening, SlurmCluster, slurm_cluster
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 from tests.support.runs.whole_runs import NOT_REPEATABLE
@@ -89,8 +89,8 @@ class EndedJob:
     number: int
     log: str
     run_dir: Path
-    sockets: Mapping[str, Sequence[int]]
-    """By node, ports that processes of the job listened at, those of the loopback interface left out."""
+    sockets: Mapping[str, Sequence[Listening]]
+    """By node, after the first step."""
 
 
 def left_on_nodes(cluster: SlurmCluster) -> dict[str, dict[str, list[str]]]:
@@ -145,13 +145,17 @@ def test_seconds_of_each_phase_to_the_first_step_are_listed(two_nodes: EndedJob)
     assert {"submission", "node checks", "Ray on the nodes", "engines: rollout", "trainer: train"} <= listed
 
 
+KERNEL_CHOOSES = ("ray::TrainerAct", "VLLM::EngineCor", "srun")
+"""Processes whose sockets of gloo, of torch's store and of SLURM have ports that the kernel chooses."""
+
+
 def test_sockets_that_others_can_reach_are_in_the_block_of_the_job(two_nodes: EndedJob) -> None:
-    print(two_nodes.sockets)
-    base = port_maps(two_nodes.number, ephemeral=ephemeral_range())
-    first = next(base).base
+    first = next(port_maps(two_nodes.number, ephemeral=ephemeral_range())).base
+    low, high = ephemeral_range()
     for sockets in two_nodes.sockets.values():
-        assert sockets
-        assert [port for port in sockets if not first <= port < first + BLOCK] == []
+        outside = [at for at in sockets if not first <= at.port < first + BLOCK]
+        assert len(outside) < len(sockets)
+        assert [at for at in outside if at.process not in KERNEL_CHOOSES or not low <= at.port <= high] == []
 
 
 ALIKE = ("deterministic=true", "engine.num_engines=1", "num_steps=3")
@@ -266,5 +270,5 @@ def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5
 
 
 def restart(cluster: SlurmCluster, job: int) -> None:
-    """SLURM lets a requeued job wait for two minutes; start it now."""
-    cluster.login("scontrol", "update", f"jobid={job}", "starttime=now")
+    """SLURM lets a requeued job wait for two minutes; start it now. It may also have started already."""
+    cluster.login("scontrol", "update", f"jobid={job}", "starttime=now", check=False)

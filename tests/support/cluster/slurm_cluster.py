@@ -32,6 +32,17 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """A socket that listens."""
+
+    host: str
+    """Address, or the wildcard of all interfaces."""
+    port: int
+    process: str
+    """First 15 letters of the process' name."""
+
+
 @dataclass(slots=True)
 class SlurmCluster:
     """A cluster whose files are under `root`; use `slurm_cluster`, which ends it."""
@@ -88,11 +99,16 @@ class SlurmCluster:
         """The network of a cut node works again."""
         _run("ip", "-n", SWITCH, "link", "set", f"v{node}", "up")
 
-    def listening(self, node: str) -> list[int]:
-        """Ports at which processes of the node listen for other machines, without slurmd's."""
-        local = [line.split()[3] for line in self.on(node, "ss", "-Htln").splitlines()]
-        addresses = [address.rpartition(":") for address in local]
-        return sorted(int(port) for host, _, port in addresses if not host.startswith("127.") and port != SLURMD_PORT)
+    def listening(self, node: str) -> list[Listening]:
+        """Sockets of the node that listen for other machines, without slurmd's."""
+        rows = [line.split() for line in self.on(node, "ss", "-Htlnp").splitlines()]
+        found = []
+        for row in rows:
+            host, _, port = row[3].rpartition(":")
+            process = row[5].split('"')[1] if len(row) > 5 else ""
+            if not host.startswith(("127.", "[::1]")) and port != SLURMD_PORT:
+                found.append(Listening(host=host, port=int(port), process=process))
+        return found
 
     def down(self) -> None:
         """End everything, also of a cluster that came up in part."""
