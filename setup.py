@@ -28,6 +28,7 @@ PACKAGES = [
     "megatron_rl.weights",
     "launcher",
     "launcher.checks",
+    "launcher.checks.health",
     "launcher.cluster",
     "launcher.commands",
     "launcher.config",

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | slurm | plan | status | stop | report | dashboard | eval | export | sft`.
+"""The command line: `megatron-rl COMMAND ...`; `megatron-rl --help` lists the commands.
 
 It parses arguments, then loads and checks the configuration, and imports the heavy modules last: `--help` and every
 refusal take a fraction of a second. Every failed command prints one screen and returns the exit code of its kind
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print batch script, placement and memory; submit nothing"
     )
     add_plan_options(_command(commands, "plan", "memory by phase and an estimate of time, from files alone"))
+    _command(commands, "doctor", "checks of nodes, data, reward, tokenizer and disk before a long run")
     for name, text in {
         "status": "what a run does now, from files in its directory",
         "stop": "asks a run to save a checkpoint and end",
@@ -110,6 +111,8 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
         return _slurm(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
     if arguments.command == "plan":
         return plan(load(RunConfig, arguments.config, arguments.overrides), plan_options(arguments))
+    if arguments.command == "doctor":
+        return _doctor(arguments.config, arguments.overrides)
     if arguments.command == "status":
         print("\n".join(status_lines(Path(arguments.run_dir), now_s=time.time())))
         return 0
@@ -161,6 +164,13 @@ def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bo
     submission, script = prepare(config)
     print("\n".join(dry_run_lines(checked, script) if dry_run else submit(config, submission, script)))
     return 0
+
+
+def _doctor(path: str, overrides: Sequence[str]) -> int:
+    config = load(RunConfig, path, overrides)
+    from launcher.commands.doctor import doctor
+
+    return doctor(config)
 
 
 def _stop(run_dir: Path) -> int:

@@ -150,6 +150,13 @@ FLOORS = {
         ),
         loads="ray",
     ),
+    "launcher/checks/health": Floor(
+        imports=(
+            "rollout rollout/data/tokenizer.py rollout/data rollout/rewards launcher/config launcher/cluster "
+            "launcher/checks"
+        ),
+        loads="ray",
+    ),
     "launcher/run_dir": Floor(
         imports=(
             "history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
@@ -176,8 +183,9 @@ FLOORS = {
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
-            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/estimate "
-            "launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings launcher/report"
+            "megatron_rl/memory.py megatron_rl/trainer megatron_rl/controller launcher launcher/config "
+            "launcher/cluster launcher/estimate launcher/checks launcher/checks/health launcher/run_dir "
+            "launcher/run_dir/atomic_files.py launcher/endings launcher/report"
         ),
         libraries="ray",
         loads="ray matplotlib",

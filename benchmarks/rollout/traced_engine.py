@@ -21,7 +21,8 @@ from history.store.traces import Trace
 from history.types import prompt_key
 from rollout.engine.responses import sampling_params
 from rollout.engine.spec import EngineSpec
-from rollout.engine.vllm_args import end_of_sequence_ids, engine_arguments
+from rollout.engine.vllm_args import engine_arguments
+from rollout.stop_ids import end_of_sequence_ids
 from rollout.types import PromptId, SamplingSpec
 from rollout.worker.proposer import PROMPT_KEY
 from rollout.worker.worker import Worker

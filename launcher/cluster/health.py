@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.node import command_output, node_resources, package_versions
+from launcher.config.schema import RunConfig
 
 MAX_SKEW_S = 0.5
 MIN_DISK_BYTES = 1 << 30
@@ -33,6 +34,18 @@ class NodeNeeds:
     shm_bytes: int
     """Free bytes in `/dev/shm`."""
     temp_dir: str
+
+
+def node_needs(config: RunConfig, packages: Mapping[str, str]) -> NodeNeeds:
+    """What a run needs on every node; `packages` are the versions that the node must have."""
+    sets = config.evaluation.sets.values()
+    return NodeNeeds(
+        paths=(config.model, *(data.path for data in config.data.train), *(one.path for one in sets)),
+        packages=packages,
+        num_gpus=config.cluster.slurm.gpus_per_node,
+        shm_bytes=config.cluster.object_store_bytes,
+        temp_dir="/tmp",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +87,36 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
 
 def node_problems(facts: NodeFacts, needs: NodeNeeds) -> list[str]:
     """Why a node cannot take part, a sentence each; none for a healthy node."""
-    found = [f"cannot read {path}; mount it there, or name a path that every node sees" for path in facts.unreadable]
-    found += [
+    return [problem for problems in problems_by_subject(facts, needs).values() for problem in problems]
+
+
+def problems_by_subject(facts: NodeFacts, needs: NodeNeeds) -> dict[str, list[str]]:
+    """Problems of a node by subject; a healthy subject has an empty list."""
+    packages = [
         f"{name} is {facts.packages.get(name) or 'missing'}, but {version} where the job was submitted; install it"
         for name, version in needs.packages.items()
         if facts.packages.get(name) != version
     ]
+    gpus = []
     if facts.num_gpus < needs.num_gpus:
-        found.append(f"{facts.num_gpus} GPU(s), but `cluster.slurm.gpus_per_node` = {needs.num_gpus}")
+        gpus.append(f"{facts.num_gpus} GPU(s), but `cluster.slurm.gpus_per_node` = {needs.num_gpus}")
     if facts.gpu_processes:
-        found.append(f"other processes use its GPUs: {', '.join(facts.gpu_processes[:4])}; end them")
-    if facts.shm_bytes < needs.shm_bytes:
-        found.append(f"/dev/shm has {facts.shm_bytes} bytes free, {needs.shm_bytes} are needed; enlarge or empty it")
-    if facts.disk_bytes < MIN_DISK_BYTES:
-        found.append(f"{needs.temp_dir} has {facts.disk_bytes} bytes free, {MIN_DISK_BYTES} are needed; empty it")
-    if facts.open_files < MIN_OPEN_FILES:
-        found.append(f"{facts.open_files} open files allowed, {MIN_OPEN_FILES} are needed; raise `ulimit -n`")
-    if abs(facts.clock_skew_s) > MAX_SKEW_S:
-        found.append(
-            f"its clock is {facts.clock_skew_s:+.1f} s off the file server's, {MAX_SKEW_S} s are allowed; set it"
-        )
-    return found
+        gpus.append(f"other processes use its GPUs: {', '.join(facts.gpu_processes[:4])}; end them")
+    shm = f"/dev/shm has {facts.shm_bytes} bytes free, {needs.shm_bytes} are needed; enlarge or empty it"
+    disk = f"{needs.temp_dir} has {facts.disk_bytes} bytes free, {MIN_DISK_BYTES} are needed; empty it"
+    files = f"{facts.open_files} open files allowed, {MIN_OPEN_FILES} are needed; raise `ulimit -n`"
+    clock = f"its clock is {facts.clock_skew_s:+.1f} s off the file server's, {MAX_SKEW_S} s are allowed; set it"
+    return {
+        "files": [
+            f"cannot read {path}; mount it there, or name a path that every node sees" for path in facts.unreadable
+        ],
+        "packages": packages,
+        "GPUs": gpus,
+        "shared memory": [shm] if facts.shm_bytes < needs.shm_bytes else [],
+        "temporary disk": [disk] if facts.disk_bytes < MIN_DISK_BYTES else [],
+        "open files": [files] if facts.open_files < MIN_OPEN_FILES else [],
+        "clock": [clock] if abs(facts.clock_skew_s) > MAX_SKEW_S else [],
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +129,33 @@ class Choice:
     """A line for each unhealthy node: its name and its problems."""
 
 
-def choose_nodes(allocated: Sequence[str], problems: Mapping[str, Sequence[str]], *, num_nodes: int) -> Choice:
-    """The first `num_nodes` healthy nodes of the allocation. Pure.
+def choose_nodes(
+    allocated: Sequence[str],
+    problems: Mapping[str, Sequence[str]],
+    *,
+    num_nodes: int,
+    unreachable: Mapping[str, Sequence[str]] | None = None,
+) -> Choice:
+    """The first `num_nodes` healthy nodes of the allocation that all reach each other. Pure.
 
     Args:
         allocated: node names in SLURM's order.
         problems: problems of each node that has written its record; a node without one does not see the run directory.
         num_nodes: nodes that the run uses.
+        unreachable: nodes that each node could not connect to.
     """
     silent = ["has written no record: it does not see the run directory, or its check failed (see the job's log)"]
     by_node = {node: list(problems.get(node, silent)) for node in allocated}
-    healthy = [node for node, found in by_node.items() if not found]
+    healthy = [node for node in allocated if not by_node[node]]
+    pairs = {frozenset((node, other)) for node, others in (unreachable or {}).items() for other in others}
+    while broken := [pair for pair in pairs if pair <= set(healthy)]:
+        worst = max(healthy, key=lambda node: (sum(node in pair for pair in broken), healthy.index(node)))
+        others = [other for other in allocated if other != worst and frozenset((worst, other)) in broken]
+        by_node[worst].append(
+            f"cannot connect to {', '.join(others) or 'itself'}, or is not reached from there; open the network "
+            "between them, or set `cluster.slurm.interface`"
+        )
+        healthy.remove(worst)
     return Choice(
         nodes=tuple(healthy[:num_nodes]) if len(healthy) >= num_nodes else (),
         left_out=tuple(f"{node}: {'; '.join(found)}" for node, found in by_node.items() if found),

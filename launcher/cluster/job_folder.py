@@ -2,6 +2,8 @@
 
     token        Ray's token, mode 600
     checks/NODE.json    facts of a node and its problems
+    pairs/NODE.address  where a node listens while nodes try to reach each other; NODE.done after its own tries
+    rendezvous   address and port of the all-reduce over nodes
     allocated    names of all nodes of the job, a line each
     nodes        names of the nodes that the run uses, a line each; Ray's head first
     phases       begin of each phase before the run, a line each

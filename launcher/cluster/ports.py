@@ -35,6 +35,21 @@ class PortMap:
         return self.base + 1
 
     @property
+    def probe(self) -> int:
+        """Where a node listens while nodes try to reach each other, before Ray starts."""
+        return self.base + 12
+
+    @property
+    def rendezvous(self) -> int:
+        """Of the first node, in the all-reduce before Ray starts."""
+        return self.base + 13
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Variables with the ports of Ray's own metrics, which no option of `ray start` sets."""
+        return {"AUTOSCALER_METRIC_PORT": str(self.base + 14), "DASHBOARD_METRIC_PORT": str(self.base + 15)}
+
+    @property
     def workers(self) -> tuple[int, int]:
         """First and last port of Ray's workers."""
         return self.base + _SERVICES, self.base + BLOCK - 1

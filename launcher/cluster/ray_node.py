@@ -88,6 +88,7 @@ def ray_environment(node: RayNode) -> dict[str, str]:
         "RAY_raylet_start_wait_time_s": "120",
         **{f"RAY_{name}": json.dumps(value) for name, value in RAY_SETTINGS.items()},
         "RAY_DISABLE_IMPORT_WARNING": "1",
+        **node.ports.metrics,
     }
 
 

@@ -1,14 +1,14 @@
 """Parts of a SLURM job, started by its batch script (`launcher/cluster/templates/slurm.sh`), never by a person.
 
-check     on every node: facts and problems of the node
+check     on every node: facts and problems of the node, and the nodes that it cannot reach
 choose    once: which nodes the run uses, and whether it may start
+reduce    on every chosen node: a sum over all of them by gloo, and by NCCL where there are GPUs
 node      on every chosen node: Ray, until the run is over
 drive     on the first chosen node: `megatron-rl run`
 decide    once: whether the job goes back into the queue
 """
 
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -16,24 +16,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from launcher.cluster.addresses import interfaces, node_address, resolve
-from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_problems
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
-from launcher.commands.requeue import MAX_REQUEUES, decide, may_start
-from launcher.commands.slurm import CONFIG, PACKAGES
+from launcher.commands.job_checks import check, choose, reduce
+from launcher.commands.job_state import job_id, node_name, saved_step, say, starts
+from launcher.commands.requeue import decide
+from launcher.commands.slurm import CONFIG
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import append_line, read_rows, replace_text
-from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
@@ -57,53 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return PARTS[arguments.part](config, folder)
     except (ValueError, DeadlineError) as error:  # what a person can mend; anything else shows its traceback
-        _say(f"{arguments.part} on {_node_name()}: {error}")
+        say(f"{arguments.part} on {node_name()}: {error}")
         if arguments.part == "node":
             folder.note_lost_node()
         return Ending.USER_INPUT.code if isinstance(error, ValueError) else Ending.DEADLINE.code
 
 
-def check(config: RunConfig, folder: JobFolder) -> int:
-    """Write the facts of this node and its problems."""
-    node = _node_name()
-    needs = _needs(config, folder)
-    facts = node_facts(needs, folder.path / "checks" / f"{node}.canary")
-    problems = node_problems(facts, needs)
-    record = {**asdict(facts), "packages": dict(facts.packages), "problems": problems}
-    replace_text(folder.check_file(node), json.dumps(record) + "\n")
-    return 1 if problems else 0
-
-
-def choose(config: RunConfig, folder: JobFolder) -> int:
-    """Name the nodes of the run; the first one becomes Ray's head."""
-    slurm = config.cluster.slurm
-    allocated = (folder.path / "allocated").read_text(encoding="utf-8").split()
-    records = {node: _read(folder.check_file(node)) for node in allocated if folder.check_file(node).exists()}
-    problems = {node: [str(one) for one in _list(record["problems"])] for node, record in records.items()}
-    choice = choose_nodes(allocated, problems, num_nodes=slurm.nodes)
-    for line in choice.left_out:
-        _say(f"left out: {line}")
-    if not choice.nodes:
-        healthy = len(allocated) - len(choice.left_out)
-        _say(
-            f"{healthy} of {len(allocated)} nodes are healthy, `cluster.slurm.nodes` = {slurm.nodes} are needed; mend "
-            "the nodes named above, or raise `cluster.slurm.spares`"
-        )
-        return Ending.USER_INPUT.code
-    step, starts = _step(folder), _starts(folder)
-    if not may_start(starts, step):
-        _say(f"{MAX_REQUEUES + 1} starts at step {step} made no new step; to try again remove {folder.starts}")
-        return Ending.PROCESS_LOST.code
-    append_line(folder.starts, {"step": step, "time_s": time.time(), "job": folder.path.name})
-    (folder.path / "nodes").write_text("".join(f"{node}\n" for node in choice.nodes), encoding="utf-8")
-    return 0
-
-
 def node(config: RunConfig, folder: JobFolder) -> int:
     """Run Ray on this node until the run is over."""
-    name, slurm = _node_name(), config.cluster.slurm
+    name, slurm = node_name(), config.cluster.slurm
     address, interface = node_address(name, slurm, present=interfaces(), resolved=resolve(name))
-    ports = free_ports(_job_id())
+    ports = free_ports(job_id())
     head: Head | None = None
     if name == folder.nodes()[0]:
         folder.write_head(Head(address=address, port=ports.gcs, ready_port=ports.node_manager))
@@ -121,9 +83,9 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
         labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")),
-        temp_dir=Path(f"/tmp/mrl-{_job_id()}-{folder.nodes().index(name)}"),
+        temp_dir=Path(f"/tmp/mrl-{job_id()}-{folder.nodes().index(name)}"),
     )
-    _say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")
+    say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")
     return run_ray(ray, folder, log=folder.run_dir / "logs" / name / "ray.log")
 
 
@@ -136,7 +98,7 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
             answer_request(folder.run_dir)
             code = Ending.STOPPED.code
         else:
-            code = _run(folder, head, first_step=_step(folder))
+            code = _run(folder, head, first_step=saved_step(folder))
     (folder.path / "code").write_text(f"{code}\n", encoding="utf-8")
     return code
 
@@ -150,7 +112,7 @@ def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
         time.sleep(_POLL_S)
         with suppress(RunDirectoryError):  # a status of another version, which the run replaces
             for text in start.follow(read_now(folder.run_dir), first_step=first_step):
-                _say(text)
+                say(text)
         if told_s is None and (folder.is_over() or folder.lost_a_node()):
             told_s = time.monotonic()
             run.terminate()
@@ -167,10 +129,10 @@ def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
         code,
         asked=request is not None and request.requeue,
         node_lost=folder.lost_a_node(),
-        starts=_starts(folder),
-        step=_step(folder),
+        starts=starts(folder),
+        step=saved_step(folder),
     )
-    _say(decision.why)
+    say(decision.why)
     if decision.again:
         (folder.path / "requeue").touch()
     return 0
@@ -179,26 +141,11 @@ def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
 PARTS: Mapping[str, Callable[[RunConfig, JobFolder], int]] = {
     "check": check,
     "choose": choose,
+    "reduce": reduce,
     "node": node,
     "drive": drive,
     "decide": decide_requeue,
 }
-
-
-def _needs(config: RunConfig, folder: JobFolder) -> NodeNeeds:
-    paths = [
-        config.model,
-        *[data.path for data in config.data.train],
-        *[s.path for s in config.evaluation.sets.values()],
-    ]
-    listed = folder.path.parent / PACKAGES  # absent where a container brings its own packages
-    return NodeNeeds(
-        paths=tuple(paths),
-        packages={name: str(version) for name, version in _read(listed).items()} if listed.exists() else {},
-        num_gpus=config.cluster.slurm.gpus_per_node,
-        shm_bytes=config.cluster.object_store_bytes,
-        temp_dir="/tmp",
-    )
 
 
 def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
@@ -210,41 +157,8 @@ def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
                 return True
         except OSError:
             time.sleep(_POLL_S)
-    _say(f"Ray's head does not listen at {head.address}:{head.ready_port}; see logs/{folder.nodes()[0]}/ray.log")
+    say(f"Ray's head does not listen at {head.address}:{head.ready_port}; see logs/{folder.nodes()[0]}/ray.log")
     return False
-
-
-def _step(folder: JobFolder) -> int:
-    """Step of the newest checkpoint; 0 without one."""
-    checkpoints = folder.run_dir / "checkpoints"
-    newest = Checkpoints(checkpoints).latest() if checkpoints.is_dir() else None
-    return newest[0] if newest else 0
-
-
-def _starts(folder: JobFolder) -> list[int]:
-    return [int(str(row["step"])) for row in read_rows(folder.starts)]
-
-
-def _node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-
-
-def _job_id() -> int:
-    return int(os.environ["SLURM_JOB_ID"])
-
-
-def _read(path: Path) -> dict[str, object]:
-    row: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
-    return row
-
-
-def _list(value: object) -> list[object]:
-    assert isinstance(value, list)
-    return value
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

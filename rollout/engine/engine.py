@@ -32,9 +32,10 @@ from rollout.engine.state import (
     EngineStats,
     EngineStatus,
 )
-from rollout.engine.vllm_args import end_of_sequence_ids, engine_arguments
+from rollout.engine.vllm_args import engine_arguments
 from rollout.engine.weights import EngineWeights
 from rollout.planning.migration import InFlight
+from rollout.stop_ids import end_of_sequence_ids
 from rollout.tracing.forwards import Forwards, decode_forwards
 from rollout.types import (
     FinishReason,

@@ -69,7 +69,7 @@ def test_every_guide_has_a_test() -> None:
     assert {page.stem for page in GUIDES.glob("*.md")} == {FIRST, *OTHERS}
 
 
-OTHERS = ("own_reward", "own_loss", "add_a_model", "add_a_transport", "slurm")
+OTHERS = ("own_reward", "own_loss", "add_a_model", "add_a_transport", "slurm", "doctor", "troubleshooting")
 
 
 @pytest.mark.parametrize("guide", OTHERS)

@@ -66,6 +66,13 @@ prepare "$batch_node" 1 choose
 "${step[@]}"
 nodes=$(paste -sd, "$job_dir/nodes")
 
+if [ "$num_nodes" -gt 1 ]; then
+  phase "all-reduce"
+  say "sums a number over $nodes"
+  prepare "$nodes" "$num_nodes" reduce
+  "${step[@]}"
+fi
+
 phase "Ray on the nodes"
 say "starts Ray on $nodes"
 prepare "$nodes" "$num_nodes" node

@@ -60,3 +60,10 @@ def test_the_first_healthy_nodes_are_chosen_and_the_others_named() -> None:
 
 def test_too_few_healthy_nodes_are_no_choice() -> None:
     assert choose_nodes(["n1", "n2"], {"n1": []}, num_nodes=2).nodes == ()
+
+
+def test_a_node_without_a_connection_is_left_out_with_the_pair() -> None:
+    nodes = ["n1", "n2", "n3"]
+    choice = choose_nodes(nodes, {node: [] for node in nodes}, num_nodes=2, unreachable={"n1": ["n2"], "n3": ["n2"]})
+    assert choice.nodes == ("n1", "n3")
+    assert choice.left_out[0].startswith("n2: cannot connect to n1, n3, or is not reached from there")

@@ -11,10 +11,10 @@ from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.engine.vllm_args import (
     OWNED,
     check_passthrough,
-    end_of_sequence_ids,
     engine_arguments,
     quantization_config,
 )
+from rollout.stop_ids import end_of_sequence_ids
 
 
 def arguments(checkpoints, *, load: bool = False, drafts: DraftSpec | None = None, **config: object):

@@ -1,0 +1,1 @@
+"""Checks of `megatron-rl doctor`, a file for each subject: what a careful engineer checks before a long run."""

@@ -1,0 +1,46 @@
+"""Tokenizer and chat template: rendered prompts hold their messages, and survive encoding and decoding.
+
+A chat template of another model family raises no error: its markers are then encoded as ordinary text, a token for
+each piece. The check finds this by markers of the form `<|name|>` that are more than one token.
+"""
+
+import re
+from collections.abc import Sequence
+
+from rollout.data.prompts import render
+from rollout.data.rows import PromptRow
+from rollout.data.tokenizer import Tokenizer
+
+MARKER = re.compile(r"<\|[^|<>\s]+\|>")
+"""Markers of turns in the chat templates of Qwen, Llama and others."""
+
+
+def tokenizer_line(tokenizer: Tokenizer, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
+    """Value and problems, from the prompts of `rows`.
+
+    Raises:
+        ValueError: the chat template refuses a prompt.
+    """
+    problems: dict[str, str] = {}
+    for row in rows:
+        text = render(row.prompt, tokenizer, where=row.where)
+        (ids,) = tokenizer.encode([text], add_special_tokens=False)
+        contents = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+        decoded = tokenizer.decode(ids)
+        for content in contents:
+            stripped = content.strip()
+            if stripped not in text:
+                problems["template"] = (
+                    f"{row.where}: the chat template drops the text of a message; use the model's own template"
+                )
+            elif stripped not in decoded:
+                problems["tokenizer"] = f"{row.where}: text changes by encoding and decoding; use the model's tokenizer"
+        written = set(MARKER.findall(text)) - set(MARKER.findall("".join(contents)))
+        for marker in sorted(written):
+            (pieces,) = tokenizer.encode([marker], add_special_tokens=False)
+            if len(pieces) > 1:
+                problems["marker"] = (
+                    f"the chat template writes {marker}, which is {len(pieces)} tokens and not one; the template "
+                    "belongs to another tokenizer, use the model's own"
+                )
+    return f"{len(rows)} prompts rendered, encoded and decoded", list(problems.values())

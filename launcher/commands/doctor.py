@@ -1,0 +1,179 @@
+"""`megatron-rl doctor CONFIG`: checks before a long run, a line each, green or red with the fix.
+
+On one machine it runs by itself. Over the nodes of an allocation it runs as a step with one task a node:
+`srun --ntasks-per-node=1 megatron-rl doctor CONFIG`; then every node checks itself and its connections, and the first
+one everything else. No Ray is started.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from launcher.checks.check import CheckedRun, check_run
+from launcher.checks.health.health_check import HealthCheck, run_checks
+from launcher.checks.health.network import network_line
+from launcher.checks.health.node import node_checks
+from launcher.checks.health.reward import reward_line
+from launcher.checks.health.stop_tokens import stop_token_line
+from launcher.checks.health.tokenizer import tokenizer_line
+from launcher.checks.health.wandb import is_wandb_installed, wandb_line
+from launcher.checks.health.write_speed import write_speed, write_speed_line
+from launcher.checks.preflight import Check, disk, kernels
+from launcher.cluster.addresses import interfaces, node_address, resolve
+from launcher.cluster.health import node_facts, node_needs
+from launcher.cluster.node import command_output, cpu_model, node_resources
+from launcher.cluster.pairs import Endpoint
+from launcher.cluster.ports import free_ports
+from launcher.commands.slurm import recorded_times
+from launcher.config.schema import RunConfig
+from launcher.endings.kinds import Ending
+from megatron_rl.memory import checkpoint_bytes
+from rollout.data.rows import PromptRow, read_rows
+from rollout.data.tokenizer import Tokenizer
+from rollout.stop_ids import end_of_sequence_ids
+
+SAMPLE_ROWS = 8
+"""Rows of each data file that are rendered and scored."""
+GREEN, RED, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The SLURM step of this process; a step of one node without SLURM."""
+
+    nodes: tuple[str, ...]
+    job_id: int
+    name: str
+    """Of the job and the step; the same on all nodes."""
+    is_first: bool
+
+    @classmethod
+    def of_this_process(cls, node: str) -> "Step":
+        """Reads SLURM's variables."""
+        listed = os.environ.get("SLURM_STEP_NODELIST", "")
+        nodes = command_output(["scontrol", "show", "hostnames", listed]).split() if listed else []
+        job = os.environ.get("SLURM_JOB_ID", "0")
+        return cls(
+            nodes=tuple(nodes) or (node,),
+            job_id=int(job),
+            name=f"{job}.{os.environ.get('SLURM_STEP_ID', os.getpid())}",
+            is_first=os.environ.get("SLURM_PROCID", "0") == "0",
+        )
+
+
+def doctor(config: RunConfig) -> int:
+    """Print a line for each check; returns 0, or the code of a refused configuration if a line is red.
+
+    Raises:
+        ConfigError: the configuration cannot be run, although its files can be read.
+    """
+    num_red = 0
+    for check in doctor_lines(config):
+        num_red += bool(check.problem)
+        print(_line(check), flush=True)
+    slurm = config.cluster.slurm
+    if slurm.nodes > 1 and "SLURM_STEP_NODELIST" not in os.environ:
+        print(f"over nodes: srun --nodes={slurm.nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG")
+    return Ending.USER_INPUT.code if num_red else 0
+
+
+def doctor_lines(config: RunConfig) -> Iterator[Check]:
+    """Lines of all checks in order, each as soon as its check has ended."""
+    directory = _existing(Path(config.run_dir))
+    in_job = "SLURM_JOB_ID" in os.environ
+    needs = node_needs(config, {})
+    needs = needs if in_job else replace(needs, num_gpus=0)  # a login node has no GPUs
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".doctor-") as folder:
+        facts = node_facts(needs, Path(folder) / "canary")
+    step = Step.of_this_process(facts.node)
+    yield from run_checks([*node_checks(facts, needs), _network(config, directory, step, facts.node)])
+    if not step.is_first:
+        return
+    if facts.unreadable:
+        return
+    checked = check_run(config, [node_resources()])
+    needed = checkpoint_bytes(checked.spec, config.trainer) * (config.checkpoint.keep_last + 1)
+    yield disk("disk", directory, needed, "free some, or lower `checkpoint.keep_last`")
+    yield from run_checks(_run_checks(checked, directory))
+    if config.engine.format == "int8":
+        yield kernels(node_resources(), *cpu_model())
+
+
+def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
+    config = checked.config
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer(config.model)
+
+    def stop_tokens() -> tuple[str, list[str]]:
+        ids = sorted({*end_of_sequence_ids(config.model), *config.sampling.stop_token_ids})
+        return stop_token_line(tokenizer(), tokenizer().facts(), ids, checked.spec.vocab_size)
+
+    measures: dict[str, Callable[[], tuple[str, list[str]]]] = {
+        "tokenizer": lambda: tokenizer_line(tokenizer(), _sample(config)),
+        "stop tokens": stop_tokens,
+        "reward": lambda: reward_line(config.reward, _sample(config)),
+        "write speed": lambda: write_speed_line(
+            write_speed(directory),
+            checkpoint_bytes(checked.spec, config.trainer),
+            interval_s=_interval_s(config),
+            timeout_s=config.trainer.timeout_s,
+        ),
+        "wandb": lambda: wandb_line(
+            config.wandb,
+            environment=os.environ,
+            netrc_file=Path.home() / ".netrc",
+            is_installed=is_wandb_installed(),
+        ),
+    }
+    return [HealthCheck(name=name, measure=measure) for name, measure in measures.items()]
+
+
+def _network(config: RunConfig, directory: Path, step: Step, node: str) -> HealthCheck:
+    def measure() -> tuple[str, list[str]]:
+        folder = directory / f".doctor-{step.name}"
+        here = Endpoint(node=node, address=_address(config, node), port=free_ports(step.job_id).probe)
+        try:
+            return network_line(folder, here, step.nodes)
+        finally:
+            if len(step.nodes) == 1:  # other nodes may still read it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    return HealthCheck(name="network", measure=measure)
+
+
+def _address(config: RunConfig, node: str) -> str:
+    """Address by which other nodes reach this one; the loopback address on a machine without a network."""
+    present = interfaces()
+    if set(present.values()) <= {"127.0.0.1"}:
+        return "127.0.0.1"
+    return node_address(node, config.cluster.slurm, present=present, resolved=resolve(node))[0]
+
+
+def _sample(config: RunConfig) -> list[PromptRow]:
+    return [row for data in config.data.train for row in read_rows(data.path, limit=SAMPLE_ROWS)]
+
+
+def _interval_s(config: RunConfig) -> float | None:
+    """Seconds between two checkpoints by the steps that the run has recorded; None before the first step."""
+    run_dir = Path(config.run_dir)
+    steps = recorded_times(run_dir)[0] if run_dir.is_dir() else []
+    every = config.checkpoint.every or config.num_steps
+    return every * sum(steps[-5:]) / len(steps[-5:]) if steps else None
+
+
+def _existing(path: Path) -> Path:
+    target = path.absolute()
+    return next(place for place in (target, *target.parents) if place.is_dir())
+
+
+def _line(check: Check) -> str:
+    word, colour = ("FAIL", RED) if check.problem else ("ok", GREEN)
+    mark = f"{colour}{word:4}{PLAIN}" if sys.stdout.isatty() else f"{word:4}"
+    return f"{mark}{check}"

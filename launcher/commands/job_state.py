@@ -1,0 +1,35 @@
+"""State of a SLURM job that its parts read: node, number, steps of earlier starts."""
+
+import os
+import socket
+
+from launcher.cluster.job_folder import JobFolder
+from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.checkpoints import Checkpoints
+
+
+def saved_step(folder: JobFolder) -> int:
+    """Step of the newest checkpoint; 0 without one."""
+    checkpoints = folder.run_dir / "checkpoints"
+    newest = Checkpoints(checkpoints).latest() if checkpoints.is_dir() else None
+    return newest[0] if newest else 0
+
+
+def starts(folder: JobFolder) -> list[int]:
+    """Step of each start of the run, this one included."""
+    return [int(str(row["step"])) for row in read_rows(folder.starts)]
+
+
+def node_name() -> str:
+    """SLURM's name of this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def job_id() -> int:
+    """Number of the job; its ports follow from it."""
+    return int(os.environ["SLURM_JOB_ID"])
+
+
+def say(text: str) -> None:
+    """Print a line of the job's log."""
+    print(text, flush=True)

@@ -1,0 +1,116 @@
+"""Checks of the doctor, each with a planted fault: a fault turns its line red and names the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.checks.health.health_check import HealthCheck
+from launcher.checks.health.network import network_line
+from launcher.checks.health.reward import reward_line
+from launcher.checks.health.stop_tokens import stop_token_line
+from launcher.checks.health.tokenizer import tokenizer_line
+from launcher.checks.health.wandb import wandb_line
+from launcher.checks.health.write_speed import write_speed, write_speed_line
+from launcher.cluster.pairs import Endpoint
+from launcher.cluster.ports import free_ports
+from launcher.config.schema import WandbConfig
+from rollout.config import RewardConfig
+from rollout.data.rows import PromptRow
+from rollout.data.tokenizer import Tokenizer
+from tests.support.byte_tokenizer import CHAT_TEMPLATE, write_byte_tokenizer
+
+ROWS = [PromptRow(where="train.jsonl, line 1", prompt="1 + 1", data_source="", ground_truth="2", extra_info_json="{}")]
+EOS = 256
+"""`<|end|>` of the byte tokenizer."""
+OTHER_TEMPLATE = CHAT_TEMPLATE.replace("<|end|>", "<|im_end|>")
+DEAF_TEMPLATE = "<|user|>hello<|end|>{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def tokenizer(directory: Path, template: str = CHAT_TEMPLATE) -> Tokenizer:
+    write_byte_tokenizer(directory, chat_template=template)
+    return Tokenizer(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (CHAT_TEMPLATE, ""),
+        (OTHER_TEMPLATE, "the chat template writes <|im_end|>, which is 10 tokens and not one"),
+        (DEAF_TEMPLATE, "train.jsonl, line 1: the chat template drops the text of a message"),
+    ],
+)
+def test_a_wrong_template_is_found_by_the_tokenizer_line_alone(tmp_path: Path, template: str, problem: str) -> None:
+    loaded = tokenizer(tmp_path, template)
+    _, problems = tokenizer_line(loaded, ROWS)
+    assert [text[: len(problem)] for text in problems] == ([problem] if problem else [])
+    assert stop_token_line(loaded, loaded.facts(), [EOS], 260)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocab_size", "problem"),
+    [
+        ([EOS], 260, ""),
+        ([EOS, 700], 260, "stop token 700 is beyond the model's 260 tokens"),
+    ],
+)
+def test_stop_tokens_of_the_engine_are_compared(tmp_path: Path, ids: list[int], vocab_size: int, problem: str) -> None:
+    loaded = tokenizer(tmp_path)
+    _, problems = stop_token_line(loaded, loaded.facts(), ids, vocab_size)
+    assert [text[: len(problem)] for text in problems] == ([problem] if problem else [])
+
+
+def test_an_engine_that_stops_elsewhere_is_named_with_both_tokens(tmp_path: Path) -> None:
+    loaded = tokenizer(tmp_path)
+    _, problems = stop_token_line(loaded, loaded.facts(), [5], 260)
+    assert problems[0].startswith("the tokenizer's end of sequence is 256, engines stop at [5]")
+    assert problems[1].startswith("the chat template ends an answer with token 256")
+
+
+def test_the_reward_of_a_sample_is_shown_and_a_broken_function_is_red() -> None:
+    value, problems = reward_line(RewardConfig(), ROWS)
+    assert (value, problems) == ("mean of 1 rows: ground truth 1.00, empty text 0.00", [])
+    broken = RewardConfig(function="tests.support.reward_functions.broken")
+    check = HealthCheck(name="reward", measure=lambda: reward_line(broken, ROWS)).run()
+    assert check.problem
+
+
+def test_a_slow_disk_is_judged_by_the_time_between_checkpoints(tmp_path: Path) -> None:
+    assert write_speed(tmp_path, 1 << 20) > 0 and list(tmp_path.iterdir()) == []
+    assert write_speed_line(1e6, 10**7, interval_s=None, timeout_s=60.0)[1] == []
+    assert write_speed_line(1e6, 10**7, interval_s=51.0, timeout_s=60.0)[1] == []
+    assert "checkpoints are 49 s apart" in write_speed_line(1e6, 10**7, interval_s=49.0, timeout_s=60.0)[1][0]
+    assert "`trainer.timeout_s` = 9 s" in write_speed_line(1e6, 10**7, interval_s=None, timeout_s=9.0)[1][0]
+
+
+def test_wandb_needs_its_package_and_online_a_key(tmp_path: Path) -> None:
+    def problems(mode: str, key: str = "", *, is_installed: bool = True) -> list[str]:
+        return wandb_line(
+            WandbConfig.model_validate({"mode": mode}),
+            environment={"WANDB_API_KEY": key},
+            netrc_file=tmp_path / "netrc",
+            is_installed=is_installed,
+        )[1]
+
+    assert problems("offline") == problems("online", "key") == problems("disabled", is_installed=False) == []
+    assert problems("offline", is_installed=False)[0].startswith("the package wandb is missing")
+    assert problems("online")[0].startswith("no key; set WANDB_API_KEY")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert problems("online") == []
+
+
+def test_a_blocked_port_and_a_silent_node_are_named(tmp_path: Path) -> None:
+    here = Endpoint(node="n1", address="127.0.0.1", port=free_ports(3).probe)
+    assert network_line(tmp_path / "alone", here, ["n1"])[1] == []
+    folder = tmp_path / "pair"
+    folder.mkdir()
+    (folder / "n2.address").write_text("127.0.0.1 1\n")  # nothing listens there
+    (folder / "n2.done").touch()
+    assert network_line(folder, here, ["n1", "n2"])[1][0].startswith("n1 cannot connect to n2; open the network")
+
+
+def test_an_error_of_a_check_is_its_red_line(tmp_path: Path) -> None:
+    def full() -> tuple[str, list[str]]:
+        raise OSError(28, "No space left on device")
+
+    line = str(HealthCheck(name="write speed", measure=full).run())
+    assert "cannot be checked - OSError" in line and "No space left on device" in line

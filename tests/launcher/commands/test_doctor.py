@@ -1,0 +1,96 @@
+"""The whole doctor on one machine; each planted fault turns exactly one line red."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.cluster.health import NodeFacts
+from launcher.commands import doctor
+from tests.launcher.conftest import write_weights
+from tests.support.byte_tokenizer import write_byte_tokenizer
+
+Write = Callable[[str], Path]
+MORE = "trainer:\n  dtype: fp32\n"
+
+
+@pytest.fixture
+def config(write_config: Write, model_dir: Path) -> Path:
+    settings = (model_dir / "config.json").read_text().replace('"vocab_size": 256', '"vocab_size": 260')
+    write_byte_tokenizer(model_dir)
+    (model_dir / "config.json").write_text(settings)
+
+    write_weights(model_dir)
+    return write_config(MORE)
+
+
+def red(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = main(["doctor", str(config)])
+    lines = capsys.readouterr().out.splitlines()
+    return code, [line.split()[1] for line in lines if line.startswith("FAIL")]
+
+
+def with_facts(monkeypatch: pytest.MonkeyPatch, change: Callable[[NodeFacts], NodeFacts]) -> None:
+    measured = doctor.node_facts
+    monkeypatch.setattr(doctor, "node_facts", lambda needs, canary: change(measured(needs, canary)))
+
+
+def test_a_healthy_machine_is_green_and_nothing_is_left(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert red(config, capsys) == (0, [])
+    assert not list(config.parent.glob(".doctor*")) and not (config.parent / "run").exists()
+
+
+def test_a_skewed_clock_is_one_red_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_facts(monkeypatch, lambda facts: replace(facts, clock_skew_s=4.0))
+    assert red(config, capsys) == (2, ["clock"])
+
+
+def test_a_missing_package_is_one_red_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_facts(
+        monkeypatch, lambda facts: replace(facts, packages={k: v for k, v in facts.packages.items() if k != "ray"})
+    )
+    assert red(config, capsys) == (2, ["packages"])
+
+
+def test_a_node_without_the_mount_is_one_red_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(config.parent / "model")
+    assert red(config, capsys) == (2, ["files"])
+
+
+def test_a_full_disk_is_one_red_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = shutil.disk_usage
+
+    def full(path: str | Path) -> object:
+        usage = measured(path)
+        return usage._replace(free=1) if Path(path) == config.parent else usage
+
+    monkeypatch.setattr("shutil.disk_usage", full)
+    assert red(config, capsys) == (2, ["disk"])
+
+
+def test_a_wrong_template_is_one_red_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (config.parent / "model").iterdir():
+        if file.name in ("tokenizer_config.json", "chat_template.jinja"):
+            file.write_text(file.read_text().replace("<|end|>{% endfor", "<|im_end|>{% endfor"))
+    assert red(config, capsys) == (2, ["tokenizer"])
+
+
+def test_a_blocked_port_is_one_red_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.cluster.pairs._connects", lambda file: False)
+    assert red(config, capsys) == (2, ["network"])
+
+
+def test_a_configuration_that_cannot_run_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(config), "sampling.top_p=0.9"]) == 2
+    assert "top_p" in capsys.readouterr().err
