@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 
 INK, GRID = "#334155", "#e2e8f0"
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9")
+MAX_BARS = 100
+"""Steps in a chart of bars."""
 STYLE = {
     "svg.fonttype": "none",
     "font.family": ["sans-serif"],
@@ -81,10 +83,14 @@ def stacked(
     unit: str,
     colours: Sequence[str] = COLOURS,
 ) -> str:
-    """Bars over steps, one colour per part."""
+    """Bars over steps, one colour per part; areas if there are more than `MAX_BARS` steps, as bars take seconds."""
     width = 0.85 * (steps[1] - steps[0] if len(steps) > 1 else 1.0)
 
     def draw(axes: Axes) -> None:
+        if len(steps) > MAX_BARS:
+            axes.stackplot(steps, *parts.values(), colors=colours[: len(parts)], labels=list(parts), step="mid")
+            axes.set_ylabel(unit)
+            return
         bottom = [0.0] * len(steps)
         for colour, (label, values) in zip(colours, parts.items(), strict=False):
             axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=width)
