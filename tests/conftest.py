@@ -24,8 +24,7 @@ from tests.support.runs.whole_runs import (
     run_ahead,
     run_exported_and_evaluated,
     run_fed_with_changes,
-    run_killed_once,
-    run_stopped,
+    run_interrupted_twice,
     run_to_its_end,
     run_warm_start,
 )
@@ -40,8 +39,7 @@ NUM_ACTORS = 32
 
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
-    "resumed": run_killed_once,
-    "stopped": run_stopped,
+    "interrupted": run_interrupted_twice,
     "fed_with_changes": run_fed_with_changes,
     "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,

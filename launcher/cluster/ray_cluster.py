@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import ray
@@ -31,6 +32,9 @@ ANSWER_TIMEOUT_S = 120.0
 """For which a node may take to tell its resources, or to give its bundle."""
 NODE_ID = "ray.io/node-id"
 """Ray's label of a node's id."""
+_UNREGISTERED = "No node info found"
+"""In the message of Ray (2.60: `get_node_to_connect_for_driver`) if no node of the cluster has registered yet."""
+_init = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="megatron_rl")
 _POLL_S = 0.5
 
 
@@ -46,16 +50,16 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
     before = psutil.Process().children()
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
     try:
-        ray.init(
-            address=cluster.address,
-            include_dashboard=False if local else None,
-            num_cpus=num_actors if local else None,
-            object_store_memory=cluster.object_store_bytes if local else None,
-            log_to_driver=False,
-            logging_level="ERROR",
-            namespace="megatron_rl",
-            _system_config=RAY_SETTINGS if local else None,
-        )
+        if local:
+            _init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=num_actors,
+                object_store_memory=cluster.object_store_bytes,
+                _system_config=RAY_SETTINGS,
+            )
+        else:
+            _join(cluster.address)
     except BaseException as error:  # after a failed start Ray does not end its own processes
         ray.shutdown()
         _kill([child for child in psutil.Process().children() if child not in before])
@@ -71,6 +75,24 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
             signal.signal(signal.SIGTERM, on_termination)
     if not local:
         _wait_for_nodes(cluster.min_nodes)
+
+
+def _join(address: str) -> None:
+    """Join a cluster, and wait for its first node to register: a node listens before it does so.
+
+    Raises:
+        RuntimeError: no node has registered in `JOIN_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            _init(address=address)
+            return
+        except RuntimeError as error:
+            if _UNREGISTERED not in str(error) or time.monotonic() > deadline:
+                raise
+            ray.shutdown()
+            time.sleep(_POLL_S)
 
 
 def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:

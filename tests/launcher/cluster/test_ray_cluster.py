@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from launcher.cluster import ray_cluster
 from launcher.cluster.ray_cluster import natural_order
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
@@ -15,6 +16,24 @@ from tests.support.runs.background import ROOT
 def test_names_of_nodes_are_sorted_by_their_numbers() -> None:
     names = ["gpu-b1n10", "gpu-b1n2", "10.0.0.9", "10.0.0.10", "login"]
     assert sorted(names, key=natural_order) == ["10.0.0.9", "10.0.0.10", "gpu-b1n2", "gpu-b1n10", "login"]
+
+
+def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def init(*, address: str) -> None:
+        tries.append(address)
+        if len(tries) < 3:
+            raise RuntimeError("No node info found matching attributes: ''")
+        if address == "broken":
+            raise RuntimeError("another message")
+
+    monkeypatch.setattr(ray_cluster, "_init", init)
+    monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
+    ray_cluster._join("10.0.0.1:6379")
+    assert tries == ["10.0.0.1:6379"] * 3
+    with pytest.raises(RuntimeError, match="another message"):
+        ray_cluster._join("broken")
 
 
 @pytest.mark.slow

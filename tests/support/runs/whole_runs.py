@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.status import read_now
 from rollout.transports import shm_files
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import popen
@@ -108,64 +109,71 @@ def run_to_its_end(example: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Killed:
-    """A run that was resumed after a kill (-9)."""
+class Stopped:
+    """A start that stopped on request."""
+
+    code: int
+    """Exit code."""
+    output: str
+    status: str
+    """`megatron-rl status` after the stop."""
+    checkpoints: set[str]
+    """Entries of `checkpoints/` then."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run of three starts: the first was killed (-9), the second stopped on request."""
 
     run_dir: Path
     seed: int
     """Of the point at which it was killed."""
+    stopped: Stopped
     left_behind: set[str]
     """Shared memory of processes that have ended."""
 
 
-def run_killed_once(example: Path) -> Killed:
-    """The run of `run_to_its_end`, killed after one or two steps: during a save, or up to two seconds after a step."""
-    run_dir, config, before = example / "killed", configuration(example), abandoned()
+def run_interrupted_twice(example: Path) -> Interrupted:
+    """The run of `run_to_its_end`, killed during a save or up to two seconds after a step, and later stopped.
+
+    After the kill it saves at its stop only.
+    """
+    run_dir, config, before = example / "interrupted", configuration(example), abandoned()
     seed = random.randrange(1 << 30)
     generator = random.Random(seed)
-    num_steps, during_save = generator.choice([1, 2]), generator.choice([True, False])
+    during_save = generator.choice([True, False])
     process = start(config, run_dir, launcher="tests.support.runs.slow_save" if during_save else "launcher")
     if during_save:
-        wait_for(lambda: any((run_dir / "checkpoints").glob(f"{num_steps + 1}.partial")), process)
+        saved = generator.choice([1, 2])
+        wait_for(lambda: any((run_dir / "checkpoints").glob(f"{saved}.partial")), process)
         time.sleep(generator.uniform(0, 0.1))
     else:
-        wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) > num_steps, process)
+        wait_for(lambda: rows(run_dir / "metrics.jsonl"), process)
         time.sleep(generator.uniform(0, 2.0))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    finish(start(config, run_dir))
+    stopped = _start_and_stop(run_dir, config)
+    finish(start(config, run_dir, "checkpoint.every=0"))
     deadline = time.monotonic() + 10
     while abandoned() - before and time.monotonic() < deadline:  # other tests leave some for a moment
         time.sleep(0.5)
-    return Killed(run_dir, seed, abandoned() - before)
+    return Interrupted(run_dir, seed, stopped, abandoned() - before)
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """A run that stopped on request and went on."""
+def _start_and_stop(run_dir: Path, config: Path) -> Stopped:
+    """Resume a run and ask it to stop during its first rollout."""
+    process = start(config, run_dir, "checkpoint.every=0")
 
-    run_dir: Path
-    code: int
-    """Exit code of the stop."""
-    output: str
-    """Of the start that was stopped."""
-    status: str
-    """`megatron-rl status` after the stop."""
-    checkpoints: list[str]
-    """Entries of `checkpoints/` then."""
+    def samples() -> bool:
+        now = read_now(run_dir)
+        return now is not None and now.pid == process.pid and now.phase == "rollout"
 
-
-def run_stopped(example: Path) -> Stopped:
-    """The run of `run_to_its_end` without checkpoints of its own, stopped during its second step, then resumed."""
-    run_dir, config = example / "stopped", configuration(example, checkpoint={"every": 0})
-    process = start(config, run_dir)
-    wait_for(lambda: rows(run_dir / "metrics.jsonl"), process)
+    wait_for(samples, process)
     finish(command("stop", str(run_dir)))
     output, _ = process.communicate(timeout=DEADLINE_S)
     status = finish(command("status", str(run_dir)))
-    checkpoints = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    finish(start(config, run_dir))
-    return Stopped(run_dir, process.returncode, output, status, checkpoints)
+    checkpoints = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    return Stopped(process.returncode, output, status, checkpoints)
 
 
 def abandoned() -> set[str]:
