@@ -30,12 +30,15 @@ BLOCK = 128
 
 
 TEMPERATURES = (1.0, 0.7)
+MANY, FEW = 80, 20
+"""Samples of each prompt. An accepted padding of a draft is 7 standard deviations at `MANY` samples and 3 at `FEW`; a
+random temperature is above 100 at 10. So one kind and temperature has `MANY`, and the others have `FEW`."""
 
 QUIRKS = {
-    "drafted_rows_are_sampled_at_a_random_temperature": "expand_batch_to_tokens",
-    "padding_of_a_draft_is_accepted": "_rejection_random_sample",
+    "drafted_rows_are_sampled_at_a_random_temperature": ("expand_batch_to_tokens", FEW),
+    "padding_of_a_draft_is_accepted": ("_rejection_random_sample", MANY),
 }
-"""Workarounds without which sampling is wrong, and what each of them replaces in vLLM's rejection sampler."""
+"""Workarounds without which sampling is wrong: their place in vLLM's rejection sampler, and samples that show it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ def sampled_orders(temperature: float, samples: int) -> list[Order]:
         for sample in range(samples)
         for number in range(NUM_PROMPTS)
     ]
+
+
+def num_samples(kind: Kind, temperature: float) -> int:
+    """Samples of each prompt by an engine with drafts."""
+    return MANY if (kind, temperature) == (KINDS[0], TEMPERATURES[0]) else FEW
 
 
 def engine(root: Path, kind: Kind, *, drafts: DraftSpec | None = None):
@@ -167,7 +175,7 @@ class Jobs:
 
         self.root = root
         self.found: dict[str, Emitted] = {}
-        self._originals = {name: getattr(rejection_sampler, name) for name in QUIRKS.values()}
+        self._originals = {name: getattr(rejection_sampler, name) for name, _ in QUIRKS.values()}
         self._collect, gc.collect = gc.collect, lambda *args: 0  # vLLM collects eight times per engine
 
     def run(
@@ -202,22 +210,27 @@ class Jobs:
 
         from rollout.cpu import quirks
 
-        past = {f"sampled-{kind.name}-{at}-stock": sampled_orders(at, samples=20) for at in TEMPERATURES}
+        past = {f"sampled-{kind.name}-{at}-stock": sampled_orders(at, samples=FEW) for at in TEMPERATURES}
         self.run(past, kind)
         (first, orders), *_ = past.items()
         segments = publish(self.root / f"history-sampled-{kind.name}", orders, self.found[first].tokens)
         drafts = DraftSpec(max_draft_tokens=4, segments_dir=segments)
         self.run(
-            {f"sampled-{kind.name}-{at}-drafted": sampled_orders(at, samples=80) for at in TEMPERATURES}, kind, drafts
+            {
+                f"sampled-{kind.name}-{at}-drafted": sampled_orders(at, samples=num_samples(kind, at))
+                for at in TEMPERATURES
+            },
+            kind,
+            drafts,
         )
         if kind is not KINDS[0]:
             return
-        for quirk, replaced in QUIRKS.items() if current_platform.is_cpu() else ():
+        for quirk, (replaced, samples) in QUIRKS.items() if current_platform.is_cpu() else ():
             kept = getattr(quirks, quirk), getattr(rejection_sampler, replaced)
             setattr(quirks, quirk, lambda: None)
             setattr(rejection_sampler, replaced, self._originals[replaced])
             name = f"sampled-{kind.name}-1.0-without-{quirk}"
-            self.run({name: sampled_orders(1.0, samples=80)}, kind, drafts, by_vllm=True)
+            self.run({name: sampled_orders(1.0, samples=samples)}, kind, drafts, by_vllm=True)
             setattr(quirks, quirk, kept[0])
             setattr(rejection_sampler, replaced, kept[1])
 
