@@ -211,7 +211,7 @@ def test_a_colocated_run_continues_disaggregated_on_three_nodes(
 
 def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work: Path) -> None:
     cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(work / "data"))
-    job, log = submit(cluster, work, "run_dir=unmounted", "cluster.slurm.extra=[--nodelist=node[1-2]]")
+    job, log = submit(cluster, work, "run_dir=unmounted", "cluster.slurm.extra=['--nodelist=node1,node2']")
     output = wait_for_end(cluster, job, log)
     cluster.on("node2", "umount", str(work / "data"))
     assert f"left out: node2: cannot read {work / 'data' / 'train.jsonl'}" in output
@@ -224,7 +224,7 @@ def test_lost_nodes_and_a_cut_network_cost_a_requeue_each_and_no_saved_step(
 ) -> None:
     run_dir = work / "faults"
     job, log = submit(
-        cluster, work, "run_dir=faults", *ALIKE, "num_steps=6", "cluster.slurm.extra=[--nodelist=node[1-2]]"
+        cluster, work, "run_dir=faults", *ALIKE, "num_steps=6", "cluster.slurm.extra=['--nodelist=node1,node2']"
     )
     for step, (phase, node) in enumerate((("rollout", "node2"), ("train", "node1"), ("publish", "node2")), start=1):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
