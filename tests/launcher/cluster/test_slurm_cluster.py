@@ -186,7 +186,7 @@ def test_after_a_signal_the_requeued_job_continues_with_the_metrics_of_an_undist
     wait_until(lambda: bool(read_rows(run_dir / "metrics.jsonl")), log)
     cluster.login("scancel", "--batch", "--signal=USR1", str(job))
     wait_until(lambda: "requeued" in log.read_text(), log)
-    restart(cluster, job)
+    restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
     assert output.rstrip().endswith("the run is done")
     assert repeatable(run_dir) == repeatable(undisturbed)
@@ -229,14 +229,14 @@ def test_lost_nodes_and_a_cut_network_cost_a_requeue_each_and_no_saved_step(
     for step, (phase, node) in enumerate((("rollout", "node2"), ("train", "node1"), ("publish", "node2")), start=1):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         cluster.kill(node)
-        wait_until(lambda: is_pending(cluster, job), log)
+        wait_until(lambda: state(cluster, job) == "PENDING", log)
         cluster.boot(node)
-        restart(cluster, job)
+        restart(cluster, job, log)
     wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
     cluster.cut("node2")
-    wait_until(lambda: is_pending(cluster, job), log)
+    wait_until(lambda: state(cluster, job) == "PENDING", log)
     cluster.mend("node2")
-    restart(cluster, job)
+    restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(6)), output
     assert repeatable(run_dir)[:3] == repeatable(undisturbed)
@@ -252,8 +252,9 @@ def at(run_dir: Path, step: int, phase: str) -> bool:
     return now is not None and ((now.step == step and now.phase == phase) or now.step > step)
 
 
-def is_pending(cluster: SlurmCluster, job: int) -> bool:
-    return cluster.login("squeue", "-h", "-j", str(job), "-o", "%T").strip() == "PENDING"
+def state(cluster: SlurmCluster, job: int) -> str:
+    """SLURM's word for the state of a job; empty if it has left the queue."""
+    return cluster.login("squeue", "-h", "-j", str(job), "-o", "%T", check=False).strip()
 
 
 def repeatable(run_dir: Path) -> list[dict[str, object]]:
@@ -269,6 +270,11 @@ def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5
         time.sleep(every_s)
 
 
-def restart(cluster: SlurmCluster, job: int) -> None:
-    """SLURM lets a requeued job wait for two minutes; start it now. It may also have started already."""
-    cluster.login("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
+def restart(cluster: SlurmCluster, job: int, log: Path) -> None:
+    """SLURM lets a requeued job wait for two minutes; start it as soon as its last processes have ended."""
+
+    def is_started() -> bool:
+        cluster.login("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
+        return state(cluster, job) in ("RUNNING", "")
+
+    wait_until(is_started, log)

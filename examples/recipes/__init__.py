@@ -1,0 +1,1 @@
+"""Recipes for runs on GPUs, the plan of each, and a converter of their data."""

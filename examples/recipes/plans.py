@@ -1,0 +1,132 @@
+"""The plan of every recipe: `plans.json`, and the table of README.md.
+
+    python -m examples.recipes.plans --write
+
+The folder `models` has the `config.json` of each model, which is enough to plan. Without `--write` the command prints
+the table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.checks.combinations import run_combinations
+from launcher.checks.fit import fit
+from launcher.commands.plan import PlanOptions, assumptions, planned_nodes
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.step_time import step_estimate
+from launcher.run_dir.atomic_files import replace_text
+from megatron_rl.model.spec import read_model_spec
+
+FOLDER = Path(__file__).parent
+RECIPES = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+PLANS, PAGE = FOLDER / "plans.json", FOLDER / "README.md"
+MODELS = FOLDER / "models"
+BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
+_GIB = 1 << 30
+
+Plan = dict[str, str | int | float | dict[str, float]]
+
+
+def load_recipe(name: str, *overrides: str) -> RunConfig:
+    """The configuration of a recipe with its model in `MODELS`, and `KEY=VALUE` overrides."""
+    path = FOLDER / f"{name}.yaml"
+    model = Path(load(RunConfig, str(path)).model).name
+    return load(RunConfig, str(path), [f"model={MODELS / model}", *overrides])
+
+
+def options(name: str) -> PlanOptions:
+    """Options of `megatron-rl plan` for a recipe; its name says the GPU, or it is an H100."""
+    return PlanOptions(
+        nodes=0,
+        gpus_per_node=0,
+        gpu="a100" if "a100" in name else "h100",
+        host_gib=0,
+        shm_gib=0,
+        json="",
+        lengths="",
+        prompt_tokens=0,
+        response_tokens=0,
+        tokens_per_forward=0,
+        verified_tokens=0,
+        product_share=0.4,
+        bandwidth_share=0.7,
+    )
+
+
+def recipe_plan(name: str) -> Plan:
+    """Memory of the fullest device and node, and an estimate of the step, without drafts.
+
+    Raises:
+        ValueError: the recipe does not fit; names the problems.
+    """
+    config, given = load_recipe(name), options(name)
+    nodes = planned_nodes(config, given)
+    problems = run_combinations(config)
+    spec = read_model_spec(Path(config.model))
+    fitted = fit(config, spec, nodes, problems)
+    if problems or fitted is None:
+        raise ValueError(f"{name}: {'; '.join(problems)}")
+    run = PlannedRun(config=config, spec=spec, placement=fitted.placement)
+    num_gpus = sum(len(node.gpu_bytes) for node in nodes)
+    estimate = step_estimate(run, assumptions(config, given, len(nodes[0].gpu_bytes)), num_gpus=num_gpus)
+    return {
+        "gpus": f"{len(nodes)} x {len(nodes[0].gpu_bytes)} {given.gpu.upper()}",
+        "mode": config.placement.mode,
+        "format": config.engine.format,
+        "transport": str(fitted.placement.transport),
+        "gib": {table.title: round(table.needed_bytes / _GIB, 1) for table in fitted.memory.tables},
+        "rollout_s": round(estimate.rollout_s),
+        "train_s": round(estimate.train.seconds),
+        "step_s": round(estimate.step_s),
+    }
+
+
+def plans() -> dict[str, Plan]:
+    """The plan of each recipe by name."""
+    return {name: recipe_plan(name) for name in RECIPES}
+
+
+def page_table(of_recipes: Mapping[str, Plan]) -> str:
+    """The Markdown table of README.md."""
+    rows = [
+        "| recipe | GPUs | mode | rollouts | GiB of the fullest GPU | step, estimated: rollout + train |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, plan in of_recipes.items():
+        gib = plan["gib"]
+        assert isinstance(gib, dict)
+        fullest = max(value for title, value in gib.items() if title.startswith("device"))
+        rows.append(
+            f"| [{name}]({name}.yaml) | {plan['gpus']} | {plan['mode']} | {plan['format']} | {fullest} | "
+            f"{plan['step_s']} s: {plan['rollout_s']} s, {plan['train_s']} s |"
+        )
+    return "\n".join(rows)
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with its table replaced."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or write both files."""
+    parser = argparse.ArgumentParser(prog="python -m examples.recipes.plans", description="Plan of every recipe.")
+    parser.add_argument("--write", action="store_true", help="write plans.json and the table of README.md")
+    arguments = parser.parse_args(argv)
+    of_recipes = plans()
+    if arguments.write:
+        replace_text(PLANS, json.dumps(of_recipes, indent=1) + "\n")
+        replace_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), page_table(of_recipes)))
+    else:
+        print(page_table(of_recipes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
