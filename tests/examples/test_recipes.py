@@ -1,4 +1,4 @@
-"""Recipes load, plan, place and render; their plans are those of the record; broken variants name key, bound and fix."""
+"""Recipes load, plan, place and render; plans are those of the record; broken variants name key, bound and fix."""
 
 import json
 from pathlib import Path
