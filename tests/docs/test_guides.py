@@ -72,6 +72,7 @@ def test_every_guide_has_a_test() -> None:
 OTHERS = ("own_reward", "own_loss", "add_a_model", "add_a_transport", "slurm", "doctor", "troubleshooting")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guide", OTHERS)
 def test_a_guide_works_as_written(guide: str, checkout: Path) -> None:
     follow(guide, checkout)

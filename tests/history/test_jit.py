@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import history
 
 INNER = "from history.jit import kernel\n\n\n@kernel\ndef inner(x):\n    return x + {added}\n"
@@ -14,6 +16,7 @@ OUTER = (
 )
 
 
+@pytest.mark.slow
 def test_a_kernel_that_changes_in_another_folder_compiles_its_callers_again(tmp_path):
     package = tmp_path / "history"
     shutil.copytree(Path(history.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -37,6 +40,7 @@ def test_a_kernel_that_changes_in_another_folder_compiles_its_callers_again(tmp_
     assert answer(200) == (2010, 0)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_has_not_changed_is_loaded_from_the_cache(tmp_path):
     package = tmp_path / "history"
     shutil.copytree(Path(history.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))

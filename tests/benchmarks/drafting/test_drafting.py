@@ -61,6 +61,7 @@ def goals_of(rows: list[Row]) -> list[str]:
     return [goal.name for goal in _recorded_goals(rows)]
 
 
+@pytest.mark.slow
 def test_every_method_decodes_the_same_tokens(tmp_path: Path) -> None:
     found = [row for row in generated(field(tmp_path), TINY) if row["visit"] == 1]
     rows = [row for row in found if row["what"] == "tokens"]

@@ -29,6 +29,7 @@ def get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size):
 """
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=6), max_tokens=st.integers(10, 14))
 def test_no_packing_has_fewer_micro_batches_than_the_bound(lengths, max_tokens):
@@ -79,6 +80,7 @@ def test_the_peer_adds_micro_batches_until_each_is_within_the_bound(tmp_path):
     assert planned.total_seconds >= planned.seconds > 0
 
 
+@pytest.mark.slow
 def test_rows_and_goals_are_those_of_the_record(tmp_path):
     (tmp_path / "seqlen_balancing.py").write_text(STAND_IN)
     peer = verl.load(tmp_path)

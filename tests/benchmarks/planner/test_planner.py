@@ -46,6 +46,7 @@ def engine_of(lengths, speed, num_slots) -> Engines:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 2.5])
 @pytest.mark.parametrize("pause", [(np.inf, 0.0), (0.7, 3.0)])
 def test_responses_end_at_the_times_of_a_naive_simulation(gain, pause):

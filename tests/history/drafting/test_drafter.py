@@ -255,6 +255,7 @@ def test_a_late_segment_is_attached_and_a_new_version_at_the_next_visit(tmp_path
     assert (stats.num_requests, stats.num_hits) == (2, 1)
 
 
+@pytest.mark.slow
 def test_closing_frees_everything(tmp_path: Path, drafter: Drafter) -> None:
     publish(tmp_path, [list(range(100))], key=0)
     process = psutil.Process()

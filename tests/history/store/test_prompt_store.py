@@ -199,6 +199,7 @@ def test_a_batch_round_trips_and_splits_by_owner():
     assert list(ResponseBatch.of([]).split(2)[1].entries()) == []
 
 
+@pytest.mark.slow
 def test_a_soak_from_several_threads_reads_no_wrong_token_and_does_not_grow():
     before = threading.active_count()
     result = soak(num_inserts=96_000, num_writers=2, num_readers=2, seed=3)

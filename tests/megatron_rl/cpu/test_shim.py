@@ -39,6 +39,7 @@ def run(code):
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing beside a CUDA device")
 def test_megatron_runs_on_the_cpu_and_torch_is_unchanged():
     done = run(
@@ -55,6 +56,7 @@ def test_megatron_runs_on_the_cpu_and_torch_is_unchanged():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing beside a CUDA device")
 def test_the_shim_is_refused_after_megatron_was_imported():
     done = run("import megatron.core\nfrom megatron_rl.cpu import shim as cpu_shim\ncpu_shim.install()")

@@ -136,6 +136,7 @@ def test_bf16_sends_the_parameters_decoded_values():
         assert torch.equal(sent[one.hf_name][one.hf_slices], fp8_parameters.values(parameter, one.megatron_slices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5000, 1 << 20])
 @pytest.mark.parametrize("format", ["fp8_block", "int8", "bf16"])
 def test_published_values_and_fingerprints_are_those_of_the_sent_bytes(monkeypatch, format, size):

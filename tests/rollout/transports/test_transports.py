@@ -448,6 +448,7 @@ def test_engines_of_a_node_are_neighbours_in_a_chain():
     assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_every_engine_of_a_chain_rebuilds_buckets_from_deltas():
     chain = Chain(3, 2, delta=True, full_every=3)
     for version in range(5):
@@ -475,6 +476,7 @@ def test_a_loaders_views_are_unchanged_by_the_next_publish():
         assert all(torch.equal(view, was[index]) for index, view in found.items())
 
 
+@pytest.mark.slow
 def test_a_modified_baseline_is_refused_and_named():
     chain = Chain(2, 1, delta=True)
     chain.publish(changing(0))
@@ -490,6 +492,7 @@ def test_a_modified_baseline_is_refused_and_named():
     assert "bucket 0: checksum" in message
 
 
+@pytest.mark.slow
 def test_an_engine_behind_a_closed_one_names_it_and_engines_before_it_get_all_buckets():
     chain = Chain(3, 1, timeout_s=12)
     publish = publish_of_ranks_4_and_6(0)

@@ -127,6 +127,7 @@ def chosen_with(isa: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_saturates_is_found_and_replaced_on_every_cpu():
     """oneDNN without VNNI is inexact on every CPU, but vLLM may choose another kernel on newer CPUs."""
     is_exact, chosen, error = chosen_with("AVX2")
@@ -134,6 +135,7 @@ def test_a_kernel_that_saturates_is_found_and_replaced_on_every_cpu():
     assert (is_exact, chosen) == ("False", "ExactInt8")
 
 
+@pytest.mark.slow
 def test_the_kernel_that_this_machine_chooses_is_exact():
     is_exact, chosen, error = chosen_with("DEFAULT")
     assert float(error) == 0
@@ -150,6 +152,7 @@ def line_of_the_command(*options: str, **variables: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_line_alone_also_for_a_wrong_kernel():
     line = line_of_the_command("-m", "rollout.worker.exact_int8", ONEDNN_MAX_CPU_ISA="AVX2")
     assert re.fullmatch(r"INT8: test products of \w+ are off by up to \d+% on this machine; .*", line)
@@ -163,6 +166,7 @@ runpy.run_module("rollout.worker.exact_int8", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_command_says_so_where_vllm_has_no_kernel():
     line = line_of_the_command("-c", NO_KERNEL, VLLM_LOGGING_STREAM="ext://sys.stderr")
     assert line.startswith("INT8: not asked: vLLM has no INT8 kernel for this platform (")

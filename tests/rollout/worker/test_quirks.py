@@ -175,6 +175,7 @@ print(what_changes_when_the_scales_do())
 """
 
 
+@pytest.mark.slow
 def test_onednn_still_reads_freed_scales_unless_it_gets_a_copy():
     environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ONEDNN_READS_SCALES_LATER]
