@@ -109,7 +109,8 @@ def _sections(runs: Sequence[RecordedRun], *, over_hours: bool) -> Iterator[str]
 
 def _caption(panel: Panel) -> str:
     metric = find(panel.metrics[0])
-    return f"{panel.title}, {metric.unit}" if metric is not None else panel.title
+    unit = metric.unit.replace("`", "") if metric is not None else ""
+    return f"{panel.title}, {unit}" if unit and unit != panel.title.lower() else panel.title
 
 
 def _chart(runs: Sequence[RecordedRun], panel: Panel, *, over_hours: bool) -> str:

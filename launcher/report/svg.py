@@ -75,9 +75,14 @@ def _axes(across: tuple[float, float], up: tuple[float, float], *, log: bool) ->
         value = up[0] + share * (up[1] - up[0])
         parts.append(f'<line class="grid-line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(LEFT - 6, y + 3.5, f"{10**value if log else value:.3g}", anchor="end"))
-    parts.append(_text(LEFT, HEIGHT - 6, f"{across[0]:.4g}", anchor="start"))
-    parts.append(_text(WIDTH - RIGHT, HEIGHT - 6, f"{across[1]:.4g}", anchor="end"))
+    parts.append(_text(LEFT, HEIGHT - 6, _position(across[0]), anchor="start"))
+    parts.append(_text(WIDTH - RIGHT, HEIGHT - 6, _position(across[1]), anchor="end"))
     return "".join(parts)
+
+
+def _position(value: float) -> str:
+    """A step as a whole number, hours with four digits."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
 
 
 def _text(x: float, y: float, text: str, *, anchor: str) -> str:
