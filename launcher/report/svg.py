@@ -82,7 +82,7 @@ def _axes(across: tuple[float, float], up: tuple[float, float], *, log: bool) ->
 
 def _position(value: float) -> str:
     """A step as a whole number, hours with four digits."""
-    return f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
+    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
 
 
 def _text(x: float, y: float, text: str, *, anchor: str) -> str:
