@@ -298,7 +298,7 @@ def _chart(
 def _phases(metrics: Metrics) -> str:
     steps = [row["step"] + 1 for row in metrics]
     parts = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in metrics] for phase in PHASES}
-    nonzero = {phase.replace("_", " "): seconds for phase, seconds in parts.items() if any(seconds)}
+    nonzero = {phase.removesuffix("_before_step"): seconds for phase, seconds in parts.items() if any(seconds)}
     return stacked("phases", steps, nonzero, unit="seconds") if nonzero else ""
 
 
