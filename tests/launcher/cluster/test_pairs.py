@@ -8,6 +8,7 @@ import pytest
 from launcher.cluster.pairs import Endpoint, reduce_over_nodes, unreachable_nodes
 from launcher.cluster.ports import free_ports, port_maps
 from rollout.failures import DeadlineError
+from tests.support.deadline import DEADLINE_S
 
 NODES = ("n1", "n2", "n3")
 
@@ -16,7 +17,7 @@ def test_nodes_that_listen_reach_each_other(tmp_path: Path) -> None:
     first = free_ports(11).base
     endpoints = [Endpoint(node=node, address="127.0.0.1", port=first + number) for number, node in enumerate(NODES)]
     with ThreadPoolExecutor(len(NODES)) as threads:
-        tries = [threads.submit(unreachable_nodes, tmp_path, one, NODES, timeout_s=20) for one in endpoints]
+        tries = [threads.submit(unreachable_nodes, tmp_path, one, NODES, timeout_s=DEADLINE_S) for one in endpoints]
     assert [attempt.result() for attempt in tries] == [[], [], []]
 
 
@@ -28,7 +29,9 @@ def test_a_port_in_use_is_refused_by_address(tmp_path: Path) -> None:
 def test_the_sum_over_two_nodes_is_right() -> None:
     rendezvous = ["127.0.0.1", str(free_ports(12).rendezvous)]
     with ThreadPoolExecutor(2) as threads:
-        sums = [threads.submit(reduce_over_nodes, node, ["n1", "n2"], rendezvous, "lo", 60.0) for node in ("n1", "n2")]
+        sums = [
+            threads.submit(reduce_over_nodes, node, ["n1", "n2"], rendezvous, "lo", DEADLINE_S) for node in ("n1", "n2")
+        ]
     assert [done.result() for done in sums] == ["a sum over 2 node(s) is right by gloo"] * 2
 
 
