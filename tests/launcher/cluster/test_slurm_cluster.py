@@ -20,6 +20,8 @@ from tests.support.runs.background import ROOT
 from tests.support.runs.whole_runs import NOT_REPEATABLE
 
 pytestmark = pytest.mark.multinode
+SETTLE_S = 5.0
+"""SLURM itself waits two minutes before it starts a requeued job."""
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +231,18 @@ def test_lost_nodes_and_a_cut_network_cost_a_requeue_each_and_no_saved_step(
     for step, (phase, node) in enumerate((("rollout", "node2"), ("train", "node1"), ("publish", "node2")), start=1):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         cluster.kill(node)
+        if step > 1:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
+            cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
         wait_until(lambda: state(cluster, job) == "PENDING", log)
         cluster.boot(node)
+        resume(cluster, node, log)
         restart(cluster, job, log)
     wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
     cluster.cut("node2")
+    cluster.login("scontrol", "update", "nodename=node2", "state=down", "reason=cut")
     wait_until(lambda: state(cluster, job) == "PENDING", log)
     cluster.mend("node2")
+    resume(cluster, "node2", log)
     restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(6)), output
@@ -268,6 +275,13 @@ def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(every_s)
+
+
+def resume(cluster: SlurmCluster, node: str, log: Path) -> None:
+    """Waits until a node takes jobs again. SLURM cannot start steps on a node in its first seconds."""
+    cluster.login("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    wait_until(lambda: cluster.login("sinfo", "-h", "-n", node, "-o", "%T").strip() == "idle", log)
+    time.sleep(SETTLE_S)
 
 
 def restart(cluster: SlurmCluster, job: int, log: Path) -> None:
