@@ -29,7 +29,7 @@ BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation lear
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast setup quickstart test test-cluster check bench records test-gpu
+.PHONY: help test-fast setup quickstart test test-cluster faults check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP) ## the environment .venv from the locks
@@ -60,7 +60,11 @@ test: $(STAMP) ## all tests that need no GPU
 
 test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes; needs root and installs Debian's packages
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
-	$(SUDO) $(RUN) -m pytest -m multinode tests/launcher/cluster $(PYTEST_ARGS)
+	$(SUDO) $(RUN) -m pytest -m "multinode and not faults" tests/launcher/cluster $(PYTEST_ARGS)
+
+faults: $(STAMP) ## nodes of the test cluster die or are cut off in each phase; needs root
+	$(SUDO) $(RUN) -m tests.support.cluster.packages
+	$(SUDO) $(RUN) -m pytest -m faults tests/launcher/cluster $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, layering, packaging
 	$(BIN)/ruff check .

@@ -221,35 +221,33 @@ def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work:
     assert not (work / "unmounted" / "metrics.jsonl").exists()
 
 
-def test_lost_nodes_and_a_cut_network_cost_a_requeue_each_and_no_saved_step(
-    cluster: SlurmCluster, work: Path, undisturbed: Path
+ONE = (("rollout", "node2", "dies"),)
+EACH_PHASE = (*ONE, ("train", "node1", "dies"), ("publish", "node2", "dies"), ("rollout", "node2", "is cut off"))
+"""Phase of the step after the last checkpoint, node, and its fault; node1 has Ray's head and the batch script."""
+
+
+@pytest.mark.parametrize("faults", [ONE, pytest.param(EACH_PHASE, marks=pytest.mark.faults)], ids=["one", "each phase"])
+def test_each_lost_node_costs_a_requeue_and_no_saved_step(
+    cluster: SlurmCluster, work: Path, undisturbed: Path, faults: Sequence[tuple[str, str, str]]
 ) -> None:
-    run_dir = work / "faults"
-    job, log = submit(
-        cluster, work, "run_dir=faults", *ALIKE, "num_steps=6", "cluster.slurm.extra=['--nodelist=node1,node2']"
-    )
-    for step, (phase, node) in enumerate((("rollout", "node2"), ("train", "node1"), ("publish", "node2")), start=1):
+    name, num_steps = f"faults-{len(faults)}", len(faults) + 2
+    run_dir, here = work / name, "cluster.slurm.extra=['--nodelist=node1,node2']"
+    job, log = submit(cluster, work, f"run_dir={name}", *ALIKE, f"num_steps={num_steps}", here)
+    for step, (phase, node, fault) in enumerate(faults, start=1):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
-        cluster.kill(node)
+        (cluster.kill if fault == "dies" else cluster.cut)(node)
         if step > 1:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
-            cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
+            cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
         wait_until(lambda: state(cluster, job) == "PENDING", log)
-        cluster.boot(node)
+        (cluster.boot if fault == "dies" else cluster.mend)(node)
         resume(cluster, node, log)
         restart(cluster, job, log)
-    wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
-    cluster.cut("node2")
-    cluster.login("scontrol", "update", "nodename=node2", "state=down", "reason=cut")
-    wait_until(lambda: state(cluster, job) == "PENDING", log)
-    cluster.mend("node2")
-    resume(cluster, "node2", log)
-    restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(6)), output
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(num_steps)), output
     assert repeatable(run_dir)[:3] == repeatable(undisturbed)
     starts = [int(str(row["step"])) for row in read_rows(run_dir / "slurm" / "starts.jsonl")]
-    assert starts == [0, 1, 2, 3, 4]
-    assert output.count("finished step(s) are repeated") == 4
+    assert starts == list(range(len(faults) + 1))
+    assert output.count("finished step(s) are repeated") == len(faults)
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 

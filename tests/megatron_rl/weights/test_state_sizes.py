@@ -50,8 +50,15 @@ PARTITIONS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "distributed"), [("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)])
-@pytest.mark.parametrize("model", PARTITIONS)
+@pytest.mark.parametrize(
+    ("model", "dtype", "distributed"),
+    [
+        *((model, "bf16", True) for model in PARTITIONS),
+        *((model, "fp32", False) for model in PARTITIONS),
+        ("qwen3_moe", "bf16", False),
+        ("qwen3_moe", "fp32", True),
+    ],
+)
 def test_the_state_of_every_rank_has_the_bytes_of_its_tensors(ranks, tmp_path, model, dtype, distributed) -> None:
     config_of(model).save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
