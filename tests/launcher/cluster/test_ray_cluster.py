@@ -30,6 +30,7 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
 
     monkeypatch.setattr(ray_cluster, "_init", init)
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: None)  # the session's own Ray stays
     ray_cluster._join("10.0.0.1:6379")
     assert tries == ["10.0.0.1:6379"] * 3
     with pytest.raises(RuntimeError, match="another message"):
