@@ -124,7 +124,7 @@ FLOORS = {
     ),
     "launcher": Floor(),
     "launcher/config": Floor(imports="history rollout megatron_rl launcher"),
-    "launcher/metrics": Floor(),
+    "launcher/metrics": Floor(imports="launcher"),
     "launcher/run_dir/atomic_files.py": Floor(),
     "launcher/cluster": Floor(
         imports=(

@@ -12,15 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.checks.combinations import run_combinations
-from launcher.checks.fit import fit
-from launcher.commands.plan import PlanOptions, assumptions, planned_nodes
+from launcher.commands.plan import PlanOptions, add_plan_options, plan_options, planned
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
-from launcher.estimate.planned_run import PlannedRun
-from launcher.estimate.step_time import step_estimate
 from launcher.run_dir.atomic_files import replace_text
-from megatron_rl.model.spec import read_model_spec
 
 FOLDER = Path(__file__).parent
 RECIPES = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
@@ -41,45 +36,27 @@ def load_recipe(name: str, *overrides: str) -> RunConfig:
 
 def options(name: str) -> PlanOptions:
     """Options of `megatron-rl plan` for a recipe; its name says the GPU, or it is an H100."""
-    return PlanOptions(
-        nodes=0,
-        gpus_per_node=0,
-        gpu="a100" if "a100" in name else "h100",
-        host_gib=0,
-        shm_gib=0,
-        json="",
-        lengths="",
-        prompt_tokens=0,
-        response_tokens=0,
-        tokens_per_forward=0,
-        verified_tokens=0,
-        product_share=0.4,
-        bandwidth_share=0.7,
-    )
+    parser = argparse.ArgumentParser()
+    add_plan_options(parser)
+    return plan_options(parser.parse_args(["--gpu", "a100" if "a100" in name else "h100"]))
 
 
 def recipe_plan(name: str) -> Plan:
-    """Memory of the fullest device and node, and an estimate of the step, without drafts.
+    """Memory of every kind of device and node, and an estimate of the step, without drafts.
 
     Raises:
         ValueError: the recipe does not fit; names the problems.
     """
     config, given = load_recipe(name), options(name)
-    nodes = planned_nodes(config, given)
-    problems = run_combinations(config)
-    spec = read_model_spec(Path(config.model))
-    fitted = fit(config, spec, nodes, problems)
-    if problems or fitted is None:
-        raise ValueError(f"{name}: {'; '.join(problems)}")
-    run = PlannedRun(config=config, spec=spec, placement=fitted.placement)
-    num_gpus = sum(len(node.gpu_bytes) for node in nodes)
-    estimate = step_estimate(run, assumptions(config, given, len(nodes[0].gpu_bytes)), num_gpus=num_gpus)
+    report, estimate, _ = planned(config, given)
+    if report.problems or report.fitted is None or estimate is None:
+        raise ValueError(f"{name}: {'; '.join(report.problems)}")
     return {
-        "gpus": f"{len(nodes)} x {len(nodes[0].gpu_bytes)} {given.gpu.upper()}",
+        "gpus": f"{len(report.nodes)} x {len(report.nodes[0].gpu_bytes)} {given.gpu.upper()}",
         "mode": config.placement.mode,
         "format": config.engine.format,
-        "transport": str(fitted.placement.transport),
-        "gib": {table.title: round(table.needed_bytes / _GIB, 1) for table in fitted.memory.tables},
+        "transport": str(report.fitted.placement.transport),
+        "gib": {table.title: round(table.needed_bytes / _GIB, 1) for table in report.fitted.memory.tables},
         "rollout_s": round(estimate.rollout_s),
         "train_s": round(estimate.train.seconds),
         "step_s": round(estimate.step_s),

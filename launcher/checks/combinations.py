@@ -73,7 +73,8 @@ def _batch_sizes(config: RunConfig) -> list[str]:
     if samples // algorithm.num_mini_batches % data_parallel:
         return [
             f"{product} over {algorithm.num_mini_batches} mini batches is {samples // algorithm.num_mini_batches} "
-            f"samples each, not divisible by `trainer.parallel.data` = {data_parallel}"
+            f"samples each, not divisible by `trainer.parallel.data` = {data_parallel}; lower "
+            "`algorithm.num_mini_batches`, or change one of the sizes"
         ]
     return []
 
@@ -99,12 +100,13 @@ def _schedule(config: RunConfig) -> list[str]:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         problems.append(
             f"`trainer.optimizer.min_learning_rate` = {optimizer.min_learning_rate} is above "
-            f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}"
+            f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}, where the decay begins; lower it"
         )
     if 0 < optimizer.decay_steps < optimizer.warmup_steps:
         problems.append(
             f"`trainer.optimizer.decay_steps` = {optimizer.decay_steps} is below "
-            f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step"
+            f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step, so "
+            "raise decay_steps"
         )
     return problems
 

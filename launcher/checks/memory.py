@@ -68,11 +68,6 @@ class MemoryPlan:
     tables: tuple[MemoryTable, ...]
     shortages: tuple[Shortage, ...]
 
-    @property
-    def tightest(self) -> MemoryTable:
-        """The table that is fullest for its size."""
-        return max(self.tables, key=lambda table: table.needed_bytes / table.available_bytes)
-
     def lines(self) -> list[str]:
         """All tables."""
         lines: list[str] = []

@@ -1,5 +1,6 @@
 """Problems of a configuration with its model, judged from the model's `config.json` and the kind of node. Pure."""
 
+import math
 from collections.abc import Mapping
 
 from launcher.checks.formats import weight_format_problems
@@ -48,7 +49,8 @@ def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, resp
     for heads, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
         if count % engine.tensor_parallel:
             problems.append(
-                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {heads}"
+                f"`engine.tensor_parallel` = {engine.tensor_parallel} does not divide the model's {count} {heads}; "
+                f"{math.gcd(spec.num_heads, spec.num_kv_heads)} and its divisors do"
             )
     for key, response in responses.items():
         sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"

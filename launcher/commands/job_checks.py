@@ -71,10 +71,9 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
 def reduce(config: RunConfig, folder: JobFolder) -> int:
     """Sum a number over all chosen nodes; names the nodes that did not take part."""
     name, nodes = node_name(), folder.nodes()
-    _, interface = node_address(name, config.cluster.slurm, present=interfaces(), resolved=resolve(name))
+    address, interface = node_address(name, config.cluster.slurm, present=interfaces(), resolved=resolve(name))
     first = folder.path / "rendezvous"
     if name == nodes[0]:
-        address, _ = node_address(name, config.cluster.slurm, present=interfaces(), resolved=resolve(name))
         replace_text(first, f"{address} {free_ports(job_id()).rendezvous}\n")
     deadline = time.monotonic() + REDUCE_TIMEOUT_S
     while not first.exists():

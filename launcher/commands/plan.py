@@ -115,11 +115,11 @@ def planned_nodes(config: RunConfig, options: PlanOptions) -> tuple[NodeResource
     )
 
 
-def plan(config: RunConfig, options: PlanOptions) -> int:
-    """Prints the plan; returns the exit code.
+def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstimate | None, Assumptions]:
+    """Places, memory and time of a run; the report has its problems, and a run that cannot be placed has no estimate.
 
     Raises:
-        ConfigError: the run is impossible or does not fit. The tables have been printed then, and the file written.
+        ConfigError: the model's `config.json` cannot be read, or an option is out of its bounds.
     """
     try:
         spec = read_model_spec(Path(config.model))
@@ -140,14 +140,23 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
         ),
     )
     given = assumptions(config, options, len(nodes[0].gpu_bytes))
-    estimate = _estimate(config, spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes))
+    return report, _estimate(config, spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes)), given
+
+
+def plan(config: RunConfig, options: PlanOptions) -> int:
+    """Prints the plan; returns the exit code.
+
+    Raises:
+        ConfigError: the run is impossible or does not fit. The tables have been printed then, and the file written.
+    """
+    report, estimate, given = planned(config, options)
     print("\n".join([*memory_lines(report), *(time_lines(estimate, given) if estimate else [])]))
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.json:
         replace_text(Path(options.json), json.dumps(plan_figures(report, estimate, given), indent=1) + "\n")
-    if problems:
-        raise ConfigError(listing("plan", problems))
+    if report.problems:
+        raise ConfigError(listing("plan", report.problems))
     return 0
 
 

@@ -6,7 +6,6 @@
 A test compares the page with the classes, so the two cannot drift apart.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from launcher.config.loading import nested_class
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
+from launcher.generated_page import print_or_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMANDS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, EvalConfig)
@@ -118,13 +118,7 @@ def _default(field: FieldInfo) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints or writes the page."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.config.docs", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of this checkout")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(generate(), encoding="utf-8")
-    else:
-        sys.stdout.write(generate())
-    return 0
+    return print_or_write("launcher.config.docs", PAGE, generate, argv)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@
 A test compares the page with the registry, so the two cannot drift apart.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.generated_page import print_or_write
 from launcher.metrics.registry import Metric, sections
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -41,13 +41,7 @@ def _section(title: str, metrics: Sequence[Metric]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints or writes the page."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.metrics.docs", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of this checkout")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(generate(), encoding="utf-8")
-    else:
-        sys.stdout.write(generate())
-    return 0
+    return print_or_write("launcher.metrics.docs", PAGE, generate, argv)
 
 
 if __name__ == "__main__":

@@ -38,23 +38,27 @@ BROKEN = {
     "tensor ranks over two nodes": (
         "dapo-qwen2.5-32b-16n8g",
         ("trainer.parallel.tensor=16", "trainer.parallel.data=4"),
-        ("trainer.parallel.tensor", "16"),
+        ("trainer.parallel.tensor = 16 does not divide the model's 40 attention heads", "sizes that divide all"),
     ),
     "tensor ranks do not divide the heads": (
         "grpo-qwen2.5-7b-fp8-1n8g-h100",
         ("trainer.parallel.tensor=8", "trainer.parallel.data=1"),
-        ("trainer.parallel.tensor", "4"),
+        ("trainer.parallel.tensor = 8 does not divide", "sizes that divide all: 1, 2, 4"),
     ),
     "an engine over two nodes": (
         "grpo-qwen3-32b-4n8g",
         ("engine.tensor_parallel=16",),
-        ("engine.tensor_parallel", "8"),
+        ("`engine.tensor_parallel` = 16", "8 key/value heads; 8 and its divisors do"),
     ),
-    "too few GPUs": ("grpo-qwen3-32b-4n8g", ("trainer.parallel.data=4",), ("64 devices", "have 32")),
+    "too few GPUs": (
+        "grpo-qwen3-32b-4n8g",
+        ("trainer.parallel.data=4",),
+        ("trainer.parallel needs 64 devices (tensor 4 x pipeline 4 x data 4), but the 4 nodes have 32",),
+    ),
     "too few GPUs for both": (
         "grpo-qwen3-32b-4n8g-disaggregated",
         ("engine.num_engines=16",),
-        ("placement.mode", "colocated"),
+        ("`placement.mode` = disaggregated needs", "set it to colocated"),
     ),
     "keys and values do not fit": (
         "dapo-qwen2.5-32b-16n8g",
@@ -69,7 +73,17 @@ BROKEN = {
     "experts do not divide": (
         "grpo-qwen3-30b-a3b-fp8-4n8g",
         ("trainer.parallel.expert=32", "trainer.parallel.data=16"),
-        ("trainer.parallel.expert", "16"),
+        ("trainer.parallel.expert = 32 does not divide trainer.parallel.data = 16",),
+    ),
+    "experts are cut inside a block": (
+        "grpo-qwen3-30b-a3b-fp8-4n8g",
+        ("engine.tensor_parallel=4",),
+        ("fp8_block", "engine.tensor_parallel"),
+    ),
+    "mini batches do not divide": (
+        "dapo-qwen2.5-32b-16n8g",
+        ("algorithm.prompts_per_step=500",),
+        ("500 x 16 over 16 mini batches", "`trainer.parallel.data` = 8; lower `algorithm.num_mini_batches`"),
     ),
     "FP8 products on A100": (
         "grpo-qwen2.5-7b-int8-1n8g-a100",
@@ -79,12 +93,12 @@ BROKEN = {
     "longer than the model's positions": (
         "grpo-qwen3-32b-4n8g",
         ("sampling.max_response_tokens=65536",),
-        ("40960", "sampling.max_response_tokens"),
+        ("`sampling.max_response_tokens` 65536", "the model has 40960 positions; lower one of them"),
     ),
     "ahead without staleness": (
         "grpo-qwen3-32b-4n8g-disaggregated",
         ("planner.max_staleness=0",),
-        ("planner.max_staleness", "1"),
+        ("planner.max_staleness", "planner.overlap"),
     ),
 }
 

@@ -10,6 +10,7 @@ from launcher.cluster.node import NodeResources
 from launcher.config.loading import load
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError, LaunchError, judging_user_input
+from tests.launcher.estimate.runs import tightest
 
 Write = Callable[[str], Path]
 
@@ -21,7 +22,7 @@ def refusal(path: Path, node: NodeResources, *overrides: str) -> str:
 
 
 def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) -> None:
-    table = check_run(load(RunConfig, write_config("")), [node]).memory.tightest
+    table = tightest(check_run(load(RunConfig, write_config("")), [node]).memory)
     assert 0 < table.needed_bytes < table.available_bytes == node.available_bytes
 
 

@@ -16,6 +16,7 @@ from megatron_rl.memory import engine_rank, kv_bytes_per_token, num_parameters, 
 from megatron_rl.model.spec import ModelSpec, read_model_spec
 from rollout.config import EngineConfig
 from rollout.weights.format import WeightFormat
+from tests.launcher.estimate.runs import tightest
 
 SHAPE = {
     "hidden_size": 64,
@@ -243,7 +244,7 @@ def test_a_named_change_frees_what_it_says(tmp_path: Path) -> None:
     memory = plan_of(spec, node, engine=engine)
     change = next(one for one in shortage_of(memory).changes if one.key == "engine.kv_cache_bytes")
     after = plan_of(spec, node, engine={"kv_cache_bytes": int(change.value)})
-    assert memory.tightest.needed_bytes - after.tightest.needed_bytes == change.freed_bytes
+    assert tightest(memory).needed_bytes - tightest(after).needed_bytes == change.freed_bytes
     assert change.suffices == (not after.problems())
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from launcher.checks.memory import MemoryPlan
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.config.schema import RunConfig
@@ -9,6 +10,7 @@ from launcher.estimate.hardware import GPUS
 from launcher.estimate.lengths import stated_lengths
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.roofline import Assumptions
+from launcher.estimate.tables import MemoryTable
 from tests.support.model_specs import qwen_spec
 
 SPEC = replace(
@@ -54,3 +56,8 @@ def given(**changes: object) -> Assumptions:
         verified_tokens=1.0,
     )
     return replace(base, **changes)
+
+
+def tightest(memory: MemoryPlan) -> MemoryTable:
+    """The table that is fullest for its size."""
+    return max(memory.tables, key=lambda table: table.needed_bytes / table.available_bytes)
