@@ -2,6 +2,7 @@
 #
 # PYTHON       the interpreter the environment is made of (3.11 or 3.12)
 # PIP_ARGS     further arguments of every `pip install`
+# EXAMPLE      folder of examples/ that `make quickstart` runs: arithmetic, or code (needs bubblewrap)
 # SUDO         what makes `make test-cluster` root, for example sudo
 # TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
 
@@ -9,6 +10,7 @@ PYTHON ?= python3.11
 PIP_ARGS ?=
 TORCH_INDEX ?=
 VENV ?= .venv
+EXAMPLE ?= arithmetic
 SUDO ?=
 
 # What is imported is compiled once, by whoever imports it first: a third of what pip would compile.
@@ -29,7 +31,7 @@ BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation lear
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast setup quickstart test test-cluster faults check bench records test-gpu
+.PHONY: help test-fast setup quickstart test test-long test-cluster faults check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP) ## the environment .venv from the locks
@@ -50,17 +52,20 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup
 
 quickstart: ## from nothing to a model that learned: set-up, data, model, warm start, RL, report
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
-	$(RUN) -m examples.arithmetic.quickstart --setup-seconds $$(( $$(date +%s) - begin ))
+	$(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q tests -m "not gpu and not slow and not multinode" $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests -m "not gpu and not slow and not multinode and not sandbox" $(PYTEST_ARGS)
 
-test: $(STAMP) ## all tests that need no GPU
-	$(RUN) -m pytest tests -m "not gpu and not multinode" $(PYTEST_ARGS)
+test: $(STAMP) ## tests that need neither a GPU nor root, without those of test-long
+	$(RUN) -m pytest tests -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)
 
-test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes; needs root and installs Debian's packages
+test-long: $(STAMP) ## whole runs, and engines of benchmarks
+	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
+
+test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sandbox; needs root and installs Debian's packages
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
-	$(SUDO) $(RUN) -m pytest -m "multinode and not faults" tests/launcher/cluster $(PYTEST_ARGS)
+	$(SUDO) $(RUN) -m pytest -m "(multinode and not faults) or sandbox" tests/launcher/cluster tests/rollout/rewards $(PYTEST_ARGS)
 
 faults: $(STAMP) ## nodes of the test cluster die or are cut off in each phase; needs root
 	$(SUDO) $(RUN) -m tests.support.cluster.packages

@@ -32,6 +32,7 @@ PACKAGES = [
     "launcher.cluster",
     "launcher.commands",
     "launcher.config",
+    "launcher.doctor",
     "launcher.endings",
     "launcher.estimate",
     "launcher.metrics",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.cluster.node import NodeResources, job_nodes, node_resources
+from launcher.cluster.slurm_step import has_several_tasks
 from launcher.commands.plan import add_plan_options, plan, plan_options
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
@@ -71,7 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print batch script, placement and memory; submit nothing"
     )
     add_plan_options(_command(commands, "plan", "memory by phase and an estimate of time, from files alone"))
-    _command(commands, "doctor", "checks of nodes, data, reward, tokenizer and disk before a long run")
+    doctor = _command(commands, "doctor", "checks of nodes, data, reward, tokenizer and disk before a long run")
+    doctor.add_argument(
+        "--log-probabilities",
+        action="store_true",
+        help="start trainer and engines, and compare their log-probabilities with Hugging Face's",
+    )
     for name, text in {
         "status": "what a run does now, from files in its directory",
         "stop": "asks a run to save a checkpoint and end",
@@ -112,7 +118,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
     if arguments.command == "plan":
         return plan(load(RunConfig, arguments.config, arguments.overrides), plan_options(arguments))
     if arguments.command == "doctor":
-        return _doctor(arguments.config, arguments.overrides)
+        return _doctor(arguments.config, arguments.overrides, log_probabilities=arguments.log_probabilities)
     if arguments.command == "status":
         print("\n".join(status_lines(Path(arguments.run_dir), now_s=time.time())))
         return 0
@@ -132,6 +138,10 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(RunConfig, path, overrides)
     command.run_dir = Path(config.run_dir)
+    if has_several_tasks() and config.cluster.address == "local" and not dry_run:
+        from launcher.commands.srun_run import run_as_task
+
+        return run_as_task(config)
     checked = check_run(config, _nodes(config.cluster))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -166,11 +176,11 @@ def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bo
     return 0
 
 
-def _doctor(path: str, overrides: Sequence[str]) -> int:
+def _doctor(path: str, overrides: Sequence[str], *, log_probabilities: bool) -> int:
     config = load(RunConfig, path, overrides)
-    from launcher.commands.doctor import doctor
+    from launcher.doctor.command import doctor
 
-    return doctor(config)
+    return doctor(config, _nodes(config.cluster) if log_probabilities else ())
 
 
 def _stop(run_dir: Path) -> int:

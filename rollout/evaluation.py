@@ -57,7 +57,7 @@ class EvaluationRow:
         return cls(**row)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
-        """Flat metrics: `eval/SET/SOURCE/FORMAT/avg@K` and so on."""
+        """Metrics for wandb: `eval/SET/SOURCE/FORMAT/avg@K` and so on; without SOURCE for the whole set."""
         source = "" if self.data_source == "all" else f"/{self.data_source}"
         prefix = f"eval/{self.set_name}{source}/{self.format}"
         return {

@@ -11,20 +11,16 @@ from hypothesis import settings
 
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import ClusterConfig
-from tests.support.markers import mark_slow
+from tests.support.markers import mark_long, mark_slow
 from tests.support.runs.background import Background, run_script
-from tests.support.runs.drafting_runs import (
-    run_that_begins_with_traces,
-    run_whose_history_is_killed,
-    run_with_damaged_history,
-)
+from tests.support.runs.drafting_runs import run_whose_history_is_killed
 from tests.support.runs.ending_runs import run_to_other_ends
 from tests.support.runs.whole_runs import (
     make_example,
     run_ahead,
     run_exported_and_evaluated,
     run_fed_with_changes,
-    run_interrupted_twice,
+    run_killed_once,
     run_to_its_end,
     run_warm_start,
 )
@@ -39,21 +35,19 @@ NUM_ACTORS = 32
 
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
-    "interrupted": run_interrupted_twice,
+    "interrupted": run_killed_once,
     "fed_with_changes": run_fed_with_changes,
     "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,
     "warm_start": run_warm_start,
     "ended": run_to_other_ends,
 }
-"""Fixtures that wait for a whole run, in the order in which they run; some go on with what an earlier one left."""
+"""Fixtures that wait for a whole run, in the order in which they run; some use what an earlier one left."""
 
 DRAFTING_RUNS: dict[str, Callable[[Path], object]] = {
     "killed": run_whose_history_is_killed,
-    "damaged_history": run_with_damaged_history,
-    "begun_with_traces": run_that_begins_with_traces,
 }
-"""The same; they run beside the others, after the scripts."""
+"""The same for runs that draft; they run beside the others, after the scripts."""
 
 
 @pytest.fixture(scope="session")
@@ -158,6 +152,7 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of whole runs come last: the runs go on beside all other tests until then."""
     mark_slow(items)
+    mark_long(items)
     items.sort(key=lambda item: "end_to_end" in item.path.parts)
 
 

@@ -183,17 +183,25 @@ FLOORS = {
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
-            "megatron_rl/memory.py megatron_rl/trainer megatron_rl/controller launcher launcher/config "
-            "launcher/cluster launcher/estimate launcher/checks launcher/checks/health launcher/run_dir "
-            "launcher/run_dir/atomic_files.py launcher/endings launcher/report"
+            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/estimate "
+            "launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings launcher/report"
         ),
         libraries="ray",
+        loads="ray matplotlib",
+    ),
+    "launcher/doctor/reference.py": Floor(libraries="torch transformers", loads="*"),
+    "launcher/doctor": Floor(
+        imports=(
+            "rollout rollout/data/tokenizer.py rollout/data megatron_rl/memory.py megatron_rl/controller "
+            "launcher/config launcher/cluster launcher/checks launcher/checks/health launcher/run_dir launcher/endings "
+            "launcher/commands launcher/doctor/reference.py"
+        ),
         loads="ray matplotlib",
     ),
     "launcher/cli.py": Floor(
         imports=(
             "launcher launcher/config launcher/cluster launcher/checks launcher/run_dir launcher/endings "
-            "launcher/commands launcher/report"
+            "launcher/commands launcher/doctor launcher/report"
         ),
         loads="ray",
     ),

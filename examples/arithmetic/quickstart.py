@@ -3,7 +3,7 @@
 It asks before it works: the machine first, then a dry run of both stages as soon as data and an untrained model are
 there. Every phase is a process of its own, exactly what a user would type; a phase that fails says so itself. Seconds
 by phase are printed, and the last line is `held-out accuracy: A -> B` (BF16, greedy). `make quickstart` builds the
-environment first and passes its seconds on.
+environment first and passes its seconds on. Other examples use the same phases (`examples.code.quickstart`).
 """
 
 import argparse
@@ -12,10 +12,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launcher.checks.preflight import machine_checks
+from launcher.checks.preflight import Check, machine_checks
 from launcher.endings.conclusion import termination_raises
 from launcher.errors import Terminated
 
@@ -23,19 +23,32 @@ EXAMPLE = Path("examples/arithmetic")
 HELD_OUT = "held_out"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all phases; returns the exit code of the first one that fails."""
-    parser = argparse.ArgumentParser(description="Run the arithmetic example from data to report.")
-    parser.add_argument("--work", type=Path, default=EXAMPLE / "work", help="where everything is written")
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    example: Path = EXAMPLE,
+    checks: Callable[[Path], Sequence[Check]] = machine_checks,
+) -> int:
+    """Runs all phases; returns the exit code of the first one that fails.
+
+    Args:
+        argv: the command line without the program.
+        example: folder with `make_data.py`, `sft.yaml` and `rl.yaml`.
+        checks: checks of the machine, given the folder to which everything is written.
+    """
+    parser = argparse.ArgumentParser(description=f"Run the example {example.name} from data to report.")
+    parser.add_argument("--work", type=Path, default=example / "work", help="where everything is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setup-seconds", type=float, default=0.0, help="shown with the other phases")
     parser.add_argument("--warm-steps", type=int, default=0, help="a shorter warm start than that of sft.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="handed to `megatron-rl run`")
     arguments = parser.parse_args(argv)
     seconds = {"set-up": arguments.setup_seconds} if arguments.setup_seconds else {}
-    if not machine_is_fit(arguments.work):
+    if not machine_is_fit(checks(arguments.work)):
         return 2
-    phases = commands(arguments.work, arguments.seed, arguments.overrides, warm_steps=arguments.warm_steps)
+    phases = commands(
+        arguments.work, arguments.seed, arguments.overrides, warm_steps=arguments.warm_steps, example=example
+    )
     try:
         with termination_raises():
             seconds |= run_phases(arguments.work, phases)
@@ -59,9 +72,8 @@ class PhaseFailedError(Exception):
         self.code = code
 
 
-def machine_is_fit(work: Path) -> bool:
+def machine_is_fit(checks: Sequence[Check]) -> bool:
     """Print a line per check of the machine; whether all pass."""
-    checks = machine_checks(work)
     print("\n".join(["== machine", *map(str, checks)]), flush=True)
     wrong = [check for check in checks if check.problem]
     for check in wrong:
@@ -127,20 +139,22 @@ def run_command(command: Sequence[str]) -> int:
         return 143
 
 
-def commands(work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0) -> dict[str, list[str]]:
+def commands(
+    work: Path, seed: int, overrides: Sequence[str], *, warm_steps: int = 0, example: Path = EXAMPLE
+) -> dict[str, list[str]]:
     """The command line of each phase, in order, without the interpreter."""
     data, seeded = work / "data", ["--seed", str(seed)]
     return {
-        "data": ["-m", "examples.arithmetic.make_data", "--out", str(data), *seeded],
+        "data": ["-m", f"examples.{example.name}.make_data", "--out", str(data), *seeded],
         "model": ["-m", "examples.arithmetic.make_model", "--out", str(work / "model"), *seeded],
         "warm start": [
-            *("-m", "launcher", "sft", str(EXAMPLE / "sft.yaml"), f"model={work / 'model'}"),
+            *("-m", "launcher", "sft", str(example / "sft.yaml"), f"model={work / 'model'}"),
             *(f"output_dir={work / 'warm'}", f"data.path={data / 'warm_start.jsonl'}"),
             *(f"log_path={work / 'warm_metrics.jsonl'}", f"seed={seed}"),
             *([f"num_steps={warm_steps}"] if warm_steps else []),
         ],
         "rl": [
-            *("-m", "launcher", "run", str(EXAMPLE / "rl.yaml"), f"model={work / 'warm'}", f"run_dir={work / 'run'}"),
+            *("-m", "launcher", "run", str(example / "rl.yaml"), f"model={work / 'warm'}", f"run_dir={work / 'run'}"),
             *(f"data.train.0.path={data / 'train.jsonl'}", f"seed={seed}"),
             *(f"evaluation.sets.{HELD_OUT}.path={data / 'held_out.jsonl'}", *overrides),
         ],

@@ -103,7 +103,7 @@ def build(
     )
     try:
         yield controller
-        recorder.flush()
+        recorder.finish()
     finally:
         progress.close()
         tracker.finish()

@@ -268,7 +268,19 @@ _TIMELINE: tuple[Row, ...] = (
     ),
 )
 
+_EVALUATION: tuple[Row, ...] = tuple(
+    (f"eval/{{set}}/{part}{{format}}/{figure}", unit, reduction, meaning, "")
+    for part in ("", "{source}/")
+    for figure, unit, reduction, meaning in (
+        ("avg@{k}", "score", "mean over all samples", "Accuracy by single samples."),
+        ("pass@{k}", "share", "mean over prompts", "Prompts with at least one right sample of k."),
+        ("truncated", "share", "mean over all samples", "Samples that reached the token limit."),
+        ("mean_length", "tokens", "mean over all samples", "Length of the samples."),
+    )
+)
+
 SECTIONS: dict[str, tuple[Row, ...]] = {
+    "Evaluation (wandb and `evaluation.jsonl`)": _EVALUATION,
     "Rewards and lengths": _REWARD,
     "Batch": _BATCH,
     "Training": _TRAINING,

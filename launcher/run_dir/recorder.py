@@ -80,6 +80,7 @@ class RunRecorder:
         self._keep_last = keep_last
         self._pending: ray.ObjectRef | None = None
         self._unlogged: tuple[int, dict[str, float]] | None = None
+        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
         """Move the bar."""
@@ -112,7 +113,8 @@ class RunRecorder:
             traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",
             num_returned=self._table_rows,
         )
-        self._unlogged = (step, metrics)
+        _, evaluated = self._evaluated or (step, {})
+        self._unlogged, self._evaluated = (step, {**metrics, **evaluated}), None
 
     def _record_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last call to its file in `traces/`."""
@@ -138,9 +140,22 @@ class RunRecorder:
         self._tracker.log_step(step, metrics, rows)
         self._pending = self._unlogged = None
 
+    def finish(self) -> None:
+        """Log what no later step would log: the samples of the last step, and the evaluation after it."""
+        self.flush()
+        if self._evaluated is not None:
+            self._tracker.log_step(*self._evaluated)
+            self._evaluated = None
+
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
-        """Record an evaluation and its forwards; after the last evaluation no step would fetch them."""
+        """Record an evaluation and its forwards; after the last evaluation no step would fetch them.
+
+        wandb gets it with the next step, whose number is that of the finished steps.
+        """
         self._record_forwards()
+        metrics = {name: value for row in rows for name, value in row.metrics().items()}
+        if rows:
+            self._evaluated = (rows[0].step, metrics)
         self._directory.append_evaluation([row.as_row() for row in rows])
         self._progress.evaluation(rows)
 

@@ -186,9 +186,9 @@ class TrainerActor:
         """See `Trainer.published_fingerprint`."""
         return self._joined.published_fingerprint()
 
-    def probe(self, token_ids: list[int]) -> ProbeResult | None:
+    def probe(self, token_ids: list[int], published: bool = True) -> ProbeResult | None:
         """See `Trainer.probe`."""
-        return self._joined.probe(token_ids)
+        return self._joined.probe(token_ids, published=published)
 
     def offload(self, parts: "Sequence[Part]") -> int:
         """See `Trainer.offload`."""

@@ -169,9 +169,9 @@ class TrainerGroup:
         """Sums of what each rank published last."""
         return list(_results(self.ranks.call("published_fingerprint", timeout_s=timeout_s), dict))
 
-    def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
-        """Log-probabilities of the probe prompt under the weights as staged."""
-        results = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
+    def probe(self, token_ids: Sequence[int], *, timeout_s: float, published: bool = True) -> ProbeResult:
+        """Log-probabilities of the probe prompt under the weights as staged, or under the trainer's own weights."""
+        results = self.ranks.call("probe", list(token_ids), published, timeout_s=timeout_s)
         return _results([result for result in results if result is not None], ProbeResult)[0]
 
     def offload(self, parts: "Sequence[Part]") -> None:

@@ -1,6 +1,6 @@
-"""The trainer's part of the publish check: log-probabilities under the weights that engines hold.
+"""The trainer's part of the publish check: log-probabilities of a fixed prompt under the weights that engines hold.
 
-A fixed prompt runs through the trainer's model with every parameter replaced by its published value (after a round trip
+The prompt runs through the trainer's model with every parameter replaced by its published value (after a round trip
 through the weight format). Embedding and decoder layers are replaced one at a time, during their own forward, so no
 second copy of the model exists. The output layer is read without a call, so it is replaced after the last layer.
 
@@ -10,7 +10,7 @@ time, which engines do not do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ Swapped = list[tuple[torch.nn.Module, str, torch.nn.Parameter]]
 
 def probe(
     chunks: Sequence[torch.nn.Module],
-    published: PublishedValues,
+    published: PublishedValues | None,
     token_ids: Sequence[int],
     *,
     row_multiple: int,
@@ -39,7 +39,8 @@ def probe(
 ) -> ProbeResult | None:
     """Log-probabilities of `token_ids[1:]` at temperature 1 under published weights; None before the last stage.
 
-    `chunks` are wrapped by Megatron's DDP (`chunk.module` is the model). All ranks of the pipeline call it together.
+    Without `published` the trainer's own weights are used. `chunks` are wrapped by Megatron's DDP (`chunk.module` is
+    the model). All ranks of the pipeline call it together.
     """
     ids = np.asarray(token_ids, dtype=np.int32)
     batch = pack_batch([(ids[:1], ids[1:])], multiple_of=row_multiple).to(device)
@@ -49,7 +50,8 @@ def probe(
         return scores.logprobs.sum() * 0.0, scores.logprobs
 
     models = [_policy(chunk) for chunk in chunks]
-    with torch.no_grad(), without_fp8(models), _published(models, published):
+    values = nullcontext() if published is None else _published(models, published)
+    with torch.no_grad(), without_fp8(models), values:
         outcomes = run_schedule(chunks, [batch], keep, temperature=1.0, backward=False)
     return ProbeResult(logprobs=outcomes[0].float().cpu().numpy()) if outcomes else None
 

@@ -179,11 +179,11 @@ class Trainer:
         """Sums of what this rank published with the last `stage`; see `rollout.weights.fingerprint`."""
         return self.publishes.packer.published_fingerprint()
 
-    def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
-        """Log-probabilities of the probe prompt under the weights that the last `stage` published."""
+    def probe(self, token_ids: Sequence[int], *, published: bool = True) -> ProbeResult | None:
+        """Log-probabilities of the probe prompt under the weights that the last `stage` published, or under its own."""
         return probe.probe(
             self._learner.chunks,
-            self.publishes.packer.published_values,
+            self.publishes.packer.published_values if published else None,
             token_ids,
             row_multiple=self.row_multiple,
             device=device(),

@@ -7,6 +7,7 @@ run.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +49,18 @@ def load_reward(function: str) -> Callable[..., object]:
         ValueError: there is no such function.
     """
     return _loaded(function)
+
+
+def check_reward(function: str) -> None:
+    """Call `check_machine()` of the reward function's module, if it has one.
+
+    Raises:
+        ValueError: there is no such function, or it cannot work on this machine; `check_machine` raises it.
+    """
+    load_reward(function)
+    check = getattr(sys.modules[function.rpartition(".")[0]], "check_machine", None)
+    if check is not None:
+        check()
 
 
 def call_reward(request: RewardRequest) -> RewardOutcome:

@@ -20,7 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import Tokenizer
 from rollout.failures import RewardBrokenError, brief
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, load_reward
+from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, check_reward, load_reward
 from rollout.types import GroupColumns, PromptGroup, PromptId, Score, ScoreStatus
 
 _LOG = logging.getLogger(__name__)
@@ -46,11 +46,12 @@ class ResponseScorer:
         """Import the reward function and start the workers; idempotent.
 
         Raises:
-            ValueError: the reward function's path is bad.
+            ValueError: the reward function's path is bad, or it cannot work on this machine.
             RewardBrokenError: the function's module fails while it is imported.
         """
         if self._workers is None:
             _import_reward(self._config.function)
+            check_reward(self._config.function)
             self._workers = ProcessPool(
                 max_workers=self._config.num_workers,
                 initializer=load_reward,

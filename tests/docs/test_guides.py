@@ -69,7 +69,16 @@ def test_every_guide_has_a_test() -> None:
     assert {page.stem for page in GUIDES.glob("*.md")} == {FIRST, *OTHERS}
 
 
-OTHERS = ("own_reward", "own_loss", "add_a_model", "add_a_transport", "slurm", "doctor", "troubleshooting")
+OTHERS = (
+    "own_reward",
+    "code_reward",
+    "own_loss",
+    "add_a_model",
+    "add_a_transport",
+    "slurm",
+    "doctor",
+    "troubleshooting",
+)
 
 
 @pytest.mark.slow

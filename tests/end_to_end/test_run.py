@@ -1,7 +1,7 @@
 """Whole runs through the command line, with real trainer ranks and engines: repeatable, resumable, honest.
 
 Four steps of a tiny mixture of experts that are spread over two trainer ranks. The deterministic run is started once to
-its end, and once more with a kill (-9) at a point drawn at random (in half of the sessions during a save) and a stop.
+its end, and once more with a kill (-9) at a point drawn at random, in half of the sessions during a save.
 """
 
 import json
@@ -15,9 +15,9 @@ from tests.support.runs.whole_runs import EXPERTS, NUM_STEPS, metrics, rows
 
 @pytest.mark.slow
 def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
-    found = rows(uninterrupted / "metrics.jsonl")
-    assert [row["step"] for row in found] == list(range(NUM_STEPS))
-    for row in found:
+    steps = rows(uninterrupted / "metrics.jsonl")
+    assert [row["step"] for row in steps] == list(range(NUM_STEPS))
+    for row in steps:
         assert row["actor/optimizer_steps"] == 2
         assert row["actor/skipped_updates"] == row["reward/errors"] == row["batch/max_staleness"] == 0
         assert row["publish/weight_version"] == row["step"] + 1
@@ -41,7 +41,7 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_and_later_stopped_ends_as_if_nothing_had_happened(uninterrupted, interrupted):
+def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(uninterrupted, interrupted):
     print(f"kill point drawn with seed {interrupted.seed}")
     run_dir = interrupted.run_dir
     assert metrics(run_dir) == metrics(uninterrupted)
@@ -53,29 +53,19 @@ def test_a_run_that_was_killed_and_later_stopped_ends_as_if_nothing_had_happened
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
     assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
+    assert ("1 finished step(s) are repeated" in interrupted.output) or not interrupted.during_save
     assert interrupted.left_behind == set()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_stop_saves_itself_and_ends_with_its_own_exit_code(interrupted):
-    stopped = interrupted.stopped
-    assert stopped.code == 75, stopped.output
-    assert "finished step(s) are repeated" in stopped.output  # of the start that was killed
-    step = re.search(r"checkpoint of step (\d)", stopped.output).group(1)
-    assert {step, "latest"} <= stopped.checkpoints
-    assert f"{step} of {NUM_STEPS} steps" in stopped.status and stopped.status.startswith("ended ")
-    assert json.loads((interrupted.run_dir / "stopped.json").read_text())["reason"] == "megatron-rl stop"
-
-
-@pytest.mark.slow
-def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_another_mode(ahead):
-    found = rows(ahead / "metrics.jsonl")
-    assert [row["step"] for row in found] == list(range(NUM_STEPS))
-    assert [row["batch/responses"] for row in found] == [16.0] * NUM_STEPS
-    assert [row["batch/aborted_responses"] for row in found] == [0.0] * NUM_STEPS
-    # each start samples its first step under the newest weights, and the second beside the training of the first
-    assert [row["batch/max_staleness"] for row in found] == [0, 1, 0, 1]
-    assert all(0 <= row["rollout_corr/k3_kl"] < 0.02 for row in found)
+def test_a_run_that_samples_ahead_stays_within_its_staleness_after_two_deaths_of_its_engine(ahead):
+    steps = rows(ahead / "metrics.jsonl")
+    assert [row["step"] for row in steps] == list(range(NUM_STEPS))
+    assert [row["batch/responses"] for row in steps] == [16.0] * NUM_STEPS
+    assert [row["batch/aborted_responses"] for row in steps] == [0.0] * NUM_STEPS
+    # the first step is sampled under the newest weights, and the others beside the training of the step before
+    assert [row["batch/max_staleness"] for row in steps] == [0, 1, 1, 1]
+    assert all(0 <= row["rollout_corr/k3_kl"] < 0.02 for row in steps)
     sampled = [rows(ahead / "samples" / f"step-{step}.jsonl") for step in range(NUM_STEPS)]
     assert len({row["prompt_id"] for step in sampled for row in step}) == 4 * NUM_STEPS
     for step, responses in enumerate(sampled):
@@ -83,10 +73,10 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_and_goes_on_in_anot
             versions = [version for version, _ in row["versions"]]
             assert versions == sorted(versions) and set(versions) <= {step - 1, step}
             assert sum(count for _, count in row["versions"]) == row["length"]
-    assert found[-1]["engine/reissued_groups"] <= 4
-    assert [row["engine/restarts"] for row in found] == [0, 1, 0, 1]
-    assert found[-1]["publish/repeated"] >= 1
-    assert found[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
+    assert steps[-1]["engine/reissued_groups"] <= 8
+    assert [row["engine/restarts"] for row in steps] == [0, 1, 1, 2]
+    assert steps[-1]["publish/repeated"] >= 1
+    assert steps[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
 
 
 @pytest.mark.slow
@@ -100,8 +90,10 @@ def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer
         # an untrained model may earn nothing and so learn nothing
         assert 0 <= row["publish/changed_share"] < 1
         assert 0 < row["publish/wire_bytes"] < 50_000 + 4e6 * row["publish/changed_share"]
-    found = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
-    assert found == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
+        # it began with responses of another run to its own prompts
+        assert row["history/hit_rate"] == 1.0
+    evaluations = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
+    assert evaluations == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
 
 
 @pytest.mark.slow
@@ -109,10 +101,10 @@ def test_a_checkpoint_exports_and_evaluates(example, uninterrupted, evaluated):
     weights = "model.safetensors"
     assert evaluated.weights.read_bytes() == (uninterrupted / "policy" / weights).read_bytes()
     assert evaluated.weights.read_bytes() != (example / EXPERTS / weights).read_bytes()
-    found = {row["set_name"]: row for row in evaluated.rows}
-    assert (found["greedy"]["num_prompts"], found["greedy"]["samples_per_prompt"]) == (16, 1)
-    assert (found["sampled"]["num_prompts"], found["sampled"]["samples_per_prompt"]) == (8, 3)
-    assert all(0 <= row["average"] <= row["passed"] <= 1 and row["format"] == "bf16" for row in found.values())
+    by_set = {row["set_name"]: row for row in evaluated.rows}
+    assert (by_set["greedy"]["num_prompts"], by_set["greedy"]["samples_per_prompt"]) == (16, 1)
+    assert (by_set["sampled"]["num_prompts"], by_set["sampled"]["samples_per_prompt"]) == (8, 3)
+    assert all(0 <= row["average"] <= row["passed"] <= 1 and row["format"] == "bf16" for row in by_set.values())
     assert "avg@3" in evaluated.output
 
 

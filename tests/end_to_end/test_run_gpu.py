@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_a_run_whose_trainer_and_engine_take_turns_on_a_device_is_the_run_that_keeps_both(example):
     """The same seeds, the same kernels; a checkpoint after every step makes engines lose their weights once more."""
-    found = {}
+    steps = {}
     for name, turns in (("beside", ({}, {})), ("in-turns", ({"sleep_level": 2}, {"offload": "all"}))):
         run_dir = example / f"gpu-{name}"
         config = configuration(
@@ -28,8 +28,8 @@ def test_a_run_whose_trainer_and_engine_take_turns_on_a_device_is_the_run_that_k
             wandb={"mode": "disabled"},
         )
         finish(start(config, run_dir))
-        found[name] = rows(run_dir / "metrics.jsonl")
-    for beside, in_turns in zip(found["beside"], found["in-turns"], strict=True):
+        steps[name] = rows(run_dir / "metrics.jsonl")
+    for beside, in_turns in zip(steps["beside"], steps["in-turns"], strict=True):
         assert in_turns["timing_s/switch"] > 0 and "timing_s/switch" not in beside
         for key in ("rollout_corr/k3_kl", "actor/grad_norm", "reward/mean"):
             assert in_turns[key] == pytest.approx(beside[key], rel=1e-3, abs=1e-6), key

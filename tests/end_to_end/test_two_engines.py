@@ -56,9 +56,9 @@ def learn(ring, groups) -> None:
 def taken(ring, groups):
     """Scored groups, each of which was admitted as a step of its own."""
     ring.pool.admit(groups)
-    found = [scored for group in groups for scored in ring.pool.take("train", group.step)]
+    scored_groups = [scored for group in groups for scored in ring.pool.take("train", group.step)]
     ring.pool.check_integrity()
-    return found
+    return scored_groups
 
 
 def test_the_first_publish_makes_both_engines_compute_what_the_directory_says(published):

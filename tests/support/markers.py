@@ -28,6 +28,29 @@ SLOW_IMPORTS = (
 """Modules whose importers start engines or runs; a package stands for all its modules."""
 
 
+LONG_FIXTURES = frozenset(
+    {
+        "ahead",
+        "ended",
+        "evaluated",
+        "fed_with_changes",
+        "interrupted",
+        "killed",
+        "parallel_formats",
+        "uninterrupted",
+        "warm_start",
+    }
+)
+"""Fixtures of whole runs, and of further engines with two ranks: `make test-long`."""
+
+
+def mark_long(items: Iterable[pytest.Item]) -> None:
+    """Add the mark `long` to the tests that need a long fixture. Others carry the mark themselves."""
+    for item in items:
+        if _requested_fixtures(item) & LONG_FIXTURES:
+            item.add_marker(pytest.mark.long)
+
+
 def mark_slow(items: Iterable[pytest.Item]) -> None:
     """Add the mark `slow` to the tests that need a slow fixture or whose module has a slow import."""
     for item in items:

@@ -11,16 +11,16 @@ from pebble import ProcessExpired, ProcessPool
 
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, load_reward
+from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, check_reward, load_reward
 
 
 def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
     """Value and problems.
 
     Raises:
-        ValueError: the reward function cannot be imported.
+        ValueError: the reward function cannot be imported, or cannot work on this machine.
     """
-    load_reward(config.function)
+    check_reward(config.function)
     problems: list[str] = []
     means = []
     with ProcessPool(max_workers=1, initializer=load_reward, initargs=(config.function,)) as workers:

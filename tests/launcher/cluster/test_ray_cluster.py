@@ -38,6 +38,7 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_run_in_the_bundle_of_their_node_and_a_full_node_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cluster.three_ray_nodes"],

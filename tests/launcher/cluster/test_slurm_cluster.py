@@ -211,6 +211,16 @@ def test_a_colocated_run_continues_disaggregated_on_three_nodes(
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
+def test_the_tasks_of_a_step_run_together_without_a_batch_script(cluster: SlurmCluster, work: Path) -> None:
+    line = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "launcher", "run"]
+    step = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--cpu-bind=none"]
+    output = cluster.login(*step, *line, str(configuration(work)), "run_dir=by_hand", "num_steps=1", cwd=work)
+    assert [row["step"] for row in read_rows(work / "by_hand" / "metrics.jsonl")] == [0], output
+    logs = {path.parent.name for path in (work / "by_hand" / "logs").rglob("engine-*.log")}
+    assert logs == {"node1", "node2"}
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
 def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work: Path) -> None:
     cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(work / "data"))
     job, log = submit(cluster, work, "run_dir=unmounted", "cluster.slurm.extra=['--nodelist=node1,node2']")

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +16,7 @@ from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
 from megatron_rl.batching.batch import BatchCounts
 from megatron_rl.config import CorrectionConfig, RejectionConfig
+from rollout.evaluation import EvaluationRow
 from rollout.tracing.timeline import Part
 from tests.support.runs.synthetic_run import ORIGIN_S
 
@@ -82,7 +83,24 @@ def computed() -> set[str]:
     for activity in ("evaluate", "checkpoint"):
         timeline.add_span("trainer", activity, ORIGIN_S, ORIGIN_S + 1)
     names |= {name for name in timeline.close(ORIGIN_S + 2, 1.0) if name.startswith("timing_s/")}
-    return names | mismatch_names()
+    return names | mismatch_names() | evaluation_names()
+
+
+def evaluation_names() -> set[str]:
+    """Names of a whole set and of one of its sources."""
+    row = EvaluationRow(
+        set_name="aime",
+        data_source="all",
+        format="int8",
+        step=0,
+        num_prompts=1,
+        samples_per_prompt=8,
+        average=0.5,
+        passed=1.0,
+        truncated=0.0,
+        mean_length=9.0,
+    )
+    return {*row.metrics(), *replace(row, data_source="math").metrics()}
 
 
 def span_activities() -> set[str]:

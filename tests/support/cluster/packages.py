@@ -1,4 +1,6 @@
-"""Programs that a test cluster needs: installs Debian's packages as root, otherwise names what is missing.
+"""Programs that tests of the cluster and of the sandbox need.
+
+Installs Debian's packages as root, otherwise names what is missing:
 
 python -m tests.support.cluster.packages
 """
@@ -12,6 +14,7 @@ PROGRAMS = {
     **dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol"), "slurm-wlm"),
     "munged": "munge",
     "ip": "iproute2",
+    "bwrap": "bubblewrap",
     **dict.fromkeys(("nsenter", "unshare"), "util-linux"),
 }
 """Debian's package of each program."""

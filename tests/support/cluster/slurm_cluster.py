@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.cluster.slurm_config import LOGIN, addresses, hosts, node_names, slurm_conf
+from tests.support.deadline import DEADLINE_S
 
 SWITCH = "mrl-switch"
 SHM = "4g"
@@ -177,7 +178,7 @@ class SlurmCluster:
 
     def _output(self, command: Sequence[str], *, check: bool, cwd: Path | None = None) -> str:
         done = subprocess.run(
-            command, env=self._environment(), cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+            command, env=self._environment(), cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -39,8 +39,6 @@ def run_to_other_ends(example: Path) -> dict[str, Ended]:
         "disk": _end(_warm_start(example, "disk", log_to="/dev/full")),
         "defect": _end(_warm_start(example, "defect", launcher="tests.support.runs.defective")),
         "interrupted": _end(_warm_start(example, "interrupted"), signal.SIGINT, beside="ray::Trainer"),
-        "terminated": _end(_warm_start(example, "terminated"), signal.SIGTERM, beside="ray::Trainer"),
-        "interrupted early": _end(_warm_start(example, "interrupted-early"), signal.SIGINT, beside=_RAYLET),
         "terminated early": _end(_warm_start(example, "terminated-early"), signal.SIGTERM, beside=_RAYLET),
     }
 
@@ -106,7 +104,9 @@ def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | Non
         started = []
     _, error = process.communicate(timeout=DEADLINE_S)
     _, alive = psutil.wait_procs(started, timeout=20)
-    return Ended(process.returncode, error, output.with_name(f"{output.name}.log"), [_title(one) for one in alive])
+    return Ended(
+        process.returncode, error, output.with_name(f"{output.name}.log"), [_title(process) for process in alive]
+    )
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""`python -m launcher`, whose saves take a second longer: who kills it during one need not be quick."""
+"""`python -m launcher`, whose saves take a second longer, so that a test can kill it during a save."""
 
 import sys
 import time

@@ -44,14 +44,14 @@ def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
 
         for step in range(num_steps):
             began = now
-            found = [
+            of_engines = [
                 decode(now + 0.03, np.minimum(random.lognormal(3.6, 0.8, size=96 + 16 * engine), 400).astype(int) + 1)
                 for engine in range(NUM_ENGINES)
             ]
-            last = max(float(forwards["started_at_s"][-1] + forwards["seconds"][-1]) for forwards in found)
-            for engine, forwards in enumerate(found):
+            last = max(float(forwards["started_at_s"][-1] + forwards["seconds"][-1]) for forwards in of_engines)
+            for engine, forwards in enumerate(of_engines):
                 append_forwards(path / "traces", engine, forwards)
-            timeline.add_forwards(found)
+            timeline.add_forwards(of_engines)
             span("engines", "rollout", last + 0.25 - now)
             span("trainer", "train", 3.0)
             span("publisher", "publish", 0.8)

@@ -18,7 +18,6 @@ import psutil
 import yaml
 
 from launcher.run_dir.atomic_files import read_rows
-from launcher.run_dir.status import read_now
 from rollout.transports import shm_files
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import popen
@@ -89,8 +88,8 @@ def rows(path: Path) -> list[dict]:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    kept = rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in kept]
+    steps = rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in steps]
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -110,34 +109,32 @@ def run_to_its_end(example: Path) -> Path:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A start that stopped on request."""
+    """A run that stopped on request."""
 
+    run_dir: Path
     code: int
     """Exit code."""
     output: str
     status: str
     """`megatron-rl status` after the stop."""
-    checkpoints: set[str]
-    """Entries of `checkpoints/` then."""
 
 
 @dataclass(frozen=True)
-class Interrupted:
-    """A run of three starts: the first was killed (-9), the second stopped on request."""
+class Killed:
+    """A run of two starts, of which the first was killed (-9)."""
 
     run_dir: Path
     seed: int
     """Of the point at which it was killed."""
-    stopped: Stopped
+    during_save: bool
+    output: str
+    """Of the second start."""
     left_behind: set[str]
     """Shared memory of processes that have ended."""
 
 
-def run_interrupted_twice(example: Path) -> Interrupted:
-    """The run of `run_to_its_end`, killed during a save or up to two seconds after a step, and later stopped.
-
-    After the kill it saves at its stop only.
-    """
+def run_killed_once(example: Path) -> Killed:
+    """The run of `run_to_its_end`, killed during a save or up to two seconds after a step, and resumed."""
     run_dir, config, before = example / "interrupted", configuration(example), abandoned()
     seed = random.randrange(1 << 30)
     generator = random.Random(seed)
@@ -152,34 +149,24 @@ def run_interrupted_twice(example: Path) -> Interrupted:
         time.sleep(generator.uniform(0, 2.0))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    stopped = _start_and_stop(run_dir, config)
-    finish(start(config, run_dir, "checkpoint.every=0"))
+    output = finish(start(config, run_dir, "checkpoint.every=0"))
     deadline = time.monotonic() + 10
     while abandoned() - before and time.monotonic() < deadline:  # other tests leave some for a moment
         time.sleep(0.5)
-    return Interrupted(run_dir, seed, stopped, abandoned() - before)
+    return Killed(run_dir, seed, during_save, output, abandoned() - before)
 
 
-def _start_and_stop(run_dir: Path, config: Path) -> Stopped:
-    """Resume a run and ask it to stop during its first rollout."""
-    process = start(config, run_dir, "checkpoint.every=0")
-
-    def samples() -> bool:
-        now = read_now(run_dir)
-        return now is not None and now.pid == process.pid and now.phase == "rollout"
-
-    wait_for(samples, process)
+def stop(run_dir: Path, process: subprocess.Popen) -> Stopped:
+    """Ask a run to stop, wait for its end and ask for its status."""
     finish(command("stop", str(run_dir)))
     output, _ = process.communicate(timeout=DEADLINE_S)
-    status = finish(command("status", str(run_dir)))
-    checkpoints = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    return Stopped(process.returncode, output, status, checkpoints)
+    return Stopped(run_dir, process.returncode, output, finish(command("status", str(run_dir))))
 
 
 def abandoned() -> set[str]:
     """Names of shared memory whose process has ended."""
-    found = ((path.name, shm_files._NAME.fullmatch(path.name)) for path in shm_files.SHM.iterdir())
-    return {name for name, match in found if match and not Path(f"/proc/{match['pid']}").exists()}
+    matches = ((path.name, shm_files._NAME.fullmatch(path.name)) for path in shm_files.SHM.iterdir())
+    return {name for name, match in matches if match and not Path(f"/proc/{match['pid']}").exists()}
 
 
 @dataclass(frozen=True)
@@ -205,7 +192,7 @@ def run_exported_and_evaluated(example: Path) -> Evaluated:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a supervised warm start said, and a second one that would have overwritten the model it began with."""
+    """Losses of a supervised warm start, and the refusal of one that would have overwritten its own model."""
 
     losses: list[float]
     refusal: int
@@ -233,7 +220,7 @@ def run_warm_start(example: Path) -> WarmStart:
 
 
 def run_ahead(example: Path) -> Path:
-    """A run that samples a step ahead: engines beside the trainer for two steps, in turns with it for two more.
+    """A run that samples a step ahead, with engines beside the trainer.
 
     Once its engine is killed as a whole, once vLLM's process inside the engine, in the middle of a publish.
     """
@@ -246,17 +233,15 @@ def run_ahead(example: Path) -> Path:
         engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20},
         algorithm={"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
         trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
+        placement={"mode": "disaggregated"},
         planner={"overlap": 1, "max_staleness": 1},
         wandb={"mode": "disabled"},
     )
-    process = start(config, run_dir, "num_steps=2", "placement.mode=disaggregated")
+    process = start(config, run_dir)
     kill_when(1, run_dir, process, "ray::EngineActor")
-    assert "engine 0 died and is restarted" in finish(process)
-    process = start(config, run_dir, "placement.mode=colocated")
     kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
     output = finish(process)
-    assert "placement.mode: disaggregated -> colocated" in output
-    assert output.count("engine 0 died and is restarted") == 1
+    assert output.count("engine 0 died and is restarted") == 2
     assert f"weight version {NUM_STEPS} is published again, because an engine died" in output
     return run_dir
 
@@ -271,9 +256,9 @@ def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None
     """The same as soon as engines are given that weight version (a trainer's shared memory becomes visible)."""
 
     def is_visible() -> bool:
-        pids = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
-        found = (shm_files._NAME.fullmatch(path.name) for path in shm_files.SHM.glob(f"mrl-*-w{version}-r0"))
-        return any(match is not None and int(match["pid"]) in pids for match in found)
+        pids = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        matches = (shm_files._NAME.fullmatch(path.name) for path in shm_files.SHM.glob(f"mrl-*-w{version}-r0"))
+        return any(match is not None and int(match["pid"]) in pids for match in matches)
 
     wait_for(is_visible, process)
     kill(process, title)
@@ -282,16 +267,17 @@ def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None
 def kill(process: subprocess.Popen, title: str) -> None:
     """Kill (-9) all descendants with that title."""
     descendants = psutil.Process(process.pid).children(recursive=True)
-    found = [one for one in descendants if (one.cmdline() or [""])[0].startswith(title)]
-    assert found, f"no {title} among the descendants"
-    for one in found:
-        one.kill()
+    targets = [process for process in descendants if (process.cmdline() or [""])[0].startswith(title)]
+    assert targets, f"no {title} among the descendants"
+    for target in targets:
+        target.kill()
 
 
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:
     """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets.
 
-    Its trainer is cut into two tensor-parallel ranks.
+    Its trainer is cut into two tensor-parallel ranks. It begins with the traces of `run_to_its_end`, which had the same
+    first prompts.
     """
     run_dir = example / "int8"
     config = configuration(
@@ -314,6 +300,7 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
             "kv_cache_bytes": 64 << 20,
         },
         publish={"delta": True},
+        history={"warm_start": str(example / UNINTERRUPTED / "traces")},
         evaluation={
             "sets": {"held_out": {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 32}}
         },

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.cluster.health import NodeFacts
-from launcher.commands import doctor
+from launcher.doctor import command as doctor
 from tests.launcher.conftest import write_weights
 from tests.support.byte_tokenizer import write_byte_tokenizer
 

@@ -2,15 +2,15 @@
 
 On one machine it runs by itself. Over the nodes of an allocation it runs as a step with one task a node:
 `srun --ntasks-per-node=1 megatron-rl doctor CONFIG`; then every node checks itself and its connections, and the first
-one everything else. No Ray is started.
+one everything else. No Ray is started, except for `--log-probabilities`.
 """
 
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -26,11 +26,13 @@ from launcher.checks.health.write_speed import write_speed, write_speed_line
 from launcher.checks.preflight import Check, disk, kernels
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import node_facts, node_needs
-from launcher.cluster.node import command_output, cpu_model, node_resources
+from launcher.cluster.node import NodeResources, cpu_model, node_resources
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
+from launcher.cluster.slurm_step import SlurmStep
 from launcher.commands.slurm import recorded_times
 from launcher.config.schema import RunConfig
+from launcher.doctor.log_probabilities import compare_log_probabilities
 from launcher.endings.kinds import Ending
 from megatron_rl.memory import checkpoint_bytes
 from rollout.data.rows import PromptRow, read_rows
@@ -42,32 +44,10 @@ SAMPLE_ROWS = 8
 GREEN, RED, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The SLURM step of this process; a step of one node without SLURM."""
-
-    nodes: tuple[str, ...]
-    job_id: int
-    name: str
-    """Of the job and the step; the same on all nodes."""
-    is_first: bool
-
-    @classmethod
-    def of_this_process(cls, node: str) -> "Step":
-        """Reads SLURM's variables."""
-        listed = os.environ.get("SLURM_STEP_NODELIST", "")
-        nodes = command_output(["scontrol", "show", "hostnames", listed]).split() if listed else []
-        job = os.environ.get("SLURM_JOB_ID", "0")
-        return cls(
-            nodes=tuple(nodes) or (node,),
-            job_id=int(job),
-            name=f"{job}.{os.environ.get('SLURM_STEP_ID', os.getpid())}",
-            is_first=os.environ.get("SLURM_PROCID", "0") == "0",
-        )
-
-
-def doctor(config: RunConfig) -> int:
+def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
     """Print a line for each check; returns 0, or the code of a refused configuration if a line is red.
+
+    With `nodes`, trainer and engines are started there, and their log-probabilities compared, if no line is red.
 
     Raises:
         ConfigError: the configuration cannot be run, although its files can be read.
@@ -76,6 +56,12 @@ def doctor(config: RunConfig) -> int:
     for check in doctor_lines(config):
         num_red += bool(check.problem)
         print(_line(check), flush=True)
+    if nodes and num_red:
+        print("log-probabilities are compared once no line above is red")
+    elif nodes:
+        for check in _log_probabilities(config, nodes):
+            num_red += bool(check.problem)
+            print(_line(check), flush=True)
     slurm = config.cluster.slurm
     if slurm.nodes > 1 and "SLURM_STEP_NODELIST" not in os.environ:
         print(f"over nodes: srun --nodes={slurm.nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG")
@@ -90,7 +76,7 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
     needs = needs if in_job else replace(needs, num_gpus=0)  # a login node has no GPUs
     with tempfile.TemporaryDirectory(dir=directory, prefix=".doctor-") as folder:
         facts = node_facts(needs, Path(folder) / "canary")
-    step = Step.of_this_process(facts.node)
+    step = SlurmStep.of_this_process(facts.node)
     yield from run_checks([*node_checks(facts, needs), _network(config, directory, step, facts.node)])
     if not step.is_first:
         return
@@ -102,6 +88,19 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
     yield from run_checks(_run_checks(checked, directory))
     if config.engine.format == "int8":
         yield kernels(node_resources(), *cpu_model())
+
+
+def _log_probabilities(config: RunConfig, nodes: Sequence[NodeResources]) -> Iterator[Check]:
+    """Lines of the comparison; the logs of its processes are removed unless it fails."""
+    checked = check_run(_without_history(config), nodes)
+    log_dir = Path(tempfile.mkdtemp(dir=_existing(Path(config.run_dir)), prefix=".doctor-logs-"))
+    yield from compare_log_probabilities(checked, log_dir)
+    shutil.rmtree(log_dir)
+
+
+def _without_history(config: RunConfig) -> RunConfig:
+    history = config.history.model_copy(update={"drafts": False, "warm_start": ""})
+    return config.model_copy(update={"history": history})
 
 
 def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
@@ -135,7 +134,7 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
     return [HealthCheck(name=name, measure=measure) for name, measure in measures.items()]
 
 
-def _network(config: RunConfig, directory: Path, step: Step, node: str) -> HealthCheck:
+def _network(config: RunConfig, directory: Path, step: SlurmStep, node: str) -> HealthCheck:
     def measure() -> tuple[str, list[str]]:
         folder = directory / f".doctor-{step.name}"
         here = Endpoint(node=node, address=_address(config, node), port=free_ports(step.job_id).probe)

@@ -1,0 +1,1 @@
+"""A model of four layers learns to write programs that pass their tests."""

@@ -1,0 +1,127 @@
+"""`srun --ntasks-per-node=1 megatron-rl run CONFIG`: the tasks of one SLURM step start a run together.
+
+Each task does on its node what the batch script of `megatron-rl slurm` starts there: checks, a sum over
+the nodes, Ray. The first task also chooses, and drives the run. They find each other by the same files
+(`launcher.cluster.job_folder`). Nothing is requeued and no node is spare: a person started the step.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher.checks.check import check_run
+from launcher.cluster.job_folder import VARIABLE, JobFolder
+from launcher.cluster.node import job_nodes, node_resources, package_versions
+from launcher.cluster.slurm_step import SlurmStep
+from launcher.commands.job_checks import check, choose, reduce
+from launcher.commands.job_state import node_name, say
+from launcher.commands.slurm import CONFIG, FOLDER, PACKAGES, job_config
+from launcher.commands.slurm_job import drive, node
+from launcher.config.loading import resolved_yaml
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError
+from launcher.run_dir.atomic_files import replace_text
+from rollout.failures import DeadlineError
+
+BEGIN_TIMEOUT_S = 300.0
+"""For which the tasks of a step wait for each other before Ray starts."""
+_POLL_S = 0.2
+
+
+def run_as_task(config: RunConfig) -> int:
+    """Do this task's part of the run; returns the exit code of the run in the first task, 0 in the others.
+
+    Raises:
+        ConfigError: the step does not have one task on each node, or the run cannot be run on its nodes.
+        DeadlineError: another task did not begin.
+    """
+    step = SlurmStep.of_this_process(node_name())
+    config = _config_of_step(config, step)
+    folder = JobFolder(path=Path(config.run_dir) / FOLDER / step.name)
+    os.environ |= {
+        VARIABLE: str(folder.path),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder.path / "token"),
+    }
+    try:
+        return _first(config, folder, step) if step.is_first else _other(config, folder)
+    finally:
+        if step.is_first and folder.path.is_dir():
+            (folder.path / "over").touch()
+
+
+def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
+    if step.num_tasks != len(step.nodes):
+        raise ConfigError(
+            f"the SLURM step has {step.num_tasks} tasks on {len(step.nodes)} node(s); start one on each node: "
+            "srun --ntasks-per-node=1 megatron-rl run CONFIG"
+        )
+    slurm = config.cluster.slurm
+    if slurm.nodes not in (1, len(step.nodes)):
+        raise ConfigError(f"`cluster.slurm.nodes` = {slurm.nodes}, but the SLURM step has {len(step.nodes)} nodes")
+    slurm = slurm.model_copy(update={"nodes": len(step.nodes), "spares": 0})
+    return job_config(config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})}))
+
+
+def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
+    checked = check_run(config, job_nodes(config.cluster.slurm, node_resources()))
+    for warning in checked.warnings:
+        say(f"warning: {warning}")
+    _write_files(config, folder, step)
+    check(config, folder)
+    _wait(folder, [folder.check_file(name) for name in step.nodes], "checked its node")
+    if code := choose(config, folder):
+        return code
+    reduce(config, folder)
+    line = [sys.executable, "-m", "launcher.commands.slurm_job", "node", str(folder.path.parent / CONFIG)]
+    ray = subprocess.Popen(line)
+    try:
+        return drive(config, folder)
+    finally:
+        (folder.path / "over").touch()
+        ray.wait()
+
+
+def _other(config: RunConfig, folder: JobFolder) -> int:
+    if not _wait(folder, [folder.path / "allocated"], "begun the run"):
+        return 0
+    check(config, folder)
+    if not _wait(folder, [folder.path / "nodes"], "chosen the nodes"):
+        return 0
+    reduce(config, folder)
+    return node(config, folder)
+
+
+def _write_files(config: RunConfig, folder: JobFolder, step: SlurmStep) -> None:
+    """Files that the batch script writes; `allocated` is the last, because the other tasks wait for it."""
+    folder.path.mkdir(parents=True)
+    (folder.run_dir / "logs").mkdir(exist_ok=True)
+    (folder.run_dir / "stop.json").unlink(missing_ok=True)
+    token = os.open(folder.path / "token", os.O_CREAT | os.O_WRONLY, 0o600)
+    with os.fdopen(token, "w") as file:
+        file.write(secrets.token_hex(32))
+    replace_text(folder.path.parent / CONFIG, resolved_yaml(config))
+    replace_text(folder.path.parent / PACKAGES, json.dumps(package_versions()) + "\n")
+    replace_text(folder.path / "allocated", "".join(f"{name}\n" for name in step.nodes))
+
+
+def _wait(folder: JobFolder, paths: list[Path], done: str) -> bool:
+    """Wait for files of other tasks; False if the run has ended before.
+
+    Raises:
+        DeadlineError: a file is still missing after `BEGIN_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + BEGIN_TIMEOUT_S
+    while missing := [path for path in paths if not path.exists()]:
+        if folder.is_over() or folder.lost_a_node():
+            return False
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"waited {BEGIN_TIMEOUT_S:.0f} s for a task that has not {done} ({missing[0]}); see the output of srun"
+            )
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,221 @@
+"""Runs programs that a model has written, isolated by bubblewrap: no network, no files, no other processes.
+
+A program sees an empty `/tmp`, the interpreter and the system's libraries (read-only), and itself. It has limits for
+CPU time, memory, processes, file size, output and wall time. When it ends, or at its time limit, all its processes end
+with it: they live in a process namespace of their own, which dies with its first process.
+
+As an ordinary user, a user namespace gives these rights. As root, bubblewrap runs without one, and the program gets a
+user id that no other process has, because the kernel exempts root from the limit on processes.
+
+bubblewrap is a program of its own (the package `bubblewrap` of Debian, Ubuntu and Fedora). Nothing is run without it.
+"""
+
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+FIRST_USER_ID = 2_000_000
+"""User ids of programs that root runs: above those of people and of containers' usual ranges."""
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+class Ending(StrEnum):
+    """How a program ended."""
+
+    EXITED = "exited"
+    """By itself; see the exit code."""
+    TIMEOUT = "timeout"
+    """It was killed at the wall or CPU time limit."""
+    OUTPUT = "output"
+    """It was killed because it wrote more than `Limits.output_bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one program."""
+
+    wall_s: float = 6.0
+    cpu_s: int = 5
+    """Of each process."""
+    memory_bytes: int = 512 << 20
+    """Address space of each process."""
+    num_processes: int = 16
+    """Processes and threads at a time."""
+    file_bytes: int = 16 << 20
+    """All files in `/tmp` together, which are in memory; a single file is no larger."""
+    output_bytes: int = 1 << 20
+    """Standard output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a program did."""
+
+    ending: Ending
+    code: int
+    """Exit code; negative for a signal, -9 for a killed program."""
+    output: str
+    """Standard output, in UTF-8; bytes that are not are replaced."""
+
+
+def isolation_problem() -> str:
+    """Why programs cannot be isolated on this machine, with the fix; empty if they can."""
+    return _isolation_problem()
+
+
+@cache
+def _isolation_problem() -> str:
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is missing, and programs of a model run nowhere else; install the package `bubblewrap`"
+    done = subprocess.run(
+        _command(["-c", "print(1)"], Limits()), capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode == 0 and done.stdout == "1\n":
+        return ""
+    reason = done.stderr.strip() or f"exit code {done.returncode}"
+    return (
+        f"bubblewrap cannot isolate a program here ({reason}); permit user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
+        "--security-opt seccomp=unconfined), or run as root"
+    )
+
+
+def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    """Run a Python program, isolated, and wait for its end.
+
+    Args:
+        source: the program.
+        stdin: its standard input.
+        limits: the defaults of `Limits` if None.
+
+    Raises:
+        OSError: bubblewrap cannot be started.
+    """
+    limits = limits or Limits()
+    with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as given:
+        program.write(source.encode("utf-8", "surrogatepass"))
+        program.seek(0)
+        given.write(stdin.encode("utf-8", "surrogatepass"))
+        given.seek(0)
+        arguments = ["--file", str(program.fileno()), "/tmp/program.py"]
+        command = _command(["/tmp/program.py"], limits, more=arguments)
+        process = subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[program.fileno()],
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        with process.stdout as output:
+            return _wait(process, output, limits)
+
+
+def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits) -> Outcome:
+    """Read to the end of the output, within the limits."""
+    deadline = time.monotonic() + limits.wall_s
+    text, ending = bytearray(), Ending.EXITED
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not selector.select(left):
+                ending = Ending.TIMEOUT
+                break
+            block = os.read(output.fileno(), 1 << 16)
+            text += block
+            if len(text) > limits.output_bytes:
+                ending = Ending.OUTPUT
+                break
+            if not block:
+                break
+    try:
+        code = process.wait(timeout=0 if ending is not Ending.EXITED else max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()  # bubblewrap's first process dies with it, and all others with that one
+        code = process.wait()
+        ending = Ending.TIMEOUT if ending is Ending.EXITED else ending
+    if code in (128 + 24, 128 + 9, -24) and ending is Ending.EXITED:  # SIGXCPU, then SIGKILL
+        ending = Ending.TIMEOUT
+    return Outcome(ending=ending, code=code, output=bytes(text[: limits.output_bytes]).decode("utf-8", "replace"))
+
+
+def _command(arguments: Sequence[str], limits: Limits, *, more: Sequence[str] = ()) -> list[str]:
+    """Command line of an isolated interpreter; `more` are further arguments of bubblewrap."""
+    python, prefix = _interpreter()
+    system = [path for path in (*_SYSTEM, prefix) if Path(path).exists()]
+    mounts = [word for path in system for word in _mount(path)]
+    variables = [word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)]
+    limited = [
+        "prlimit",
+        f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
+        f"--as={limits.memory_bytes}",
+        f"--nproc={limits.num_processes}",
+        f"--fsize={limits.file_bytes}",
+        "--core=0",
+        "--nofile=64",
+    ]
+    return [
+        "bwrap",
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *([] if os.geteuid() == 0 else ["--unshare-user"]),
+        *("--die-with-parent", "--new-session", "--clearenv", *variables),
+        *mounts,
+        *("--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"),
+        *("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"),
+        *more,
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *_without_root(),
+        "--",
+        *_dropped(),
+        *limited,
+        *(python, "-I", "-B", *arguments),
+    ]
+
+
+def _mount(path: str) -> list[str]:
+    """Arguments that show a path of the system to the program; other users may pass its parents."""
+    parents = [
+        word for parent in list(Path(path).parents)[-2::-1] for word in ("--perms", "0755", "--dir", str(parent))
+    ]
+    if Path(path).is_symlink():
+        return [*parents, "--symlink", str(Path(path).readlink()), path]
+    return [*parents, "--ro-bind", path, path]
+
+
+@cache
+def _interpreter() -> tuple[str, str]:
+    """The interpreter behind a virtual environment, and the folder that it is installed in."""
+    base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    return str(base), str(Path(sys.base_prefix).resolve())
+
+
+def _without_root() -> list[str]:
+    """As root: rights that the program's change of user id needs, before the program starts."""
+    if os.geteuid() != 0:
+        return []
+    return ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+
+
+def _dropped() -> list[str]:
+    """As root: the change to a user id that no other process has, by which processes are counted."""
+    if os.geteuid() != 0:
+        return []
+    user = FIRST_USER_ID + os.getpid() % 1_000_000
+    return [
+        "setpriv",
+        *(f"--reuid={user}", f"--regid={user}", "--clear-groups"),
+        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
+    ]

@@ -1,0 +1,44 @@
+"""A SLURM step that a person starts: one task on each node, and the configuration of its nodes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.slurm_step import SlurmStep, has_several_tasks
+from launcher.commands.srun_run import _config_of_step
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError
+
+STEP = SlurmStep(nodes=("node1", "node2"), num_tasks=2, job_id=7, name="7.0", is_first=True)
+
+
+@pytest.fixture
+def config(write_config: Callable[[str], Path]) -> RunConfig:
+    return load(RunConfig, write_config(""))
+
+
+def test_the_run_joins_the_ray_cluster_of_the_steps_nodes(config: RunConfig) -> None:
+    cluster = _config_of_step(config, STEP).cluster
+    assert (cluster.address, cluster.min_nodes, cluster.slurm.nodes, cluster.slurm.spares) == ("auto", 2, 2, 0)
+
+
+def test_several_tasks_on_a_node_are_refused_with_the_command(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"4 tasks on 2 node\(s\); .*srun --ntasks-per-node=1 megatron-rl run"):
+        _config_of_step(config, replace(STEP, num_tasks=4))
+
+
+def test_a_step_with_other_nodes_than_configured_is_refused(config: RunConfig) -> None:
+    slurm = config.cluster.slurm.model_copy(update={"nodes": 4})
+    other = config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
+    with pytest.raises(ConfigError, match=r"`cluster\.slurm\.nodes` = 4, but the SLURM step has 2 nodes"):
+        _config_of_step(other, STEP)
+
+
+def test_a_step_of_one_task_runs_as_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    assert not has_several_tasks()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert has_several_tasks()

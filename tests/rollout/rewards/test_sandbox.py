@@ -1,0 +1,110 @@
+"""Programs in the sandbox: what they may do, and everything that they may not."""
+
+import secrets
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout.rewards import sandbox
+from rollout.rewards.sandbox import Ending, Limits, isolation_problem, run_program
+
+pytestmark = pytest.mark.sandbox
+
+
+def output(source: str, *, limits: Limits | None = None) -> str:
+    outcome = run_program(source, limits=limits)
+    assert (outcome.ending, outcome.code) == (Ending.EXITED, 0), outcome
+    return outcome.output
+
+
+def test_this_machine_isolates() -> None:
+    assert isolation_problem() == ""
+
+
+def test_a_program_reads_its_input_and_writes_its_output() -> None:
+    assert run_program("print(int(input()) + 1)", stdin="41\n").output == "42\n"
+
+
+def test_it_sees_no_files_of_the_machine_and_writes_only_to_its_own_folder() -> None:
+    seen = output("import os\nprint(*os.listdir('/'), *os.listdir('/tmp'), sep='\\n')").split()
+    assert "home" not in seen and "work" not in seen and "program.py" in seen
+    for path in ("/usr/x", "/x", "/dev/shm/x"):
+        assert run_program(f"open('{path}', 'w')").code != 0
+    name = secrets.token_hex(8)
+    assert output(f"open('/tmp/{name}', 'w').write('x')\nprint(open('/tmp/{name}').read())") == "x\n"
+    assert not (Path("/tmp") / name).exists()
+
+
+def test_it_deletes_nothing() -> None:
+    run_program("import shutil\nfor path in ('/usr/lib', '/lib', '/bin'): shutil.rmtree(path, ignore_errors=True)")
+    assert output("print(1)") == "1\n"
+
+
+def test_it_has_no_network() -> None:
+    source = "import socket\nfor address in (('127.0.0.1', 22), ('8.8.8.8', 53)):\n    try:\n"
+    source += "        socket.create_connection(address, 2)\n        print('connected')\n    except OSError: pass\n"
+    assert output(source) == ""
+
+
+def test_it_has_no_environment_and_no_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert "secret" not in output("import os\nprint(dict(os.environ))")
+    assert output("print(open('/proc/self/status').read().split('CapEff:')[1].split()[0])").strip("0\n") == ""
+    assert output("import os\nprint(os.getuid())") != "0\n"
+
+
+def test_it_sees_no_other_process() -> None:
+    numbers = output("import os\nprint(*(name for name in os.listdir('/proc') if name.isdigit()))").split()
+    assert len(numbers) <= 3
+
+
+def test_processes_are_limited_and_end_with_the_program() -> None:
+    source = """
+import os, time
+count = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(600)
+        count += 1
+except OSError:
+    print(count)
+"""
+    started = time.monotonic()
+    outcome = run_program(source, limits=Limits(wall_s=20, num_processes=8))
+    assert outcome.ending is Ending.TIMEOUT or time.monotonic() - started < 20
+    assert 0 < int(outcome.output) <= 8
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "/tmp/program.py" in (one.info["cmdline"] or [])]
+
+
+def test_a_fork_bomb_ends_at_its_limit() -> None:
+    outcome = run_program(
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", limits=Limits(wall_s=3)
+    )
+    assert outcome.ending is Ending.TIMEOUT
+    assert output("print(1)", limits=Limits(wall_s=30)) == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "ending"),
+    [
+        ("while True: pass", Limits(cpu_s=1, wall_s=60), Ending.TIMEOUT),
+        ("import time\ntime.sleep(600)", Limits(wall_s=1), Ending.TIMEOUT),
+        ("while True: print('x' * 1000)", Limits(wall_s=60, cpu_s=30), Ending.OUTPUT),
+        ("b'x' * (1 << 30)", Limits(wall_s=60), Ending.EXITED),
+        ("open('/tmp/a', 'wb').write(b'x' * (1 << 26))", Limits(wall_s=60), Ending.EXITED),
+        ("open('/dev/shm/a', 'wb').write(b'x' * (1 << 26))", Limits(wall_s=60), Ending.EXITED),
+        ("for i in range(64): open(f'/tmp/{i}', 'wb').write(b'x' * (1 << 20))", Limits(wall_s=60), Ending.EXITED),
+    ],
+)
+def test_limits_end_a_program(source: str, limits: Limits, ending: Ending) -> None:
+    outcome = run_program(source, limits=limits)
+    assert outcome.ending is ending and outcome.code != 0
+    assert len(outcome.output) <= limits.output_bytes
+
+
+def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    assert "install the package `bubblewrap`" in sandbox._isolation_problem.__wrapped__()
