@@ -38,6 +38,8 @@ pre.response { border-left: 3px solid var(--accent); padding-left: 10px; }
 details { margin-bottom: 8px; } summary { cursor: pointer; }
 svg .grid-line { stroke: var(--line); } svg .tick { fill: var(--soft); font-size: 11px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 12px; color: var(--soft); }
+.lane { display: flex; align-items: center; gap: 8px; height: 13px; font-size: 11px; color: var(--soft); }
+.lane span { flex: 0 0 76px; white-space: nowrap; } .lane svg { flex: 1; min-width: 0; height: 10px; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }
 """
 

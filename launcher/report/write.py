@@ -3,8 +3,8 @@
     megatron-rl report RUN_DIR
 
 It also writes `timeline.json`, for ui.perfetto.dev. It reads the run's records only (`metrics.jsonl`, `events.jsonl`,
-`evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`), so it can run at any time, also during
-the run. The page leaves out charts without records.
+`evaluation.jsonl`, `samples/`, `traces/`, `config.yaml`, `environment.json`, `places.json`), so it can run at any time,
+also during the run. The page leaves out charts without records.
 """
 
 import argparse
@@ -19,11 +19,13 @@ import yaml
 
 from history.drafting.stats import SOURCES
 from launcher.report.chrome_trace import write_trace
+from launcher.report.fleet import fleet_section
 from launcher.report.html import grid, page, section, table, tiles
 from launcher.report.plots import Series, lines, stacked
 from launcher.report.run_timeline import RunTimeline, read_timeline
-from launcher.report.timeline_section import timeline_section
+from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
+from launcher.run_dir.places import Places, read_places
 from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
@@ -43,6 +45,8 @@ class Record:
     name: str
     metrics: Metrics
     timeline: RunTimeline
+    places: Places | None
+    """Nodes of engines and trainer ranks; None if the run did not record them."""
     evaluation: Sequence[EvaluationRow]
     samples: Mapping[int, Sequence[Mapping[str, object]]]
     """Rows of the first and the last step, by step."""
@@ -64,6 +68,7 @@ def read_record(run_dir: Path) -> Record:
         name=run_dir.resolve().name,
         metrics=metrics,
         timeline=read_timeline(run_dir, metrics),
+        places=read_places(run_dir),
         evaluation=[EvaluationRow.from_row(row) for row in read_rows(run_dir / "evaluation.jsonl")],
         samples={step: read_rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]},
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
@@ -85,6 +90,7 @@ def write_report(run_dir: Path) -> Path:
             _evaluation(record),
             _charts(shown),
             timeline_section(record.timeline, shown),
+            fleet_section(record.timeline, record.places, last_steps(record.timeline.steps)),
             _drafts(shown),
             _publishing(shown),
             _samples(record),

@@ -1,6 +1,6 @@
 """The directory of one run: its lock, its records and its checkpoints.
 
-    config.yaml  environment.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
+    config.yaml  environment.json  places.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
     samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
     wandb/  report.html  timeline.json  LOCK
 

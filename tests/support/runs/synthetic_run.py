@@ -6,12 +6,14 @@ import numpy as np
 
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.forward_traces import append_forwards
+from launcher.run_dir.places import Places, write_places
 from launcher.run_dir.step_timeline import StepTimeline
 from rollout.tracing.forwards import FORWARD, Forwards
 
 ORIGIN_S = 1.7e9
 FIXED_S, TOKEN_S, CONTEXT_S = 0.020, 0.0003, 1e-7
 NUM_ENGINES = 3
+PLACES = Places(engines=("node1", "node1", "node2"), trainers=("node1", "node2"))
 
 
 def decode(start_s: float, lengths: np.ndarray, slots: int = 64) -> Forwards:
@@ -35,6 +37,7 @@ def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
     timeline = StepTimeline(NUM_ENGINES)
     now = ORIGIN_S
     with RunDirectory(path) as run:
+        write_places(path, PLACES)
 
         def span(actor: str, activity: str, seconds: float) -> None:
             nonlocal now
