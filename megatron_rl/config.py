@@ -156,7 +156,8 @@ class AlgorithmConfig(Config):
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Coefficient of the mean token entropy in the objective."""
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal, because they have no gradient. They are counted."""
+    """Drop groups whose advantages are all zero, as those of equal rewards are: they have no gradient. They are
+    counted."""
     mask_truncated: bool = False
     """Leave responses that reached the token limit out of the loss. They are counted."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)

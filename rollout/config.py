@@ -121,8 +121,9 @@ class RewardConfig(Config):
     """Number of scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for scoring one response."""
-    failure_score: float = 0.0
-    """Reward of a response whose scoring failed or exceeded the time limit. Both are counted."""
+    failure_score: float | None = None
+    """Reward of a response whose scoring failed or exceeded the time limit. Without it the response leaves its group:
+    it is not trained on, and has no part in the baseline. Both are counted. In an evaluation it scores 0."""
 
 
 class EvalSetConfig(Config):

@@ -9,7 +9,9 @@ import hashlib
 from rollout.types import PromptId
 
 
-def derive_seed(run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, sample: int) -> int:
+def derive_seed(
+    run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, sample: int, occurrence: int = 0
+) -> int:
     """Return the 63-bit seed of one response.
 
     Args:
@@ -18,8 +20,11 @@ def derive_seed(run_seed: int, *, purpose: str, step: int, prompt_id: PromptId, 
         step: step for which the response is sampled.
         prompt_id: the prompt of the response.
         sample: number of the response in its group.
+        occurrence: number of earlier draws of the prompt in the same step; without it, copies of a prompt would sample
+            the same responses.
     """
-    key = "\x1f".join((str(run_seed), purpose, str(step), prompt_id, str(sample)))
+    parts = [str(run_seed), purpose, str(step), prompt_id, str(sample), *([str(occurrence)] if occurrence else [])]
+    key = "\x1f".join(parts)
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -164,7 +164,7 @@ class ScoreStatus(enum.Enum):
 
     OK = "ok"
     ERROR = "error"
-    """The call failed; the reward is the configured substitute."""
+    """The call failed."""
     TIMEOUT = "timeout"
 
 
@@ -178,6 +178,8 @@ class Score:
     """Further numbers that the reward function returned beside `score`, by name."""
     error: str = ""
     """One line for `ERROR` and `TIMEOUT`."""
+    is_left_out: bool = False
+    """Whether the response leaves its group: scoring failed, and no substitute is configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class ScoredGroup:
     group: PromptGroup
     summary: GroupSummary
     rewards: tuple[float, ...]
-    """[G], finite; a failed scoring gives the configured substitute."""
+    """[G], finite; a failed scoring gives the configured substitute, or 0 where the response is left out."""
     scores: tuple[Score, ...] = ()
     """[G], outcome of each scoring."""
     columns: ColumnsRef

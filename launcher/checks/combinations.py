@@ -4,12 +4,16 @@ Each function returns one sentence per problem. A sentence names both values and
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from launcher.checks.functions import function_problems
 from launcher.checks.slurm import slurm_problems
 from launcher.config.schema import RunConfig
 from megatron_rl.built_in import ADVANTAGES, LOSSES
 from rollout.config import EvalSetConfig
+
+MAX_GSPO_CLIP = 0.02
+"""Largest clip bound that still clips ratios of sequences (arXiv 2507.18071, section 5.1, has 3e-4 and 4e-4)."""
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -26,6 +30,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _mode,
         lambda config: slurm_problems(config.cluster.slurm),
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
+        _set_names,
         lambda config: function_problems(
             {
                 "reward.function": config.reward.function,
@@ -86,8 +91,22 @@ def _algorithm(config: RunConfig) -> list[str]:
             f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
             "the advantage compares the responses of a group; set group_size to 2 or more"
         )
+    if algorithm.loss == "gspo" and algorithm.aggregation != "sequence_mean":
+        problems.append(
+            f"`algorithm.loss` = gspo with `algorithm.aggregation` = {algorithm.aggregation}: its ratio belongs to a "
+            "whole sequence, and each sequence counts once; set aggregation to sequence_mean"
+        )
+    if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) > MAX_GSPO_CLIP:
+        problems.append(
+            f"`algorithm.loss` = gspo with `algorithm.clip_low` = {algorithm.clip_low} and `algorithm.clip_high` = "
+            f"{algorithm.clip_high}: ratios of whole sequences are a thousand times nearer to 1 than those of tokens, "
+            f"so nothing would be clipped; set both to {MAX_GSPO_CLIP} or less (the paper has 3e-4 and 4e-4)"
+        )
     correction = algorithm.correction
-    if correction.mode in ("icepop", "mis_product", "mis_geometric") and correction.low >= correction.cap:
+    if (
+        correction.mode in ("icepop", "icepop_sequence", "mis_product", "mis_geometric")
+        and correction.low >= correction.cap
+    ):
         problems.append(
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
             f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
@@ -179,6 +198,21 @@ def _mode(config: RunConfig) -> list[str]:
             "communicator; set the mode to disaggregated or the transport to auto"
         )
     return problems
+
+
+def _set_names(config: RunConfig) -> list[str]:
+    """Prompt ids, histories and seeds of a set begin with its name, and those of training with the name of a file."""
+    files = {dataset.name or Path(dataset.path).stem for dataset in config.data.train}
+    return [
+        f"`evaluation.sets.{name}` has the name of a training file: the two would share prompt ids and history; rename "
+        "the set, or set `data.train.N.name`"
+        for name in config.evaluation.sets
+        if name in files
+    ] + [
+        "`evaluation.sets.train` would be taken for training; give the set another name"
+        for name in config.evaluation.sets
+        if name == "train" and name not in files
+    ]
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

@@ -31,15 +31,27 @@ class TrainingPrompts:
         ]
 
 
-def load_training_prompts(text_actor: ray.actor.ActorHandle, config: DataConfig) -> TrainingPrompts:
-    """Read and tokenise the training mixture."""
+def load_training_prompts(
+    text_actor: ray.actor.ActorHandle, config: DataConfig, *, prompts_per_step: int
+) -> TrainingPrompts:
+    """Read and tokenise the training mixture.
+
+    Raises:
+        ValueError: there are fewer prompts than a step draws.
+    """
     loading = [
         text_actor.load_prompts.remote(
             file.path, name=file.name, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong_prompts
         )
         for file in config.train
     ]
-    return TrainingPrompts(files=tuple(ray.get(loading)))
+    prompts = TrainingPrompts(files=tuple(ray.get(loading)))
+    if (count := len(prompts.by_id())) < prompts_per_step:
+        raise ValueError(
+            f"`algorithm.prompts_per_step` = {prompts_per_step} is above the {count} prompts of `data.train`: a step "
+            "would draw a prompt twice; lower it, or add prompts"
+        )
+    return prompts
 
 
 def load_evaluation_prompts(

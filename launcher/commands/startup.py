@@ -49,7 +49,7 @@ def read_inputs(
     """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
     with judging_user_input():
         text_actor, tokenizer = running.start_text_actor(config.model, config.reward)
-        training = load_training_prompts(text_actor, config.data)
+        training = load_training_prompts(text_actor, config.data, prompts_per_step=config.algorithm.prompts_per_step)
         evaluation = load_evaluation_prompts(text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         order = training_order(training, config.data, seed=config.seed, state=resume.order)
         history = start_history(config, running, tokenizer, run_id=run_id, say=progress.say)

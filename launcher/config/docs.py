@@ -91,6 +91,8 @@ def _type_name(annotation: object) -> str:
     if inner is not None:
         return "table of tables" if get_origin(annotation) is dict else "list of tables"
     arguments = get_args(annotation)
+    if annotation is type(None):
+        return "null"
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     if all(isinstance(argument, str) for argument in arguments):
@@ -111,6 +113,8 @@ def _default(field: FieldInfo) -> str:
         return "empty"
     if isinstance(field.default, tuple | dict) and not field.default:
         return "none"
+    if field.default is None:
+        return "`null`"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
     return f"`{field.default}`"

@@ -23,7 +23,14 @@ _BATCH: tuple[Row, ...] = (
     ("batch/groups", "groups", "sum", "Groups of the step.", ""),
     ("batch/responses", "responses", "sum", "Responses of the step.", ""),
     ("batch/aborted_responses", "responses", "sum", "Responses that are dropped as aborted or empty.", "0"),
-    ("batch/zero_variance_groups", "groups", "sum", "Groups that are dropped because all rewards are equal.", ""),
+    (
+        "batch/unscored_responses",
+        "responses",
+        "sum",
+        "Responses that are left out because their scoring failed.",
+        "0",
+    ),
+    ("batch/zero_variance_groups", "groups", "sum", "Groups that are dropped because all advantages are zero.", ""),
     ("batch/zero_variance_responses", "responses", "sum", "Responses of groups without variance.", ""),
     (
         "batch/masked_truncated_responses",

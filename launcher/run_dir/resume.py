@@ -32,13 +32,21 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     _refuse_renamed(saved, before)
     now = _flat(config.model_dump(mode="json"))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
-    lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
+    lines = [f"{key}: {before.get(key)} -> {now.get(key)}{_consequence(key, config)}" for key in changed]
     if fixed := [line for key, line in zip(changed, lines, strict=True) if key in FIXED]:
         raise RunDirectoryError(
             f"run_dir `{run_dir}` holds a run with another configuration: {'; '.join(fixed)}; "
             "name another run_dir, or restore the old values to resume"
         )
     return lines
+
+
+def _consequence(key: str, config: RunConfig) -> str:
+    """What else a changed key changes without a word."""
+    optimizer = config.trainer.optimizer
+    if key == "num_steps" and optimizer.decay != "constant" and not optimizer.decay_steps:
+        return f" (the learning rate now decays until step {config.num_steps}; fix it by trainer.optimizer.decay_steps)"
+    return ""
 
 
 def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:

@@ -5,7 +5,9 @@ by the `columns` handle. The same groups, configuration and seed give the same b
 
 Selection of samples
 * Aborted and empty responses are dropped first, because their reward has no meaning.
-* Groups whose rewards are all equal have no gradient and are dropped (`drop_zero_variance`).
+* Responses whose scoring failed are left out of their group, unless `reward.failure_score` gives them a reward.
+* Groups whose advantages are all zero have no gradient and are dropped (`drop_zero_variance`). Equal rewards give zero
+  advantages, unless a penalty for length tells them apart.
 * With `mask_truncated`, truncated responses count in their group's baseline but are not trained on.
 
 Placement of samples
@@ -33,6 +35,9 @@ from megatron_rl.batching.balance import PackingRules, balance
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
+
+ZERO_ADVANTAGE = 1e-8
+"""Advantages up to this size are zero: equal rewards leave about 1e-11 after rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +94,10 @@ class BatchCounts:
     responses: int
     aborted_responses: int
     """Dropped because they are aborted or empty."""
+    unscored_responses: int
+    """Left out of their group because their scoring failed."""
     zero_variance_groups: int
-    """Dropped because their rewards are all equal."""
+    """Dropped because their advantages are all zero."""
     zero_variance_responses: int
     """Responses of those groups."""
     masked_truncated_responses: int
@@ -154,6 +161,7 @@ class _Survey:
 
     samples: tuple[TrainingSample, ...] = ()
     aborted: int = 0
+    unscored: int = 0
     zero_variance: int = 0
     masked_truncated: int = 0
 
@@ -163,15 +171,19 @@ def _survey(scored: ScoredGroup, *, policy_version: int, algorithm: AlgorithmCon
     summary = scored.summary
     finished = [i for i, n in enumerate(summary.lengths) if n and summary.finish_reasons[i] is not FinishReason.ABORT]
     aborted = len(summary.lengths) - len(finished)
-    rewards = np.array([scored.rewards[i] for i in finished], dtype=np.float64)
-    if algorithm.drop_zero_variance and (len(finished) == 0 or np.ptp(rewards) == 0):
-        return _Survey(aborted=aborted, zero_variance=len(finished))
-    per_response = dict(zip(finished, _advantages(scored, finished, rewards, algorithm).tolist(), strict=True))
-    trained = [i for i in finished if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
+    judged = [i for i in finished if not (scored.scores and scored.scores[i].is_left_out)]
+    unscored = len(finished) - len(judged)
+    rewards = np.array([scored.rewards[i] for i in judged], dtype=np.float64)
+    values = _advantages(scored, judged, rewards, algorithm)
+    if algorithm.drop_zero_variance and not (np.abs(values) > ZERO_ADVANTAGE).any():
+        return _Survey(aborted=aborted, unscored=unscored, zero_variance=len(judged))
+    per_response = dict(zip(judged, values.tolist(), strict=True))
+    trained = [i for i in judged if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
     return _Survey(
         samples=tuple(_sample(scored, i, advantage=per_response[i], policy_version=policy_version) for i in trained),
         aborted=aborted,
-        masked_truncated=len(finished) - len(trained),
+        unscored=unscored,
+        masked_truncated=len(judged) - len(trained),
     )
 
 
@@ -257,6 +269,7 @@ def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey], packing: 
         groups=len(groups),
         responses=sum(len(group.rewards) for group in groups),
         aborted_responses=sum(survey.aborted for survey in surveys),
+        unscored_responses=sum(survey.unscored for survey in surveys),
         zero_variance_groups=sum(survey.zero_variance > 0 for survey in surveys),
         zero_variance_responses=sum(survey.zero_variance for survey in surveys),
         masked_truncated_responses=sum(survey.masked_truncated for survey in surveys),

@@ -35,7 +35,12 @@ def step_metrics(
 
 
 def _rewards(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    rewards = [reward for group in groups for reward in group.rewards]
+    rewards = [
+        reward
+        for group in groups
+        for sample, reward in enumerate(group.rewards)
+        if not (group.scores and group.scores[sample].is_left_out)
+    ] or [0.0]
     statuses = [score.status for group in groups for score in group.scores]
     return {
         "reward/mean": fmean(rewards),

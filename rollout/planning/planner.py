@@ -10,6 +10,7 @@ a prompt is consumed at most as often as it was issued.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -177,22 +178,27 @@ class Planner:
     def _of(self, step: int) -> tuple[PromptGroup, ...]:
         """The groups of a step, drawn at the first call; steps are drawn in order."""
         if step not in self._drawn:
-            draws = self._order.take(self._prompts_per_step)
-            self._drawn[step] = tuple(
-                self._group(step, GroupId(step * self._prompts_per_step + index), self._prompts[draw.prompt_id])
-                for index, draw in enumerate(draws)
-            )
+            seen: Counter[PromptId] = Counter()
+            groups = []
+            for index, draw in enumerate(self._order.take(self._prompts_per_step)):
+                group_id = GroupId(step * self._prompts_per_step + index)
+                groups.append(self._group(step, group_id, draw.prompt_id, seen[draw.prompt_id]))
+                seen[draw.prompt_id] += 1
+            self._drawn[step] = tuple(groups)
             self._groups.update((group.group_id, group) for group in self._drawn[step])
         return self._drawn[step]
 
-    def _group(self, step: int, group_id: GroupId, prompt: Prompt) -> PromptGroup:
+    def _group(self, step: int, group_id: GroupId, prompt_id: PromptId, occurrence: int) -> PromptGroup:
+        seeds = (
+            derive_seed(
+                self._seed, purpose="train", step=step, prompt_id=prompt_id, sample=sample, occurrence=occurrence
+            )
+            for sample in range(self._group_size)
+        )
         return PromptGroup(
             group_id=group_id,
             step=step,
-            prompt=prompt,
+            prompt=self._prompts[prompt_id],
             sampling=self._sampling,
-            seeds=tuple(
-                derive_seed(self._seed, purpose="train", step=step, prompt_id=prompt.prompt_id, sample=sample)
-                for sample in range(self._group_size)
-            ),
+            seeds=tuple(seeds),
         )

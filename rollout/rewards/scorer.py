@@ -3,7 +3,8 @@
 The reward function is foreign code. It runs in worker processes, which are killed and replaced when a call exceeds the
 time limit, and which can crash without harm to others. The limit counts from the moment a worker begins the call.
 
-A failed or timed-out call yields the configured substitute score, a status and a line in the log. The line shows the
+A failed or timed-out call yields a status and a line in the log. Its response leaves the group, or has the configured
+substitute score. The line shows the
 response the first time that each kind of failure happens. Faults of every sample raise instead: a bad path, a wrong
 return type, a function that has failed for every response of several prompts.
 """
@@ -112,7 +113,8 @@ class ResponseScorer:
             sample = f"; ground truth {group.prompt.ground_truth!r}, response {text[:_SHOWN_CHARACTERS]!r}"
         _LOG.warning("scoring of a response to %s: %s: %s%s", group.prompt.prompt_id, status.value, line, sample)
         self._give_up_if_broken(group.prompt.prompt_id, line)
-        return Score(reward=self._config.failure_score, status=status, error=line)
+        substitute = self._config.failure_score
+        return Score(reward=substitute or 0.0, status=status, error=line, is_left_out=substitute is None)
 
     def _give_up_if_broken(self, prompt_id: PromptId, error: str) -> None:
         if self._has_succeeded:

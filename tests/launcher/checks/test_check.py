@@ -39,6 +39,20 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["algorithm.correction.mode=icepop", "algorithm.correction.low=3"],
             ["`algorithm.correction.low` = 3.0", "`algorithm.correction.cap` = 2.0"],
         ),
+        (
+            ["algorithm.correction.mode=icepop_sequence", "algorithm.correction.low=2"],
+            ["`algorithm.correction.low` = 2.0", "keeps weights between the two"],
+        ),
+        (
+            ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
+            ["set aggregation to sequence"],
+        ),
+        (["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"], ["`algorithm.clip_low` = 0.2", "3e-4"]),
+        (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
+        (
+            ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],
+            ["`evaluation.sets.train` would be taken for training"],
+        ),
         (["trainer.optimizer.min_learning_rate=1"], ["min_learning_rate` = 1.0", "learning_rate` = 1e-06"]),
         (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor = 3", "4 attention heads"]),
         (["trainer.parallel.pipeline=5"], ["pipeline = 5", "4 layers"]),

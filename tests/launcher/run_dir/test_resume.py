@@ -29,6 +29,13 @@ def test_a_permitted_change_of_configuration_is_reported(tmp_path: Path) -> None
     assert "evaluation.sets.a.path: None -> y" in lines
 
 
+def test_more_steps_under_a_decaying_learning_rate_are_reported_with_their_consequence(tmp_path: Path) -> None:
+    decaying = {"optimizer": {"decay": "cosine"}}
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(trainer=decaying)))
+    (line,) = changed_keys(tmp_path, run_config(num_steps=9, trainer=decaying))
+    assert line.startswith("num_steps: 3 -> 9 (the learning rate now decays until step 9;")
+
+
 @pytest.mark.parametrize(
     "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
 )

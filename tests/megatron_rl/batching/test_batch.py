@@ -1,6 +1,7 @@
 """`build_batch`: the invariants of `megatron_rl.batching.batch`, checked by one helper on every batch built here."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from rollout.types import (
     PromptGroup,
     PromptId,
     SamplingSpec,
+    Score,
     ScoredGroup,
+    ScoreStatus,
     WeightSpan,
     WeightVersion,
 )
@@ -74,7 +77,8 @@ def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini
     trained = [sample for mini in batch.mini_batches for sample in samples_of(mini)]
     keys = Counter((sample.group_id, sample.sample) for sample in trained)
     assert all(times == 1 for times in keys.values())
-    lost = counts.aborted_responses + counts.zero_variance_responses + counts.masked_truncated_responses
+    lost = counts.aborted_responses + counts.unscored_responses
+    lost += counts.zero_variance_responses + counts.masked_truncated_responses
     assert len(trained) == counts.trained_responses
     assert len(trained) + lost == counts.responses == sum(len(group.rewards) for group in groups)
     assert len(batch.mini_batches) <= num_mini_batches
@@ -163,6 +167,24 @@ def test_groups_with_equal_rewards_are_dropped_and_counted():
         2,
         11,
     )
+
+
+def test_equal_rewards_of_unequal_penalties_are_trained_on():
+    """DAPO's penalty for length tells responses apart that the reward does not."""
+    groups = [scored_group(0, [MAX_RESPONSE_TOKENS, 4], [1.0, 1.0]), scored_group(1, [4, 4], [0.1, 0.1])]
+    batch = build(groups, advantage="dapo", overlong_buffer_tokens=16)
+    (long, short) = samples_of(batch.mini_batches[0])
+    assert long.advantage == pytest.approx(-short.advantage) and long.advantage < 0
+    assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 2)
+
+
+def test_a_response_whose_scoring_failed_leaves_its_group():
+    scores = [Score(reward=r, status=ScoreStatus.OK) for r in (0.0, 1.0)]
+    scores.append(Score(reward=0.0, status=ScoreStatus.TIMEOUT, is_left_out=True))
+    group = replace(scored_group(0, [3, 4, 5], [0.0, 1.0, 0.0]), scores=tuple(scores))
+    batch = build([group], advantage="dr_grpo")
+    assert {s.sample: s.advantage for s in samples_of(batch.mini_batches[0])} == {0: -0.5, 1: 0.5}
+    assert (batch.counts.unscored_responses, batch.counts.trained_responses) == (1, 2)
 
 
 def test_groups_with_equal_rewards_stay_when_dropping_is_off():

@@ -78,6 +78,24 @@ def test_overlap_admits_a_step_early_and_keeps_the_order_of_a_synchronous_run():
     ]
 
 
+def test_two_draws_of_a_prompt_in_one_step_have_seeds_of_their_own():
+    few = {PromptId(f"t/{number}"): prompt(number) for number in range(PER_STEP - 1)}
+    one = Planner(
+        PromptOrder([PromptSet(prompt_ids=tuple(few))], seed=3),
+        few,
+        config=PlannerConfig(),
+        lengths=LengthBook(),
+        num_steps=20,
+        prompts_per_step=PER_STEP,
+        group_size=4,
+        sampling=SamplingSpec(temperature=1.0, max_response_tokens=64),
+        seed=5,
+    )
+    groups = one.due(0, ENGINES).groups
+    assert len({group.prompt.prompt_id for group in groups}) < len(groups)
+    assert len({seed for group in groups for seed in group.seeds}) == 4 * len(groups)
+
+
 def test_nothing_is_admitted_beyond_the_last_step():
     one = planner(overlap=3, max_staleness=3, num_steps=2)
     assert len(step(one, 0)[0]) == 2 * PER_STEP

@@ -88,6 +88,12 @@ def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_reward_and_other_c
     assert ["response '" in line for line in lines] == [True, True, False, False]
 
 
+def test_without_a_substitute_a_response_whose_scoring_failed_leaves_its_group(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    scores = scorer.score(*group_of(scorer, ["fine", "raise"]))
+    assert [(score.reward, score.is_left_out) for score in scores] == [(1.0, False), (0.0, True)]
+
+
 def test_a_wrong_return_type_stops_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.textual")
     with pytest.raises(RewardBrokenError, match=r"reward\.function: .*textual returned 'good'.*dict with `score`"):
