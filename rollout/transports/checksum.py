@@ -1,5 +1,6 @@
-"""The trailer that proves a bucket complete and of the right publish. Checksums are computed where the bytes lie.
+"""The trailer that proves a bucket complete, of the right publish and in its own place.
 
+Checksums are computed where the bytes lie.
 On a CPU the checksum is xxh3-64. On a device it is a multilinear hash (Carter and Wegman, 1979): each 32-bit word of
 the payload is multiplied by a fixed odd 64-bit number of its position, and products are summed modulo 2**64. A sum has
 no order, so the whole hash is one parallel reduction. It always detects one changed word, and misses any other fault
@@ -22,9 +23,9 @@ _ROWS_AT_A_TIME = 256
 """Rows hashed at a time, because products take twice the bytes of their words."""
 
 
-def seal(bucket: torch.Tensor, weight_version: WeightVersion) -> None:
-    """Write the trailer into the last `TRAILER.size` bytes of a filled bucket, uint8 [L]."""
-    checksum = _checksum(bucket[: -TRAILER.size])
+def seal(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -> None:
+    """Write the trailer into the last `TRAILER.size` bytes of the filled bucket `index`, uint8 [L]."""
+    checksum = _checksum(bucket[: -TRAILER.size], index)
     trailer = TRAILER.pack(MAGIC, weight_version, checksum)
     bucket[-TRAILER.size :].copy_(torch.frombuffer(bytearray(trailer), dtype=torch.uint8))
 
@@ -40,12 +41,17 @@ def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -
         raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
     if version != weight_version:
         raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
-    if (actual := _checksum(bucket[: -TRAILER.size])) != checksum:
-        raise RuntimeError(f"bucket {index}: checksum {actual:#x} of the received bytes, {checksum:#x} when sent")
+    if (actual := _checksum(bucket[: -TRAILER.size], index)) != checksum:
+        raise RuntimeError(
+            f"bucket {index}: checksum {actual:#x} of the received bytes, {checksum:#x} when sent; the bytes are "
+            "corrupt, or those of another bucket"
+        )
 
 
-def _checksum(payload: torch.Tensor) -> int:
-    return multilinear(payload) if payload.is_cuda else xxhash.xxh3_64_intdigest(payload.numpy().data)
+def _checksum(payload: torch.Tensor, index: int) -> int:
+    """Checksum of a payload and of the bucket's number, so that a bucket does not verify in another's place."""
+    content = multilinear(payload) if payload.is_cuda else xxhash.xxh3_64_intdigest(payload.numpy().data)
+    return content ^ xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"))
 
 
 def multilinear(payload_L: torch.Tensor) -> int:

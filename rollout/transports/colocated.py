@@ -159,7 +159,7 @@ class ColocatedSender:
         """Seal a bucket and start to send it to the other trainer ranks whose engine ranks require it."""
         bucket = self._buckets[index]
         payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
-        seal(payload, self._version)
+        seal(payload, self._version, index=index)
         self._receive_before(index)
         self._send(index, payload)
 

@@ -57,7 +57,7 @@ class ShmSender:
             RuntimeError: `/dev/shm` has no room for it any more.
         """
         bucket = self.buffer(index)
-        seal(bucket, self._version)
+        seal(bucket, self._version, index=index)
         self._file.write(bucket.numpy().data, self._offsets[index])
 
     def finish(self) -> str:

@@ -114,7 +114,7 @@ class GroupSender:
                 channel is left; sending can continue to the other engines.
         """
         payload = self.buffer(index)
-        seal(payload, self._version)
+        seal(payload, self._version, index=index)
         base_version, change = self._change(index, payload)
         whole = Message(kind=Kind.WHOLE, body=payload, num_changed=payload.numel())
         flight = _Flight(index=index)
