@@ -315,9 +315,20 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
     return {}
 
 
+CHANGE_THE_OBJECTIVE = {
+    "moe_z_loss_coeff": "Megatron multiplies it by the number of tokens under this loss, and nothing divides it again",
+    "moe_input_jitter_eps": "its noise makes old and new log-probabilities those of different models",
+    "mtp_num_layers": "its loss would be added to the policy's",
+    "dsa_indexer_loss_coeff": "its loss would be added to the policy's",
+}
+"""Fields of Megatron that change what is learned, and why they are refused."""
+
+
 def _check_passthrough(megatron: Mapping[str, object], derived: Mapping[str, object]) -> None:
     known = [item.name for item in fields(TransformerConfig) if item.init]
     for key in megatron:
+        if key in CHANGE_THE_OBJECTIVE:
+            raise ValueError(f"trainer.megatron.{key} is refused: {CHANGE_THE_OBJECTIVE[key]}; remove it")
         if key in derived:
             raise ValueError(
                 f"trainer.megatron.{key} is not free: it follows from the model's config.json and the other keys of "

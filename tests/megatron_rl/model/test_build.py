@@ -31,6 +31,8 @@ def test_pass_through_fields_reach_megatrons_configuration(ranks, directory):
         ("num_layers", "trainer.megatron.num_layers is not free"),
         ("sequence_parallel", "trainer.megatron.sequence_parallel is not free"),
         ("fp8_param", "trainer.megatron.fp8_param is not free"),
+        ("moe_z_loss_coeff", "moe_z_loss_coeff is refused: Megatron multiplies it by the number of tokens"),
+        ("moe_input_jitter_eps", "moe_input_jitter_eps is refused: its noise"),
     ],
 )
 def test_an_unknown_field_and_one_that_we_set_are_refused(ranks, directory, key, message):
