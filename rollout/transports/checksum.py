@@ -1,9 +1,10 @@
 """The trailer that proves a bucket complete, of the right publish and in its own place.
 
 Checksums are computed where the bytes lie. On a CPU the checksum is xxh3-64. On a device it is a multilinear hash
-(Carter and Wegman, 1979): each 32-bit word of the payload is multiplied by a fixed odd 64-bit number of its position, and products are summed modulo 2**64. A sum has
-no order, so the whole hash is one parallel reduction. It always detects one changed word, and misses any other fault
-with a probability of about 2**-32 (the multipliers are random, and words have 32 bits, so top bits do not cancel).
+(Carter and Wegman, 1979): each 32-bit word of the payload is multiplied by a fixed odd 64-bit number of its position,
+and products are summed modulo 2**64. A sum has no order, so the whole hash is one parallel reduction. It always detects
+one changed word, and misses any other fault with a probability of about 2**-32 (the multipliers are random, and words
+have 32 bits, so top bits do not cancel).
 
 Both ends of a transport hold buckets on the same kind of device.
 """
