@@ -148,7 +148,7 @@ def rejection_statistic(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> T
     """The divergence that a rejection measures: [T] for token statistics, [B] for sequence statistics, float32."""
     reduction, _, estimator = rule.statistic.rpartition("_")
     log_ratio = logprobs.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    values = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": k3(log_ratio)}[estimator]
+    values = {"k1": -logprobs.log_ratio, "k2": 0.5 * log_ratio.square(), "k3": k3(log_ratio)}[estimator]
     if reduction == "token":
         return values
     return _segment(values, logprobs.lengths, reduction.removeprefix("seq_"))

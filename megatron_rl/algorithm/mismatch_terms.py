@@ -73,7 +73,7 @@ def _policy_terms(logprobs: PackedLogprobs) -> Terms:
         sums={
             "tokens": _count(log_ratio),
             "sequences": _count(gap),
-            "k1": -log_ratio.double().sum(),
+            "k1": -logprobs.log_ratio.double().sum(),  # no exp, so no clamp
             "k3": k3(log_ratio.double()).sum(),
             "ratio": log_ratio.double().exp().sum(),
             "ratio_squared": (2.0 * log_ratio.double()).exp().sum(),

@@ -164,6 +164,14 @@ def test_log_ratios_beyond_twenty_are_clamped():
     assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
+def test_k1_is_not_clamped_in_metrics_and_rejections():
+    """A mean of log ratios of -99 and 99 and one of -59 is -59 / 3; clamped it would be -20 / 3."""
+    logprobs = packed([[-100.0, -1.0, -60.0]], [[-1.0, -100.0, -1.0]])
+    assert MismatchSums.of(logprobs, config=CorrectionConfig()).finalize()["rollout_corr/kl"] == pytest.approx(59 / 3)
+    rule = RejectionConfig(statistic="seq_sum_k1", high=math.exp(30))
+    assert kept_by_rule(logprobs, rule=rule).tolist() == [False] * 3
+
+
 @st.composite
 def sequences_and_cuts(draw):
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
