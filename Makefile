@@ -60,7 +60,7 @@ test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no who
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of test-long
 	$(RUN) -m pytest tests -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)
 
-test-long: $(STAMP) ## whole runs, and engines of benchmarks
+test-long: $(STAMP) ## whole runs, engines of two ranks, engines of benchmarks
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
 
 test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sandbox; needs root and installs Debian's packages

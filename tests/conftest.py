@@ -37,17 +37,17 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "interrupted": run_killed_once,
     "fed_with_changes": run_fed_with_changes,
-    "ahead": run_ahead,
     "evaluated": run_exported_and_evaluated,
-    "warm_start": run_warm_start,
-    "ended": run_to_other_ends,
 }
-"""Fixtures that wait for a whole run, in the order in which they run; some use what an earlier one left."""
+"""Fixtures that wait for a whole run, in the order in which they run; they use what the first one left."""
 
-DRAFTING_RUNS: dict[str, Callable[[Path], object]] = {
+OTHER_RUNS: dict[str, Callable[[Path], object]] = {
     "killed": run_whose_history_is_killed,
+    "ahead": run_ahead,
+    "ended": run_to_other_ends,
+    "warm_start": run_warm_start,
 }
-"""The same for runs that draft; they run beside the others, after the scripts."""
+"""The same for runs that need the example alone; they run beside the others, after the scripts."""
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +95,7 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
         arguments = str(request.getfixturevalue("checkpoints").root), str(target)
         scripts["parallel_formats"] = partial(run_script, "tests.support.engines.parallel_formats", arguments)
     runs: dict[str, Callable[[], object]] = {}
-    if asked & {"example", *RUNS, *DRAFTING_RUNS}:
+    if asked & {"example", *RUNS, *OTHER_RUNS}:
         example = tmp_path_factory.mktemp("example")
 
         made = threading.Event()
@@ -112,7 +112,7 @@ def background(request, tmp_path_factory) -> Iterator[Background]:
 
         runs["example"] = make
         runs |= {name: partial(run, example) for name, run in RUNS.items() if name in asked}
-        scripts |= {name: partial(after_the_example, run) for name, run in DRAFTING_RUNS.items() if name in asked}
+        scripts |= {name: partial(after_the_example, run) for name, run in OTHER_RUNS.items() if name in asked}
     running = request.config.stash[JOBS] = Background(scripts, runs)
     yield running
     running.end()
@@ -146,7 +146,7 @@ def _waits_for(name: str) -> Callable[..., object]:
     return fixture
 
 
-globals().update({name: _waits_for(name) for name in (*RUNS, *DRAFTING_RUNS)})
+globals().update({name: _waits_for(name) for name in (*RUNS, *OTHER_RUNS)})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_
     assert all(row["reward/errors"] == row["batch/aborted_responses"] == 0 for row in steps)
     assert all(row["batch/max_staleness"] <= 1 for row in steps)
     hits = [row["history/hit_rate"] for row in steps]
-    assert hits[:2] == [0.0, 0.0]
+    assert hits[0] == 0.0  # the second step also samples the first prompts of the next epoch
     assert all(hit > 0 for hit in hits[2:KILLED_AFTER])
     assert hits[-1] == 1.0
     assert sum(row["history/lost_calls"] for row in steps) > 0

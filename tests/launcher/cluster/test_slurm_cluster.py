@@ -187,7 +187,7 @@ def test_after_a_signal_the_requeued_job_continues_with_the_metrics_of_an_undist
     job, log = submit(cluster, work, "run_dir=signalled", *ALIKE)
     wait_until(lambda: bool(read_rows(run_dir / "metrics.jsonl")), log)
     cluster.login("scancel", "--batch", "--signal=USR1", str(job))
-    wait_until(lambda: "requeued" in log.read_text(), log)
+    wait_until(lambda: "requeued" in log.read_text() and state(cluster, job) == "PENDING", log)
     restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
     assert output.rstrip().endswith("the run is done")

@@ -42,6 +42,7 @@ def reference(checked: CheckedRun, directory: Path) -> np.ndarray:
     return reference_logprobs(str(directory), tokens, checked.config.trainer.dtype)
 
 
+@pytest.mark.long
 def test_hugging_face_trainer_and_engines_agree(checked: CheckedRun, running, tmp_path: Path) -> None:
     lines = {check.name: check for check in compare_log_probabilities(checked, tmp_path, running)}
     assert list(lines) == ["trainer", "engines"]

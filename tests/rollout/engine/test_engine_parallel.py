@@ -25,7 +25,7 @@ from tests.support.engines.live import Live
 from tests.support.engines.packing import RUN_ID, pack
 from tests.support.engines.weight_faults import FAULTS, LAYER, Tensors, meant, stale
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def spec(directory: str, *, engine_id: int, load: bool) -> EngineSpec:

@@ -6,7 +6,7 @@ import pytest
 from tests.rollout.conftest import endless
 from tests.support.engines.drafting import LENGTH, PROMPT, Reference, drafting_engine, greedy, remember
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
