@@ -67,7 +67,7 @@ test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sand
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
 	$(SUDO) $(RUN) -m pytest -m "(multinode and not faults) or sandbox" tests/launcher/cluster tests/rollout/rewards $(PYTEST_ARGS)
 
-faults: $(STAMP) ## nodes of the test cluster die or are cut off in each phase; needs root
+faults: $(STAMP) ## more on the test cluster: nodes die or are cut off in each phase, a run by srun; needs root
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
 	$(SUDO) $(RUN) -m pytest -m faults tests/launcher/cluster $(PYTEST_ARGS)
 

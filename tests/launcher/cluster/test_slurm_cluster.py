@@ -211,6 +211,7 @@ def test_a_colocated_run_continues_disaggregated_on_three_nodes(
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
+@pytest.mark.faults
 def test_the_tasks_of_a_step_run_together_without_a_batch_script(cluster: SlurmCluster, work: Path) -> None:
     line = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "launcher", "run"]
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--cpu-bind=none"]
