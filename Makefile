@@ -57,8 +57,11 @@ quickstart: ## from nothing to a model that learned: set-up, data, model, warm s
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
 	$(RUN) -m pytest -q tests -m "not gpu and not slow and not multinode and not sandbox" $(PYTEST_ARGS)
 
-test: $(STAMP) ## tests that need neither a GPU nor root, without those of test-long
-	$(RUN) -m pytest tests -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)
+# `make check` runs these.
+CHECKED := --ignore=tests/test_layering.py --ignore=tests/test_packaging.py
+
+test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
+	$(RUN) -m pytest tests $(CHECKED) -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)
 
 test-long: $(STAMP) ## whole runs, engines of two ranks, engines of benchmarks
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)

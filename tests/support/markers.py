@@ -37,11 +37,12 @@ LONG_FIXTURES = frozenset(
         "interrupted",
         "killed",
         "parallel_formats",
+        "ring",
         "uninterrupted",
         "warm_start",
     }
 )
-"""Fixtures of whole runs, and of further engines with two ranks: `make test-long`."""
+"""Fixtures of whole runs, of a trainer with two engines, and of engines with two ranks: `make test-long`."""
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:

@@ -153,6 +153,7 @@ def line_of_the_command(*options: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_prints_its_line_alone_also_for_a_wrong_kernel():
     line = line_of_the_command("-m", "rollout.worker.exact_int8", ONEDNN_MAX_CPU_ISA="AVX2")
     assert re.fullmatch(r"INT8: test products of \w+ are off by up to \d+% on this machine; .*", line)
@@ -167,6 +168,7 @@ runpy.run_module("rollout.worker.exact_int8", run_name="__main__")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_says_so_where_vllm_has_no_kernel():
     line = line_of_the_command("-c", NO_KERNEL, VLLM_LOGGING_STREAM="ext://sys.stderr")
     assert line.startswith("INT8: not asked: vLLM has no INT8 kernel for this platform (")
