@@ -26,7 +26,8 @@ def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_
     assert 0 < steps[3]["history/reusable_share"] <= 1
     assert all(-1 <= row.get("history/length_rank_correlation", 0) <= 1 for row in steps)
     # how much is drafted is decided by price, that is by the clock: nothing is asked of it here
-    assert all(row["history/tokens_per_forward"] >= 1 for row in steps)
+    # a step that was sampled ahead has no forward of its own
+    assert all(row["history/tokens_per_forward"] == 0 or row["history/tokens_per_forward"] >= 1 for row in steps)
 
 
 @pytest.mark.slow
