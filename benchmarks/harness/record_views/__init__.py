@@ -17,6 +17,7 @@ VIEWS: Mapping[str, View] = {
     "planner_engines": planning.PLANNER_ENGINES,
     "publish": publishing.PUBLISH,
     "publish_delta": publishing.PUBLISH_DELTA,
+    "publish_over_nodes": publishing.PUBLISH_OVER_NODES,
     "quickstart": learning.QUICKSTART,
     "rollout": rollout.ROLLOUT,
     "sampling": rollout.SAMPLING,

@@ -139,3 +139,26 @@ PUBLISH_DELTA = View(
         UNRECORDED_WARM,
     ),
 )
+
+PUBLISH_OVER_NODES = View(
+    question="How many bytes of a publish cross between nodes, measured at the interfaces of the nodes?",
+    answer=Answer(
+        text="For each node with engines, {apart} of a shard crosses where the trainer is elsewhere, and {beside} beside it.",
+        figures={
+            "apart": median("ratio", {"mode": ("disaggregated",)}),
+            "beside": median("ratio", {"mode": ("colocated",)}),
+        },
+    ),
+    tables=(
+        Table(
+            title="Bytes that all interfaces sent, headers included",
+            lines={"mode": "mode", "nodes": "nodes", "nodes_with_takers": "nodes with engines", "engines": "engines"},
+            columns=(
+                Column(field="shard_bytes", title="shard, MiB", scale=MIB),
+                Column(field="crossing_bytes", title="between nodes, MiB", scale=MIB),
+                Column(field="ratio", title="over nodes with engines x shard"),
+            ),
+        ),
+    ),
+    notes=("Nodes are network namespaces of one machine; gloo. Buckets hold random bytes, nothing is loaded.",),
+)
