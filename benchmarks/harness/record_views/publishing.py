@@ -143,7 +143,7 @@ PUBLISH_DELTA = View(
 PUBLISH_OVER_NODES = View(
     question="How many bytes of a publish cross between nodes, measured at the interfaces of the nodes?",
     answer=Answer(
-        text="For each node with engines, {apart} of a shard crosses where the trainer is elsewhere, and {beside} beside it.",
+        text="For each node with engines, {apart} of a shard crosses if the trainer is elsewhere, {beside} beside it.",
         figures={
             "apart": median("ratio", {"mode": ("disaggregated",)}),
             "beside": median("ratio", {"mode": ("colocated",)}),
