@@ -215,3 +215,7 @@ class ScoredGroup:
     scores: tuple[Score, ...] = ()
     """[G], outcome of each scoring."""
     columns: ColumnsRef
+
+    def is_left_out(self, sample: int) -> bool:
+        """Whether a response leaves the group because its scoring failed."""
+        return bool(self.scores) and self.scores[sample].is_left_out

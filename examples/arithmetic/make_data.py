@@ -9,12 +9,12 @@ Invariants (tested): every answer is right; no held-out problem occurs in the ot
 the seed alone.
 """
 
-import argparse
-import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from examples import data_sets
+from examples.data_sets import Sets
 
 MAX_TOTAL = 19
 MIN_TERMS, MAX_TERMS = 3, 12
@@ -82,17 +82,6 @@ def make_problem(draw: random.Random) -> Problem:
     return Problem(first=first, terms=tuple(terms))
 
 
-def make_problems(draw: random.Random, count: int, taken: set[str]) -> list[Problem]:
-    """`count` problems whose texts are not in `taken`; adds the new texts to `taken`."""
-    problems: list[Problem] = []
-    while len(problems) < count:
-        problem = make_problem(draw)
-        if problem.text not in taken:
-            taken.add(problem.text)
-            problems.append(problem)
-    return problems
-
-
 def write_steps(draw: random.Random, problem: Problem) -> str:
     """An answer with every step, one per line, then the result."""
     lines, before = [], problem.first
@@ -126,40 +115,12 @@ def warm_start_row(draw: random.Random, problem: Problem) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": problem.text}], "response": response}
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def make_data(out: Path, *, seed: int, num_train: int, num_held_out: int, num_warm_start: int) -> None:
-    """Writes `train.jsonl`, `held_out.jsonl` and `warm_start.jsonl` into `out`."""
-    draw = random.Random(seed)
-    taken: set[str] = set()
-    held_out = make_problems(draw, num_held_out, taken)
-    train = make_problems(draw, num_train, taken)
-    warm_start = make_problems(draw, num_warm_start, taken)
-    out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "held_out.jsonl", map(prompt_row, held_out))
-    write_jsonl(out / "train.jsonl", map(prompt_row, train))
-    write_jsonl(out / "warm_start.jsonl", [warm_start_row(draw, problem) for problem in warm_start])
+SETS = Sets(make_problem=make_problem, prompt_row=prompt_row, warm_start_row=warm_start_row)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m examples.arithmetic.make_data --out DIR`."""
-    parser = argparse.ArgumentParser(description="Make the arithmetic example's data.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=4096, help="prompts for reinforcement learning")
-    parser.add_argument("--held-out", type=int, default=512, help="problems that are only ever evaluated")
-    parser.add_argument("--warm-start", type=int, default=38400, help="supervised rows")
-    arguments = parser.parse_args(argv)
-    make_data(
-        arguments.out,
-        seed=arguments.seed,
-        num_train=arguments.train,
-        num_held_out=arguments.held_out,
-        num_warm_start=arguments.warm_start,
-    )
+    data_sets.main(SETS, argv, num_train=4096, num_held_out=512, num_warm_start=38400)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ Invariants (tested): answers with statements pass all tests; no held-out problem
 is a function of the seed alone.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from examples.arithmetic.make_data import write_jsonl
+from examples import data_sets
+from examples.data_sets import Sets
 
 MIN_OPERATIONS, MAX_OPERATIONS = 3, 8
 MEAN_EXTRA_OPERATIONS = 2.0
@@ -61,17 +60,6 @@ def make_problem(draw: random.Random) -> Problem:
     return Problem(operations=tuple((draw.choice(SIGNS), draw.randint(2, 9)) for _ in range(count)))
 
 
-def make_problems(draw: random.Random, count: int, taken: set[str]) -> list[Problem]:
-    """`count` problems whose texts are not in `taken`; adds the new texts to `taken`."""
-    problems: list[Problem] = []
-    while len(problems) < count:
-        problem = make_problem(draw)
-        if problem.text not in taken:
-            taken.add(problem.text)
-            problems.append(problem)
-    return problems
-
-
 def write_statements(problem: Problem) -> str:
     """An answer with a statement for each operation; it is right."""
     lines = [f" x = x {sign} {digit}" for sign, digit in problem.operations]
@@ -99,35 +87,12 @@ def warm_start_row(draw: random.Random, problem: Problem) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": problem.text}], "response": write(problem)}
 
 
-def make_data(out: Path, *, seed: int, num_train: int, num_held_out: int, num_warm_start: int) -> None:
-    """Writes `train.jsonl`, `held_out.jsonl` and `warm_start.jsonl` into `out`."""
-    draw = random.Random(seed)
-    taken: set[str] = set()
-    held_out = make_problems(draw, num_held_out, taken)
-    train = make_problems(draw, num_train, taken)
-    warm_start = make_problems(draw, num_warm_start, taken)
-    out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "held_out.jsonl", map(prompt_row, held_out))
-    write_jsonl(out / "train.jsonl", map(prompt_row, train))
-    write_jsonl(out / "warm_start.jsonl", [warm_start_row(draw, problem) for problem in warm_start])
+SETS = Sets(make_problem=make_problem, prompt_row=prompt_row, warm_start_row=warm_start_row)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m examples.code.make_data --out DIR`."""
-    parser = argparse.ArgumentParser(description="Make the code example's data.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=2048, help="prompts for reinforcement learning")
-    parser.add_argument("--held-out", type=int, default=256, help="problems that are only ever evaluated")
-    parser.add_argument("--warm-start", type=int, default=9600, help="supervised rows")
-    arguments = parser.parse_args(argv)
-    make_data(
-        arguments.out,
-        seed=arguments.seed,
-        num_train=arguments.train,
-        num_held_out=arguments.held_out,
-        num_warm_start=arguments.warm_start,
-    )
+    data_sets.main(SETS, argv, num_train=2048, num_held_out=256, num_warm_start=9600)
 
 
 if __name__ == "__main__":

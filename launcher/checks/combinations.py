@@ -203,16 +203,16 @@ def _mode(config: RunConfig) -> list[str]:
 def _set_names(config: RunConfig) -> list[str]:
     """Prompt ids, histories and seeds of a set begin with its name, and those of training with the name of a file."""
     files = {dataset.name or Path(dataset.path).stem for dataset in config.data.train}
-    return [
-        f"`evaluation.sets.{name}` has the name of a training file: the two would share prompt ids and history; rename "
-        "the set, or set `data.train.N.name`"
-        for name in config.evaluation.sets
-        if name in files
-    ] + [
-        "`evaluation.sets.train` would be taken for training; give the set another name"
-        for name in config.evaluation.sets
-        if name == "train" and name not in files
-    ]
+    problems = []
+    for name in config.evaluation.sets:
+        if name in files:
+            problems.append(
+                f"`evaluation.sets.{name}` has the name of a training file: the two would share prompt ids and "
+                "history; rename the set, or set `data.train.N.name`"
+            )
+        elif name == "train":
+            problems.append("`evaluation.sets.train` would be taken for training; give the set another name")
+    return problems
 
 
 def evaluation_sets(sets: dict[str, EvalSetConfig], key: str) -> list[str]:

@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.checks.check import check_run
@@ -49,9 +50,20 @@ def run_as_task(config: RunConfig) -> int:
     }
     try:
         return _first(config, folder, step) if step.is_first else _other(config, folder)
+    except (ValueError, DeadlineError):
+        if folder.path.is_dir():
+            folder.note_lost_node()
+        raise
     finally:
-        if step.is_first and folder.path.is_dir():
-            (folder.path / "over").touch()
+        if step.is_first:
+            _end_others(folder)
+
+
+def _end_others(folder: JobFolder) -> None:
+    """Tell the other tasks that the run is over, also where it was refused before they had begun."""
+    with suppress(OSError):  # the run directory may be what was refused; the others then meet their own deadline
+        folder.path.mkdir(parents=True, exist_ok=True)
+        (folder.path / "over").touch()
 
 
 def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from launcher.report.html import section
 from launcher.report.run_timeline import RunTimeline, Step
@@ -43,9 +44,7 @@ def fleet_section(run: RunTimeline, places: Places | None, steps: Sequence[Step]
     return section("Fleet", f"<p>{title}</p>{_legend()}{''.join(nodes)}")
 
 
-def _engine_bars(
-    engine: EngineTimeline, edges_s: "np.typing.NDArray[np.float64]"
-) -> Iterator[tuple[float, float, str]]:
+def _engine_bars(engine: EngineTimeline, edges_s: npt.NDArray[np.float64]) -> Iterator[tuple[float, float, str]]:
     """(begin, end, colour) of neighbouring moments with the same part, in bins."""
     shares = engine.binned(edges_s)
     parts = np.where(shares.sum(axis=1) > 0, shares.argmax(axis=1), -1)

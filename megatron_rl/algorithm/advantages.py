@@ -55,7 +55,7 @@ def grpo(outcome: GroupOutcome) -> Rewards:
 
 def dr_grpo(outcome: GroupOutcome) -> Rewards:
     """Rewards minus their mean, [N]."""
-    return np.asarray(outcome.rewards - outcome.rewards.mean())
+    return _centred(outcome.rewards)
 
 
 def rloo(outcome: GroupOutcome) -> Rewards:
@@ -63,7 +63,7 @@ def rloo(outcome: GroupOutcome) -> Rewards:
     num_responses = len(outcome.rewards)
     if num_responses < 2:
         return np.zeros_like(outcome.rewards)
-    return np.asarray((outcome.rewards - outcome.rewards.mean()) * (num_responses / (num_responses - 1)))
+    return np.asarray(_centred(outcome.rewards) * (num_responses / (num_responses - 1)))
 
 
 def dapo(outcome: GroupOutcome) -> Rewards:
@@ -101,4 +101,9 @@ def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:
 def _standardise(values: Rewards) -> Rewards:
     if len(values) < 2:
         return np.zeros_like(values)
-    return np.asarray((values - values.mean()) / (values.std(ddof=1) + STD_EPS))
+    return np.asarray(_centred(values) / (values.std(ddof=1) + STD_EPS))
+
+
+def _centred(values: Rewards) -> Rewards:
+    """Values minus their mean; exactly zero for equal values, whose mean may differ by rounding."""
+    return np.zeros_like(values) if np.ptp(values) == 0 else np.asarray(values - values.mean())

@@ -36,9 +36,6 @@ from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
 
-ZERO_ADVANTAGE = 1e-8
-"""Advantages up to this size are zero: equal rewards leave about 1e-11 after rounding."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
@@ -171,11 +168,11 @@ def _survey(scored: ScoredGroup, *, policy_version: int, algorithm: AlgorithmCon
     summary = scored.summary
     finished = [i for i, n in enumerate(summary.lengths) if n and summary.finish_reasons[i] is not FinishReason.ABORT]
     aborted = len(summary.lengths) - len(finished)
-    judged = [i for i in finished if not (scored.scores and scored.scores[i].is_left_out)]
+    judged = [i for i in finished if not scored.is_left_out(i)]
     unscored = len(finished) - len(judged)
     rewards = np.array([scored.rewards[i] for i in judged], dtype=np.float64)
     values = _advantages(scored, judged, rewards, algorithm)
-    if algorithm.drop_zero_variance and not (np.abs(values) > ZERO_ADVANTAGE).any():
+    if algorithm.drop_zero_variance and not values.any():
         return _Survey(aborted=aborted, unscored=unscored, zero_variance=len(judged))
     per_response = dict(zip(judged, values.tolist(), strict=True))
     trained = [i for i in judged if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]

@@ -1,7 +1,7 @@
 """The metrics of one step by name; verl's names where the meaning is the same.
 
 Counters of dropped, substituted or truncated responses are always present, zero included, so that a missing counter is
-never mistaken for zero. Pure. docs/metrics.md lists units and reductions.
+never mistaken for zero. Rewards are absent if no response was scored. Pure. docs/metrics.md lists units and reductions.
 """
 
 from collections.abc import Sequence
@@ -36,19 +36,21 @@ def step_metrics(
 
 def _rewards(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = [
-        reward
-        for group in groups
-        for sample, reward in enumerate(group.rewards)
-        if not (group.scores and group.scores[sample].is_left_out)
-    ] or [0.0]
+        reward for group in groups for sample, reward in enumerate(group.rewards) if not group.is_left_out(sample)
+    ]
     statuses = [score.status for group in groups for score in group.scores]
+    failures = {
+        "reward/errors": float(statuses.count(ScoreStatus.ERROR)),
+        "reward/timeouts": float(statuses.count(ScoreStatus.TIMEOUT)),
+    }
+    if not rewards:
+        return failures
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/max": max(rewards),
         "reward/min": min(rewards),
-        "reward/errors": float(statuses.count(ScoreStatus.ERROR)),
-        "reward/timeouts": float(statuses.count(ScoreStatus.TIMEOUT)),
+        **failures,
     }
 
 

@@ -51,16 +51,16 @@ def load_reward(function: str) -> Callable[..., object]:
     return _loaded(function)
 
 
-def check_reward(function: str) -> None:
-    """Call `check_machine()` of the reward function's module, if it has one.
+def check_reward(function: str, *, timeout_s: float) -> None:
+    """Call `check_settings(timeout_s)` of the reward function's module, if it has one.
 
     Raises:
-        ValueError: there is no such function, or it cannot work on this machine; `check_machine` raises it.
+        ValueError: there is no such function, or it cannot work on this machine or within `timeout_s`.
     """
     load_reward(function)
-    check = getattr(sys.modules[function.rpartition(".")[0]], "check_machine", None)
+    check = getattr(sys.modules[function.rpartition(".")[0]], "check_settings", None)
     if check is not None:
-        check()
+        check(timeout_s)
 
 
 def call_reward(request: RewardRequest) -> RewardOutcome:

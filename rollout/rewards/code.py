@@ -11,16 +11,19 @@ The ground truth is JSON, in the shapes of APPS, TACO and LiveCodeBench as verl'
   method of a class `Solution`. Arguments may also be a text with one JSON value in each line.
 * `{"assert_case": ["assert add(1, 2) == 3"]}`: statements that run after the program.
 
-`extra_info` may hold `time_limit_s`, CPU seconds of a test, and `memory_limit_mb`. `reward.timeout_s` limits all
-tests of a response together.
+`extra_info` may hold `time_limit_s`, CPU seconds of a test, and `memory_limit_mb`. All tests of a response together
+have `TOTAL_S` seconds; a response that needs more scores 0. `reward.timeout_s` must be longer, because a response that
+meets it counts as not scored, and endless loops would go unpunished.
 
-The program of an `assert_case` sees its tests; it cannot pass them by ending early.
+The program of an `assert_case` can read its tests, and the mark that ends them, in its own file. It does not pass by
+ending early alone. Prefer the other two shapes where a policy might learn to cheat.
 """
 
 import json
 import math
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +31,8 @@ from rollout.rewards.sandbox import Ending, Limits, Outcome, isolation_problem, 
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TOLERANCE = 1e-6
+TOTAL_S = 60.0
+"""Wall seconds of all tests of a response."""
 _WALL_PER_CPU = 2.0
 """Wall seconds of a test over its CPU seconds, so that other processes of the node do not make it late."""
 
@@ -68,20 +73,27 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     tests = list(_tests(program or "", ground_truth))
     if program is None:
         return {"score": 0.0, "has_program": 0.0, "timed_out": 0.0}
+    deadline = time.monotonic() + TOTAL_S
     for test in tests:
-        outcome = run_program(test.program, stdin=test.stdin, limits=_limits(extra_info, test.cases))
+        limits = _limits(extra_info, test.cases, left_s=deadline - time.monotonic())
+        outcome = run_program(test.program, stdin=test.stdin, limits=limits)
         if not _passes(test, outcome):
             timed_out = outcome.ending is Ending.TIMEOUT
             return {"score": 0.0, "has_program": 1.0, "timed_out": float(timed_out)}
     return {"score": 1.0, "has_program": 1.0, "timed_out": 0.0}
 
 
-def check_machine() -> None:
-    """Called once before the first response is scored.
+def check_settings(timeout_s: float) -> None:
+    """Called once before the first response is scored, with `reward.timeout_s`.
 
     Raises:
-        ValueError: nothing isolates programs on this machine.
+        ValueError: the time limit is too short, or nothing isolates programs on this machine.
     """
+    if timeout_s <= TOTAL_S:
+        raise ValueError(
+            f"`reward.timeout_s` = {timeout_s}: {__name__} gives the tests of a response {TOTAL_S:.0f} s, and a "
+            f"response that meets the time limit would not be scored at all; set it to {2 * TOTAL_S:.0f}"
+        )
     if problem := isolation_problem():
         raise ValueError(f"{__name__}: {problem}")
 
@@ -92,11 +104,11 @@ def last_program(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _limits(extra_info: object, num_cases: int) -> Limits:
+def _limits(extra_info: object, num_cases: int, *, left_s: float) -> Limits:
     given = extra_info if isinstance(extra_info, Mapping) else {}
     cpu_s = math.ceil(num_cases * float(given.get("time_limit_s", Limits().cpu_s)))
     memory_bytes = int(float(given.get("memory_limit_mb", Limits().memory_bytes >> 20))) << 20
-    return Limits(cpu_s=cpu_s, wall_s=_WALL_PER_CPU * cpu_s, memory_bytes=memory_bytes)
+    return Limits(cpu_s=cpu_s, wall_s=max(0.0, min(_WALL_PER_CPU * cpu_s, left_s)), memory_bytes=memory_bytes)
 
 
 def _tests(program: str, ground_truth: str) -> Iterator[_Test]:

@@ -52,7 +52,7 @@ class ResponseScorer:
         """
         if self._workers is None:
             _import_reward(self._config.function)
-            check_reward(self._config.function)
+            check_reward(self._config.function, timeout_s=self._config.timeout_s)
             self._workers = ProcessPool(
                 max_workers=self._config.num_workers,
                 initializer=load_reward,

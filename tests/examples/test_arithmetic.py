@@ -15,7 +15,7 @@ Row = dict[str, object]
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
     out = tmp_path_factory.mktemp("data")
-    make_data.make_data(out, seed=0, num_train=600, num_held_out=512, num_warm_start=2000)
+    make_data.SETS.write(out, seed=0, num_train=600, num_held_out=512, num_warm_start=2000)
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in out.iterdir()}
 
 
@@ -72,7 +72,7 @@ def test_about_half_of_the_warm_start_rows_show_every_step_in_several_wordings(s
 
 def test_data_are_a_function_of_the_seed(tmp_path: Path) -> None:
     for folder, seed in (("a", 3), ("b", 3), ("c", 4)):
-        make_data.make_data(tmp_path / folder, seed=seed, num_train=20, num_held_out=10, num_warm_start=30)
+        make_data.SETS.write(tmp_path / folder, seed=seed, num_train=20, num_held_out=10, num_warm_start=30)
     texts = {
         folder: [(tmp_path / folder / f"{name}.jsonl").read_text() for name in ("train", "held_out", "warm_start")]
         for folder in "abc"

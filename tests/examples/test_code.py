@@ -20,7 +20,7 @@ Row = dict[str, object]
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
     out = tmp_path_factory.mktemp("data")
-    make_data.make_data(out, seed=0, num_train=300, num_held_out=100, num_warm_start=1000)
+    make_data.SETS.write(out, seed=0, num_train=300, num_held_out=100, num_warm_start=1000)
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in out.iterdir()}
 
 

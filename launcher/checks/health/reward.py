@@ -20,7 +20,7 @@ def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, l
     Raises:
         ValueError: the reward function cannot be imported, or cannot work on this machine.
     """
-    check_reward(config.function)
+    check_reward(config.function, timeout_s=config.timeout_s)
     problems: list[str] = []
     means = []
     with ProcessPool(max_workers=1, initializer=load_reward, initargs=(config.function,)) as workers:

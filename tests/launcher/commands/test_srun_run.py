@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster.job_folder import VARIABLE
 from launcher.cluster.slurm_step import SlurmStep, has_several_tasks
+from launcher.commands import srun_run
 from launcher.commands.srun_run import _config_of_step
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
@@ -35,6 +37,20 @@ def test_a_step_with_other_nodes_than_configured_is_refused(config: RunConfig) -
     other = config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
     with pytest.raises(ConfigError, match=r"`cluster\.slurm\.nodes` = 4, but the SLURM step has 2 nodes"):
         _config_of_step(other, STEP)
+
+
+def test_a_refused_run_ends_the_other_tasks_at_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("too little memory")
+
+    monkeypatch.setattr(srun_run, "check_run", refuse)
+    for variable in (VARIABLE, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(variable, "")  # restored afterwards
+    monkeypatch.setattr(SlurmStep, "of_this_process", lambda node: STEP)
+    with pytest.raises(ConfigError, match="too little memory"):
+        srun_run.run_as_task(config)
+    monkeypatch.setattr(SlurmStep, "of_this_process", lambda node: replace(STEP, is_first=False))
+    assert srun_run.run_as_task(config) == 0
 
 
 def test_a_step_of_one_task_runs_as_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

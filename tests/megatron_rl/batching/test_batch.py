@@ -178,6 +178,14 @@ def test_equal_rewards_of_unequal_penalties_are_trained_on():
     assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 2)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "dapo"])
+@pytest.mark.parametrize("reward", [0.1, 1000.1, 1e10 / 3])
+def test_equal_rewards_of_any_size_have_no_advantage(advantage, reward):
+    """Their mean differs by rounding, which a standard deviation of the same size would blow up."""
+    batch = build([scored_group(0, [3] * 7, [reward] * 7)], advantage=advantage)
+    assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 0)
+
+
 def test_a_response_whose_scoring_failed_leaves_its_group():
     scores = [Score(reward=r, status=ScoreStatus.OK) for r in (0.0, 1.0)]
     scores.append(Score(reward=0.0, status=ScoreStatus.TIMEOUT, is_left_out=True))

@@ -7,7 +7,7 @@ import pytest
 from rollout.rewards import code
 from rollout.rewards.call import check_reward
 from rollout.rewards.code import compute_score, last_program
-from rollout.rewards.sandbox import Ending, Outcome
+from rollout.rewards.sandbox import Ending, Limits, Outcome
 
 
 def fenced(program: str) -> str:
@@ -50,8 +50,29 @@ def test_a_ground_truth_of_another_shape_is_an_error(truth: str) -> None:
 def test_a_machine_without_isolation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "isolation_problem", lambda: "bubblewrap is missing")
     with pytest.raises(ValueError, match="bubblewrap is missing"):
-        check_reward("rollout.rewards.code.compute_score")
-    check_reward("rollout.rewards.exact.compute_score")
+        check_reward("rollout.rewards.code.compute_score", timeout_s=120)
+    check_reward("rollout.rewards.exact.compute_score", timeout_s=10)
+
+
+def test_a_time_limit_at_which_endless_loops_would_go_unscored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "isolation_problem", lambda: "")
+    with pytest.raises(ValueError, match=r"`reward\.timeout_s` = 10: .* 60 s.*; set it to 120"):
+        check_reward("rollout.rewards.code.compute_score", timeout_s=10)
+    check_reward("rollout.rewards.code.compute_score", timeout_s=120)
+
+
+def test_tests_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(source: str, *, stdin: str, limits: Limits) -> Outcome:
+        del source
+        given.append(limits.wall_s)
+        return Outcome(ending=Ending.EXITED, code=0, output=stdin)
+
+    monkeypatch.setattr(code, "run_program", run)
+    monkeypatch.setattr(code, "TOTAL_S", 7.0)
+    score("print(input())", {"time_limit_s": 30}, inputs=["1", "2"], outputs=["1", "2"])
+    assert 6.0 < given[1] <= given[0] <= 7.0
 
 
 def test_tests_run_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:

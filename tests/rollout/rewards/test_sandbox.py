@@ -1,7 +1,6 @@
 """Programs in the sandbox: what they may do, and everything that they may not."""
 
 import secrets
-import time
 from pathlib import Path
 
 import psutil
@@ -72,9 +71,8 @@ try:
 except OSError:
     print(count)
 """
-    started = time.monotonic()
-    outcome = run_program(source, limits=Limits(wall_s=20, num_processes=8))
-    assert outcome.ending is Ending.TIMEOUT or time.monotonic() - started < 20
+    outcome = run_program(source, limits=Limits(wall_s=60, num_processes=8))
+    assert outcome.ending is Ending.EXITED  # its children would have slept for ten minutes
     assert 0 < int(outcome.output) <= 8
     assert not [one for one in psutil.process_iter(["cmdline"]) if "/tmp/program.py" in (one.info["cmdline"] or [])]
 
