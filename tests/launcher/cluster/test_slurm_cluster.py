@@ -21,7 +21,10 @@ from tests.support.runs.whole_runs import NOT_REPEATABLE
 
 pytestmark = pytest.mark.multinode
 SETTLE_S = 5.0
-"""SLURM itself waits two minutes before it starts a requeued job."""
+"""A requeued job that starts in the second of its end is killed for good: slurmd takes its credential for the old one's.
+
+Neither can SLURM start steps on a node in the first seconds of the node. SLURM itself waits for two minutes.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -287,17 +290,17 @@ def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5
 
 
 def resume(cluster: SlurmCluster, node: str, log: Path) -> None:
-    """Waits until a node takes jobs again. SLURM cannot start steps on a node in its first seconds."""
+    """Waits until a node takes jobs again."""
     cluster.login("scontrol", "update", f"nodename={node}", "state=resume", check=False)
     wait_until(lambda: cluster.login("sinfo", "-h", "-n", node, "-o", "%T").strip() == "idle", log)
-    time.sleep(SETTLE_S)
 
 
 def restart(cluster: SlurmCluster, job: int, log: Path) -> None:
-    """SLURM lets a requeued job wait for two minutes; start it as soon as its last processes have ended."""
+    """Starts a requeued job before SLURM would."""
 
     def is_started() -> bool:
         cluster.login("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
         return state(cluster, job) in ("RUNNING", "")
 
+    time.sleep(SETTLE_S)
     wait_until(is_started, log)
