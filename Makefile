@@ -54,11 +54,11 @@ quickstart: ## from nothing to a model that learned: set-up, data, model, warm s
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
 	$(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
-test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q tests -m "not gpu and not slow and not multinode and not sandbox" $(PYTEST_ARGS)
-
 # `make check` runs these.
 CHECKED := --ignore=tests/test_layering.py --ignore=tests/test_packaging.py
+
+test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
+	$(RUN) -m pytest -q tests $(CHECKED) -m "not gpu and not slow and not multinode and not sandbox" $(PYTEST_ARGS)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
 	$(RUN) -m pytest tests $(CHECKED) -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)

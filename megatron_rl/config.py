@@ -7,7 +7,11 @@ from pydantic_core import PydanticCustomError
 
 from history.config import Config
 from megatron_rl.built_in import ADVANTAGES, LOSSES, BuiltIns
+from megatron_rl.passthrough import passthrough_problem
 from rollout.config import InFlight
+
+Aggregation = Literal["token_mean", "sequence_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+"""How the losses of tokens become the loss of a mini batch."""
 
 Fp8 = Literal["none", "blockwise", "blockwise_param"]
 """FP8 in the trainer's decoder layers: none, matrix products only, or matrix products and parameters."""
@@ -43,7 +47,8 @@ class OptimizerConfig(Config):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up."""
     decay_steps: int = Field(default=0, ge=0)
-    """Optimizer steps until `min_learning_rate` is reached. 0 means the whole run."""
+    """Optimizer steps until `min_learning_rate` is reached. 0 means the whole run, whose last update is the last one
+    above `min_learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -89,7 +94,15 @@ class TrainerConfig(Config):
     timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one call to all trainer ranks. A missed deadline ends the trainer and names the late ranks."""
     megatron: dict[str, str | int | float | bool] = {}
-    """Further fields of Megatron's `TransformerConfig`. They are passed unchanged and checked by Megatron."""
+    """Further fields of Megatron's `TransformerConfig`, those that change how a forward is computed and not what is
+    learned (list in `megatron_rl.passthrough`)."""
+
+    @field_validator("megatron")
+    @classmethod
+    def _check_megatron(cls, value: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
+        if problem := passthrough_problem(value):
+            raise PydanticCustomError("megatron_field", "{problem}", {"problem": problem})
+        return value
 
 
 class RejectionConfig(Config):
@@ -125,8 +138,24 @@ class CorrectionConfig(Config):
     """Sequences with a token whose ratio is below this are rejected and counted (1e-4 is common). 0 turns this off."""
     batch_normalize: bool = False
     """Divide importance weights by their mean over the step."""
+    rejected_in_denominators: bool = False
+    """Whether rejected tokens count in the means of the loss. false, as in verl: a mean is over the kept tokens. The
+    trainer then needs all log-probabilities of a step before its first update, which costs one more forward. true: no
+    further forward, but the more is rejected, the smaller the gradient. Rejected by `mis_*`, `veto_ratio` or
+    `rejections`."""
     rejections: tuple[RejectionConfig, ...] = ()
     """Hard trust regions. Tokens and sequences outside any of them are left out of the loss and counted."""
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the mode's weights are 1 for kept tokens and 0 for rejected ones."""
+        return self.mode in ("mis_product", "mis_geometric")
+
+    @property
+    def counts_kept_tokens(self) -> bool:
+        """Whether the loss's denominators wait for log-probabilities, because rejected tokens leave them."""
+        can_reject = self.is_mask or self.veto_ratio > 0 or bool(self.rejections)
+        return can_reject and not self.rejected_in_denominators
 
 
 class AlgorithmConfig(Config):
@@ -144,8 +173,10 @@ class AlgorithmConfig(Config):
     """Policy loss: `clipped_surrogate`, `gspo` or `cispo`, or the dotted path of your own function."""
     advantage: str = "grpo"
     """Advantage: `grpo`, `dr_grpo`, `rloo` or `dapo`, or the dotted path of your own function."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """`token_mean`: mean over tokens of the mini batch. `sequence_mean`: mean over sequences of their token means."""
+    aggregation: Aggregation = "token_mean"
+    """`token_mean`: mean over tokens of the mini batch. `sequence_mean`: mean over sequences of their token means.
+    `seq_mean_token_sum`: mean over sequences of their token sums. `seq_mean_token_sum_norm`: the same, divided by
+    `sampling.max_response_tokens`, a constant (Dr. GRPO)."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The probability ratio is clipped at 1 - clip_low from below."""
     clip_high: float = Field(default=0.2, ge=0)

@@ -81,6 +81,8 @@ class EngineConfig(Config):
     trainer uses dequantised codes. Above it the publish fails."""
     max_restarts: int = Field(default=3, ge=0)
     """How many times a run restarts engines that have died. Interrupted groups resume on any engine."""
+    progress_timeout_s: float = Field(default=600.0, gt=0)
+    """An engine that emits no token for this long, although it has responses to sample, is ended and counts as dead."""
     update_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}

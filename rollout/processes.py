@@ -8,17 +8,22 @@ engines share core 0. Invariant: equal arguments give equal environments.
 `redirect_output` sends the output of a process and its children to a file of the run directory. It redirects file
 descriptors, not Python objects, because vLLM, gloo and the allocator write to descriptors directly.
 
+`write_stacks_on_signal` and `end_family` end a process that hangs, after it has written the stacks of its threads.
+
 `die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
 parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
 Invariant: only this process and those between it and its owner are killed.
 """
 
+import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +136,54 @@ def redirect_output() -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """A process of the cluster."""
+
+    node_id: str
+    """Ray's id of its node."""
+    pid: int
+    created_s: float
+    """When it started; process ids are used again."""
+
+    @classmethod
+    def of_this_process(cls, node_id: str) -> "ProcessId":
+        """This process, on a node of this id."""
+        me = psutil.Process()
+        return cls(node_id=node_id, pid=me.pid, created_s=me.create_time())
+
+
+STACKS_SIGNAL = signal.SIGUSR1
+_STACKS_S = 1.0
+"""Time in which a process writes its stacks."""
+
+
+def write_stacks_on_signal() -> None:
+    """Write the stacks of all threads to standard error whenever `STACKS_SIGNAL` arrives."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+
+
+def end_family(process: ProcessId) -> int:
+    """Kill a process of this node and its children, after they have written their stacks; returns their number."""
+    try:
+        root = psutil.Process(process.pid)
+        if abs(root.create_time() - process.created_s) > 1.0:
+            return 0
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    _send(family, STACKS_SIGNAL)
+    time.sleep(_STACKS_S)
+    _send(family, signal.SIGKILL)
+    return len(family)
+
+
+def _send(family: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 _POLL_S = 1.0

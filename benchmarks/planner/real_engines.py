@@ -360,7 +360,7 @@ def main() -> int:
     rows: list[Row] = []
     with processes(ClusterConfig(), num_actors=NUM_ENGINES + 1, log_dir=None) as running:
         engines, starting = running.begin_engines(specs, slots)
-        engines.wait(starting, timeout_s=START_TIMEOUT_S)
+        engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
         real = Real.of(engines)
         for lengths in steps:
             is_recorded, num_steps = lengths == "recorded", steps[lengths]

@@ -210,11 +210,12 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, delta=delta, delta_full_every=0),
         format=case.weight_format,
         temperature=1.0,
+        max_response_tokens=128,
         total_updates=1,
         seed=0,
     )
     trainer = running.start_trainer(spec, trainer_ranks(parallel, cpu_threads=1))
-    engines.wait(starting, timeout_s=START_TIMEOUT_S)
+    engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
     return trainer, engines
 
 

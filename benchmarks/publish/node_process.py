@@ -90,6 +90,7 @@ def _colocated(layout: Layout, plan: ReshardPlan, rank: int, ports: list[int]) -
     sender = ColocatedSender(
         ShmRegion(run_id=RUN_ID, rank=rank),
         join(channel, rank),
+        run_id=RUN_ID,
         rank=rank,
         hosted=[[0]] * world,
         buckets=plan.buckets,
@@ -116,13 +117,13 @@ def _disaggregated(layout: Layout, plan: ReshardPlan, rank: int, ports: list[int
         timeout_s=TIMEOUT_S,
     )
     if rank < num_trainers:
-        sender = GroupSender(rank=rank, timeout_s=TIMEOUT_S)
+        sender = GroupSender(run_id=RUN_ID, rank=rank, timeout_s=TIMEOUT_S)
         sender.attach(0, channels[0])
         return lambda: _done(_send(plan, sender, rank)), sender.abandon
     inbox = GroupInbox(channels[rank - num_trainers], engine_rank=0)
 
     def publish() -> None:
-        inbox.expect(VERSION, timeout_s=TIMEOUT_S)
+        inbox.expect(_manifest(plan), timeout_s=TIMEOUT_S)
         for bucket in plan.buckets:
             inbox.take(bucket)
 

@@ -169,7 +169,7 @@ def _hold(pipe: Connection, model: str, format: Format, device: Device, required
         plan, rank=0, held=held, parameters=_parameters(held, device), tensor_group=None, fingerprints=lambda _: True
     )
     sender = ColocatedSender(
-        region, None, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
+        region, None, run_id=RUN_ID, rank=0, hosted=[[0]], buckets=plan.buckets, backend="gloo", timeout_s=TIMEOUT_S
     )
     while (order := pipe.recv()) is not None:
         if order == "sums":

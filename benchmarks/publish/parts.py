@@ -220,7 +220,7 @@ def _send(route: Route, rank: int, meet: Barrier) -> None:
     payload = torch.randint(0, 256, (max(bucket.num_bytes for bucket in buckets),), dtype=torch.uint8)
     sender: Sender = shm.ShmSender(run_id=RUN_ID, rank=rank)
     if route.transport == "gloo":
-        sender = streaming = process_group.GroupSender(rank=rank, timeout_s=TIMEOUT_S)
+        sender = streaming = process_group.GroupSender(run_id=RUN_ID, rank=rank, timeout_s=TIMEOUT_S)
         streaming.attach(0, route.channel(0))
     meet.wait()
     if route.transport == "gloo":
@@ -243,7 +243,7 @@ def _receive(route: Route, engine: int, rank: int, meet: Barrier) -> None:
     meet.wait()
     meet.wait()
     if streaming is not None:
-        streaming.expect(VERSION, timeout_s=TIMEOUT_S)
+        streaming.expect(route.manifest, timeout_s=TIMEOUT_S)
         inbox: Inbox = streaming
     else:
         paths = {source: Path(route.folder, str(source)) for source in route.source_ranks}

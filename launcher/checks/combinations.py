@@ -14,6 +14,8 @@ from rollout.config import EvalSetConfig
 
 MAX_GSPO_CLIP = 0.02
 """Largest clip bound that still clips ratios of sequences (arXiv 2507.18071, section 5.1, has 3e-4 and 4e-4)."""
+FREE_OF_LENGTHS = ("seq_mean_token_sum", "seq_mean_token_sum_norm")
+"""Aggregations in which no token's share depends on the lengths of responses."""
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -95,6 +97,11 @@ def _algorithm(config: RunConfig) -> list[str]:
         problems.append(
             f"`algorithm.loss` = gspo with `algorithm.aggregation` = {algorithm.aggregation}: its ratio belongs to a "
             "whole sequence, and each sequence counts once; set aggregation to sequence_mean"
+        )
+    if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in FREE_OF_LENGTHS:
+        problems.append(
+            f"`algorithm.advantage` = dr_grpo with `algorithm.aggregation` = {algorithm.aggregation}: Dr. GRPO divides "
+            f"the loss by no length; set aggregation to {FREE_OF_LENGTHS[1]} (the paper's) or {FREE_OF_LENGTHS[0]}"
         )
     if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) > MAX_GSPO_CLIP:
         problems.append(

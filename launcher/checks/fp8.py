@@ -20,11 +20,6 @@ MULTIPLE = 16
 
 def fp8_problems(spec: ModelSpec, trainer: TrainerConfig, node: NodeResources) -> list[str]:
     """Problems of `trainer.fp8` with this model, trainer and machine."""
-    if "fp8_param" in trainer.megatron:
-        return [
-            f"`trainer.megatron.fp8_param` = {trainer.megatron['fp8_param']}: weights in FP8 need their own loading, "
-            "publishing and saving; set `trainer.fp8` to blockwise_param instead"
-        ]
     if trainer.fp8 == "none":
         return []
     return [*_machine(trainer, node), *_keys(trainer), *_shapes(spec, trainer)]
@@ -43,12 +38,7 @@ def _machine(trainer: TrainerConfig, node: NodeResources) -> list[str]:
 
 
 def _keys(trainer: TrainerConfig) -> list[str]:
-    problems = [
-        f"`trainer.megatron.{key}` = {trainer.megatron[key]} with `trainer.fp8` = {trainer.fp8}, which sets it; remove "
-        "one of them"
-        for key in ("fp8", "fp8_recipe")
-        if key in trainer.megatron
-    ]
+    problems = []
     if trainer.dtype != "bf16":
         problems.append(
             f"`trainer.fp8` = {trainer.fp8} with `trainer.dtype` = {trainer.dtype}: FP8 products have bf16 inputs and "

@@ -15,6 +15,9 @@ from rollout.pool.engine_group import EngineGroup
 from rollout.pool.history_client import ANSWER_TIMEOUT_S, HistoryClient
 from rollout.types import EngineSlot
 
+PING_TIMEOUT_S = 30.0
+"""Time in which every rank of an engine that does not sample must answer."""
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineRestarter:
@@ -30,14 +33,18 @@ class EngineRestarter:
     say: Callable[[str], None]
     num_restarts: int = field(default=0)
 
-    def restart_lost(self) -> int:
+    def restart_lost(self, *, after_failure: bool = False) -> int:
         """Restart each lost engine; returns their number. A restarted engine needs a publish before it serves.
+
+        `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
 
         Raises:
             EnginesLostError: more engines died in this run than `max_restarts` allows.
             RuntimeError: a restarted engine failed to start.
         """
         self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
+        if after_failure:
+            self.engines.end_silent(timeout_s=PING_TIMEOUT_S)
         lost = self.engines.lost
         if not lost:
             return 0
@@ -53,8 +60,8 @@ class EngineRestarter:
         self.running.end([self.engines.actors[number] for number in lost])
         groups = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}
         for number, (group, starting) in groups.items():
-            group.wait(starting, timeout_s=START_TIMEOUT_S)
-            self.engines.replace(number, group.actors[0])
+            group.finish_start(starting, timeout_s=START_TIMEOUT_S)
+            self.engines.replace(number, group)
         self.delivery.connect()
         if self.history is not None:
             self.history.connect()

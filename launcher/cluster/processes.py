@@ -29,7 +29,7 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
-from rollout.processes import HEAP, NODE, ProcessEnv, on_devices
+from rollout.processes import HEAP, NODE, ProcessEnv, ProcessId, on_devices
 from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
@@ -41,8 +41,8 @@ CLOSE_TIMEOUT_S = 15.0
 """Time for an engine or a text actor to end its children."""
 
 Actor = ray.actor.ActorHandle
-StartingEngines = tuple[EngineGroup, EngineCall[None]]
-"""Engines, and the call to wait for before they are used (`EngineGroup.wait`)."""
+StartingEngines = tuple[EngineGroup, EngineCall[ProcessId]]
+"""Engines, and the call to wait for before they are used (`EngineGroup.finish_start`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from rollout.planning.migration import GroupMigration, MigrationRule
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
+from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
 
@@ -172,6 +173,7 @@ def _pool(
         whole_step=config.deterministic,
         migration=GroupMigration(rule=rule),
         revive=revival,
+        watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
     )
 
 

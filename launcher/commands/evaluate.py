@@ -19,6 +19,7 @@ from launcher.run_dir.console import RunProgress
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.pool.engine_pool import EnginePool
+from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.types import Prompt
 
@@ -113,8 +114,13 @@ def _evaluate(
     step: int,
 ) -> list[EvaluationRow]:
     engines, starting = started
-    engines.wait(starting, timeout_s=START_TIMEOUT_S)
-    pool = EnginePool(engines, [text_actor], seats_per_engine=config.engine.max_num_seqs)
+    engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
+    pool = EnginePool(
+        engines,
+        [text_actor],
+        seats_per_engine=config.engine.max_num_seqs,
+        watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
+    )
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 

@@ -79,6 +79,7 @@ def _spec(config: SftConfig) -> TrainerSpec:
         publish=PublishConfig(),
         format=WeightFormat(name="bf16"),
         temperature=1.0,
+        max_response_tokens=config.data.max_tokens,
         total_updates=config.num_steps,
         seed=config.seed,
     )

@@ -38,6 +38,7 @@ def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str) -> Traine
         publish=config.publish,
         format=format,
         temperature=config.sampling.temperature,
+        max_response_tokens=config.sampling.max_response_tokens,
         total_updates=updates,
         seed=config.seed,
     )

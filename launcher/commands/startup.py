@@ -70,13 +70,13 @@ def start_workers(
     specs = engine_specs(config, run_id)
     engines, starting = running.begin_engines(specs, slots.engines)
     if config.engine.sleep_level:  # engine and trainer do not fit in memory together
-        engines.wait(starting, timeout_s=START_TIMEOUT_S)
+        engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
         engines.sleep(timeout_s=START_TIMEOUT_S)
     load_kernels()  # while the engines start
     trainer = running.start_trainer(trainer_spec(config, checked.format, run_id), slots.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
-    engines.wait(starting, timeout_s=START_TIMEOUT_S)
+    engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
     running.check_engines(engines, slots.engines)
     _say_kernels(engines, progress)
     return Workers(run_id=run_id, specs=specs, engines=engines, trainer=trainer)

@@ -2,7 +2,8 @@
 
 A forward does two operations for each weight and token, and attention; a backward twice as much. `trainer.recompute` =
 full repeats the forward of the layers, the output layer always repeats its forward (`megatron_rl.model.logprobs`). With
-several optimizer steps, `old_logprobs` take one more forward of all samples (`megatron_rl.trainer.learner`).
+several optimizer steps, batch normalisation or means over kept tokens, `old_logprobs` take one more forward of all
+samples (`megatron_rl.trainer.learner`).
 
 Communication is not hidden behind products: sequence parallelism gathers and scatters the hidden states twice a layer
 and pass, experts exchange tokens twice a layer and pass, and each optimizer step reduces gradients and, with the
@@ -75,7 +76,9 @@ class _Passes:
 
 def _passes(run: PlannedRun, num_updates: int) -> _Passes:
     epochs = run.config.algorithm.num_epochs
-    old_logprobs = 1.0 if num_updates > 1 or run.config.algorithm.correction.batch_normalize else 0.0
+    correction = run.config.algorithm.correction
+    needs_all = num_updates > 1 or correction.batch_normalize or correction.counts_kept_tokens
+    old_logprobs = 1.0 if needs_all else 0.0
     again = 1.0 if run.config.trainer.recompute == "full" else 0.0
     return _Passes(layers=epochs * (3.0 + again) + old_logprobs, output=epochs * 4.0 + old_logprobs)
 

@@ -121,6 +121,7 @@ _PUBLISH: tuple[Row, ...] = (
 
 _ENGINES: tuple[Row, ...] = (
     ("engine/restarts", "engines", "total", "Restarted engines.", "0"),
+    ("engine/hung", "engines", "total", "Engines that lived but did nothing, and were ended; see docs/faults.md.", "0"),
     ("engine/reissued_groups", "groups", "total", "Groups that began again or continued elsewhere.", "0"),
     ("planner/moved_groups", "groups", "total", "Groups that migrated to another engine.", ""),
     ("planner/groups_ahead", "groups", "last", "Groups that are admitted and not yet trained on.", ""),

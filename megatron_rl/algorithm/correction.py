@@ -16,7 +16,8 @@ Weights by mode (Yao et al., "Your efficient RL framework secretly brings you of
 | mis_geometric     | 1 where exp(mean of lr) lies in [low, cap], else 0             |
 
 In every mode, `batch_normalize` divides by the mean weight of the step, and the veto and `rejections` set weights to 0.
-A rejected token still counts in the loss's denominators, because the plan fixes them before log-probabilities exist.
+Rejected tokens are those that the veto, `rejections` or a mask of `mis_*` sets to 0. They leave the denominators of the
+loss, as in verl, unless `rejected_in_denominators` is on.
 Batch normalisation needs the whole step, so it has three parts: local sums, a reduction over ranks, the division.
 
 Invariants: weights are detached, finite and not negative. The split into micro batches changes results only through
@@ -134,6 +135,14 @@ def kept_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor
     for rule in config.rejections:
         keep &= kept_by_rule(logprobs, rule=rule)
     return keep
+
+
+def counted_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor:
+    """Which tokens the loss's denominators count, [T] bool."""
+    if not config.counts_kept_tokens:
+        return torch.ones_like(logprobs.old_logprobs, dtype=torch.bool)
+    keep = kept_tokens(logprobs, config=config)
+    return keep & (correction_weights(logprobs, config=config) > 0) if config.is_mask else keep
 
 
 def kept_by_rule(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Tensor:

@@ -19,14 +19,15 @@ gradient -coefficient * weight * advantage. An empty micro batch gives zero loss
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from history.config import load_function
-from megatron_rl.algorithm.correction import LOG_RATIO_BOUND
+from megatron_rl.algorithm.correction import LOG_RATIO_BOUND, sequence_sum
 from megatron_rl.built_in import LOSSES
+from megatron_rl.config import Aggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +80,36 @@ def load_loss(name: str) -> PolicyLoss:
     return cast(PolicyLoss, load_function(LOSSES.path(name), field=LOSSES.key))
 
 
-def coefficients(
-    lengths: Tensor, *, aggregation: Literal["token_mean", "sequence_mean"], num_tokens: int, num_sequences: int
-) -> Tensor:
-    """Share of each token in the mini batch's mean, [T] float32; sums to 1 over the mini batch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """What the means over a mini batch are taken over, on all ranks together."""
 
-    `lengths` is [B] int64; `num_tokens` and `num_sequences` count the mini batch over all ranks. `token_mean` gives
-    every token the same weight, `sequence_mean` every sequence.
+    num_tokens: int
+    """Response tokens that count."""
+    num_sequences: int
+    """Sequences with a token that counts."""
+    max_response_tokens: int
+    """Most tokens of a response; the constant of `seq_mean_token_sum_norm`."""
+
+
+def coefficients(lengths: Tensor, counted: Tensor, *, aggregation: Aggregation, denominators: Denominators) -> Tensor:
+    """Share of each token in the mini batch's mean, [T] float32; sums to 1 over the mini batch in both true means.
+
+    `lengths` is [B] int64. `counted` is [T] bool: a token that does not count has no share. `token_mean` gives every
+    token the same weight and `sequence_mean` every sequence. `seq_mean_token_sum` and its normalised form give every
+    token the same weight, whose size does not depend on the lengths (Dr. GRPO, arXiv 2503.20783, section 3.2).
     """
-    shares = torch.ones_like(lengths, dtype=torch.float32) / max(num_tokens, 1)
-    if aggregation == "sequence_mean":
-        shares = 1.0 / (lengths.clamp(min=1).float() * max(num_sequences, 1))
-    return shares.repeat_interleave(lengths)
+    kept = counted.float()
+    match aggregation:
+        case "token_mean":
+            return kept / max(denominators.num_tokens, 1)
+        case "sequence_mean":
+            of_sequence = sequence_sum(kept, lengths).clamp(min=1.0) * max(denominators.num_sequences, 1)
+            return kept / of_sequence.repeat_interleave(lengths)
+        case "seq_mean_token_sum":
+            return kept / max(denominators.num_sequences, 1)
+        case "seq_mean_token_sum_norm":
+            return kept / (max(denominators.num_sequences, 1) * denominators.max_response_tokens)
 
 
 def clipped_surrogate(inputs: LossInputs, settings: LossSettings) -> LossOutput:

@@ -150,7 +150,7 @@ class Controller:
                 with self.phases.publish():
                     return self.publisher.publish(version)
             except RuntimeError as error:
-                if not self.restarter.restart_lost():
+                if not self.restarter.restart_lost(after_failure=True):
                     raise
                 self.num_repeated_publishes += 1
                 _log.warning("weight version %d is published again, because an engine died: %s", version, error)
@@ -186,6 +186,7 @@ class Controller:
             step_metrics(groups, batch.counts, result, published, self.phases.clock.seconds()) | self.planner.metrics()
         )
         metrics["engine/restarts"] = float(self.restarter.num_restarts)
+        metrics["engine/hung"] = float(self.pool.num_hung)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)

@@ -14,8 +14,11 @@ class EngineRestarter(Protocol):
     def num_restarts(self) -> int:
         """Engines restarted in this run."""
 
-    def restart_lost(self) -> int:
-        """Restart every lost engine; returns their number. They need a publish before they serve."""
+    def restart_lost(self, *, after_failure: bool = False) -> int:
+        """Restart every lost engine; returns their number. They need a publish before they serve.
+
+        `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,8 @@ Layers are Transformer Engine's on CUDA, and Megatron's local ones with our norm
 `megatron_rl.model.fp8_compute` holds the requirements of FP8.
 """
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
@@ -184,8 +183,7 @@ def build(
     """Build the model chunks of this rank, on its device, in train mode; every rank of the partition calls it.
 
     Raises:
-        ValueError: a key of `options.megatron` is unknown or derived from other keys; this machine has no kernels for
-            `options.fp8`.
+        ValueError: this machine has no kernels for `options.fp8`.
     """
     fp8_compute.check_machine(options.fp8)
     if layer_names() == "local":
@@ -197,18 +195,13 @@ def build(
 
 
 def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
-    """Megatron's configuration of the model.
-
-    Raises:
-        ValueError: see `build`.
-    """
+    """Megatron's configuration of the model."""
     derived = {
         **_architecture(spec),
         **_partition(spec, parallel, sequence_parallel=options.sequence_parallel),
         **_numbers(options.dtype, random_weights=options.random_weights),
         **fp8_compute.config_fields(options.fp8),
     }
-    _check_passthrough(options.megatron, derived)
     return TransformerConfig(**{**derived, **_kernels(), **_recompute(options.recompute), **options.megatron})
 
 
@@ -313,32 +306,6 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
     if recompute == "selective":
         return {"recompute_granularity": "selective"}
     return {}
-
-
-CHANGE_THE_OBJECTIVE = {
-    "moe_z_loss_coeff": "Megatron multiplies it by the number of tokens under this loss, and nothing divides it again",
-    "moe_input_jitter_eps": "its noise makes old and new log-probabilities those of different models",
-    "mtp_num_layers": "its loss would be added to the policy's",
-    "dsa_indexer_loss_coeff": "its loss would be added to the policy's",
-}
-"""Fields of Megatron that change what is learned, and why they are refused."""
-
-
-def _check_passthrough(megatron: Mapping[str, object], derived: Mapping[str, object]) -> None:
-    known = [item.name for item in fields(TransformerConfig) if item.init]
-    for key in megatron:
-        if key in CHANGE_THE_OBJECTIVE:
-            raise ValueError(f"trainer.megatron.{key} is refused: {CHANGE_THE_OBJECTIVE[key]}; remove it")
-        if key in derived:
-            raise ValueError(
-                f"trainer.megatron.{key} is not free: it follows from the model's config.json and the other keys of "
-                "trainer; remove it"
-            )
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"trainer.megatron.{key} is no field of Megatron's TransformerConfig; the nearest is {nearest}"
-            )
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

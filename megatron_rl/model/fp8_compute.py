@@ -27,9 +27,9 @@ GATHERED_ROWS = 128
 
 
 def config_fields(fp8: Fp8) -> dict[str, object]:
-    """FP8 fields of `TransformerConfig`. `fp8_param` is always set, so `trainer.megatron` cannot change it."""
+    """FP8 fields of `TransformerConfig`."""
     if fp8 == "none":
-        return {"fp8_param": False}
+        return {}
     return {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": fp8 == "blockwise_param"}
 
 

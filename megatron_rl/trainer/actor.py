@@ -126,6 +126,7 @@ class TrainerActor:
 
         publish = self._spec.publish
         sender = GroupSender(
+            run_id=self._spec.run_id,
             rank=self._rank,
             backend=channel.backend,
             timeout_s=publish.timeout_s,
@@ -159,6 +160,7 @@ class TrainerActor:
         self._sender = ColocatedSender(
             region,
             None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
+            run_id=self._spec.run_id,
             rank=self._rank,
             hosted=hosted,
             buckets=self._joined.publishes.plan.buckets,

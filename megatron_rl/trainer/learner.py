@@ -5,7 +5,10 @@ so weights, losses and metrics are computed there. The other stages run the same
 
 If a training step has a single optimizer step, `old_logprobs` are the forward's own `logprobs.detach()`, and no second
 forward is needed. Otherwise one forward over all samples comes first, because the proximal policy is the policy before
-the first mini batch.
+the first mini batch. Batch normalisation and means over kept tokens need that forward too.
+
+The schedule of the learning rate advances by the configured number of optimizer steps in every training step. Groups
+that were dropped and updates that were skipped do not stretch it.
 """
 
 from collections.abc import Sequence
@@ -19,8 +22,23 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.algorithm.correction import PackedLogprobs, correction_weights, final_weights, normalization_sums
-from megatron_rl.algorithm.loss import LossInputs, LossOutput, LossSettings, coefficients, load_loss, sft_loss
+from megatron_rl.algorithm.correction import (
+    PackedLogprobs,
+    correction_weights,
+    counted_tokens,
+    final_weights,
+    normalization_sums,
+    sequence_sum,
+)
+from megatron_rl.algorithm.loss import (
+    Denominators,
+    LossInputs,
+    LossOutput,
+    LossSettings,
+    coefficients,
+    load_loss,
+    sft_loss,
+)
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
 from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.cost_model import MeasuredTimes
@@ -56,6 +74,16 @@ class _StepSums:
             self.grad_norms.append(grad_norm)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Corrected:
+    """Of one micro batch, [R] each; empty for a dummy."""
+
+    old_logprobs: torch.Tensor
+    weights: torch.Tensor
+    counted: torch.Tensor
+    """Whether the loss's denominators count a token."""
+
+
 class Learner:
     """Model, optimizer and algorithm on one rank."""
 
@@ -67,20 +95,32 @@ class Learner:
         *,
         algorithm: AlgorithmConfig,
         temperature: float,
+        max_response_tokens: int,
         data_rank: int,
         row_multiple: int,
         device: torch.device,
     ) -> None:
-        """`temperature` is the sampler's; packed rows are padded to a multiple of `row_multiple`."""
+        """`temperature` and `max_response_tokens` are the sampler's; packed rows are padded to a multiple of
+        `row_multiple`.
+        """
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.schedule = schedule
         self._algorithm = algorithm
         self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
         self._data_rank = data_rank
         self._row_multiple = row_multiple
         self._device = device
         self._loss = load_loss(algorithm.loss)
+        self._loss_settings = LossSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            entropy_bonus=algorithm.entropy_bonus,
+        )
+        self._advanced = 0
+        """Optimizer steps by which the schedule has advanced in this training step."""
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._times = MeasuredTimes()
@@ -92,22 +132,32 @@ class Learner:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
         totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
-        if not batch.mini_batches:
-            return self._result(totals)
+        self._advanced = 0
         mini_batches = [
             load_mini_batch(mini, self._data_rank, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
         ]
-        one_update = len(mini_batches) == 1 and algorithm.num_epochs == 1 and not algorithm.correction.batch_normalize
-        if one_update:
-            self._update(mini_batches[0], None, None, totals)
-        else:
-            old = [self.logprobs(mini.micro_batches) for mini in mini_batches]
-            weights = self._weights(mini_batches, old, totals)
+        if len(mini_batches) == algorithm.num_epochs == 1 and not self._loss_needs_all_logprobs:
+            self._update(mini_batches[0], self._planned_denominators(mini_batches[0]), totals)
+        elif mini_batches:
+            corrected = self._corrected(mini_batches, totals)
             for _ in range(algorithm.num_epochs):
-                for index, mini in enumerate(mini_batches):
-                    self._update(mini, old[index], weights[index], totals)
+                for mini, (denominators, micro_batches) in zip(mini_batches, corrected, strict=True):
+                    self._update(mini, denominators, totals, micro_batches)
+        self._finish_schedule()
         return self._result(totals)
+
+    @property
+    def _loss_needs_all_logprobs(self) -> bool:
+        """Whether weights or denominators are sums over the whole step."""
+        correction = self._algorithm.correction
+        return correction.batch_normalize or correction.counts_kept_tokens
+
+    def _finish_schedule(self) -> None:
+        """Advance the schedule by the configured optimizer steps that this training step did not make."""
+        configured = self._algorithm.num_epochs * self._algorithm.num_mini_batches
+        if (missing := configured - self._advanced) > 0:
+            self.schedule.step(increment=missing)
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""
@@ -119,12 +169,16 @@ class Learner:
         packed = [micro.packed for micro in micro_batches]
         return run_schedule(self.chunks, packed, keep, temperature=self._temperature, backward=False)
 
-    def _weights(
-        self, mini_batches: Sequence[LoadedMiniBatch], old: Sequence[list[torch.Tensor]], totals: _StepSums
-    ) -> list[list[torch.Tensor]]:
-        """Correction weights of the whole step, [R] each, and its mismatch; empty lists before the last stage."""
+    def _corrected(
+        self, mini_batches: Sequence[LoadedMiniBatch], totals: _StepSums
+    ) -> list[tuple[Denominators, list[_Corrected]]]:
+        """Denominators and corrected micro batches of each mini batch, and the step's mismatch.
+
+        Runs a forward over all samples. Before the last stage there are no corrected micro batches.
+        """
+        old = [self.logprobs(mini.micro_batches) for mini in mini_batches]
         if not self._is_last:
-            return [[] for _ in mini_batches]
+            return [(self._planned_denominators(mini), []) for mini in mini_batches]
         pairs = [
             [
                 (micro, micro.against(_real(micro, logprobs)))
@@ -133,7 +187,32 @@ class Learner:
             for mini, of_mini in zip(mini_batches, old, strict=True)
         ]
         sums = self._normalization([pair for of_mini in pairs for _, pair in of_mini])
-        return [[self._micro_weights(micro, pair, totals, sums) for micro, pair in of_mini] for of_mini in pairs]
+        corrected = [[self._correct(micro, pair, totals, sums) for micro, pair in of_mini] for of_mini in pairs]
+        return list(zip(self._denominators(mini_batches, corrected), corrected, strict=True))
+
+    def _planned_denominators(self, mini: LoadedMiniBatch) -> Denominators:
+        return Denominators(
+            num_tokens=mini.num_tokens,
+            num_sequences=mini.num_sequences,
+            max_response_tokens=self._max_response_tokens,
+        )
+
+    def _denominators(
+        self, mini_batches: Sequence[LoadedMiniBatch], corrected: Sequence[Sequence[_Corrected]]
+    ) -> list[Denominators]:
+        """What each mini batch counts over data-parallel ranks; last stage only."""
+        if not self._algorithm.correction.counts_kept_tokens:
+            return [self._planned_denominators(mini) for mini in mini_batches]
+        counts = torch.zeros(len(corrected), 2, dtype=torch.int64, device=self._device)
+        for row, (mini, of_mini) in enumerate(zip(mini_batches, corrected, strict=True)):
+            for micro, each in zip(mini.micro_batches, of_mini, strict=True):
+                in_sequence = sequence_sum(each.counted.float(), micro.lengths)
+                counts[row] += torch.stack([each.counted.sum(), (in_sequence > 0).sum()])
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        return [
+            Denominators(num_tokens=tokens, num_sequences=sequences, max_response_tokens=self._max_response_tokens)
+            for tokens, sequences in counts.tolist()
+        ]
 
     def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
         """Sum and count of the step's weights over data-parallel ranks; None without batch normalisation."""
@@ -146,34 +225,51 @@ class Learner:
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         return sums
 
-    def _micro_weights(
+    def _correct(
         self, micro: LoadedMicroBatch, pair: PackedLogprobs, totals: _StepSums, sums: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> _Corrected:
         config = self._algorithm.correction
         totals.mismatch = totals.mismatch.merge(MismatchSums.of(pair, config=config))
         weights = final_weights(pair, config=config, sums=sums)
         totals.by_age.add(pair, weights, micro.staleness)
-        return weights
+        counted = counted_tokens(pair, config=config)
+        return _Corrected(old_logprobs=pair.old_logprobs, weights=weights, counted=counted)
 
     def _update(
         self,
         mini: LoadedMiniBatch,
-        old: list[torch.Tensor] | None,
-        weights: list[torch.Tensor] | None,
+        denominators: Denominators,
         totals: _StepSums,
+        corrected: Sequence[_Corrected] | None = None,
     ) -> None:
-        """One optimizer step. Without `old`, the forward's own log-probabilities are the old ones."""
+        """One optimizer step. Without `corrected`, the forward's own log-probabilities are the old ones."""
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
             micro = mini.micro_batches[number]
             logprobs = _real(micro, scores.logprobs)
-            old_logprobs = logprobs.detach() if old is None else _real(micro, old[number])
-            micro_weights = (
-                self._micro_weights(micro, micro.against(old_logprobs), totals, None)
-                if weights is None
-                else weights[number]
+            correction = (
+                self._correct(micro, micro.against(logprobs.detach()), totals, None)
+                if corrected is None
+                else corrected[number]
             )
-            output = self._micro_loss(mini, micro, logprobs, _real(micro, scores.entropy), old_logprobs, micro_weights)
+            shares = coefficients(
+                micro.lengths,
+                correction.counted,
+                aggregation=self._algorithm.aggregation,
+                denominators=denominators,
+            )
+            entropy = _real(micro, scores.entropy)
+            inputs = LossInputs(
+                logprobs=logprobs,
+                entropy=entropy if self._algorithm.entropy_bonus else entropy.detach(),
+                old_logprobs=correction.old_logprobs,
+                advantages=micro.advantages,
+                weights=correction.weights,
+                coefficients=shares,
+                lengths=micro.lengths,
+                num_tokens=mini.num_tokens,
+            )
+            output = self._loss(inputs, self._loss_settings)
             return output.loss, output
 
         packed = [micro.packed for micro in mini.micro_batches]
@@ -181,39 +277,6 @@ class Learner:
         for output in outputs:
             totals.add(output.metrics)
         totals.count(grad_norm)
-
-    def _micro_loss(
-        self,
-        mini: LoadedMiniBatch,
-        micro: LoadedMicroBatch,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        old_logprobs: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> LossOutput:
-        algorithm = self._algorithm
-        inputs = LossInputs(
-            logprobs=logprobs,
-            entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
-            old_logprobs=old_logprobs,
-            advantages=micro.advantages,
-            weights=weights,
-            coefficients=coefficients(
-                micro.lengths,
-                aggregation=algorithm.aggregation,
-                num_tokens=mini.num_tokens,
-                num_sequences=mini.num_sequences,
-            ),
-            lengths=micro.lengths,
-            num_tokens=mini.num_tokens,
-        )
-        settings = LossSettings(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            entropy_bonus=algorithm.entropy_bonus,
-        )
-        return self._loss(inputs, settings)
 
     def sft_step(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
         """One optimizer step of SFT: mean negative log-probability over `num_tokens`, at temperature 1."""
@@ -246,6 +309,7 @@ class Learner:
         if not gradients_are_finite(self.chunks):
             return outputs, None
         self.schedule.step(increment=1)
+        self._advanced += 1
         _, grad_norm, _ = self.optimizer.step()
         return outputs, float(grad_norm)
 

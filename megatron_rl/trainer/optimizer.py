@@ -126,8 +126,11 @@ def _set_with_count(
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then the configured decay. Optimizer steps count from 1."""
-    decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
+    """Linear warm-up, then the configured decay. Optimizer steps count from 1.
+
+    A decay over the whole run would reach its end one step after the run, so that the last update still learns.
+    """
+    decay_steps = max(config.decay_steps or total_steps + 1, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer=optimizer,
         init_lr=0.0,

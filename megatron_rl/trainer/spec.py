@@ -20,6 +20,8 @@ class TrainerSpec:
     """Format of the engines."""
     temperature: float
     """Sampling temperature of training responses."""
+    max_response_tokens: int
+    """Most tokens of a training response."""
     total_updates: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int

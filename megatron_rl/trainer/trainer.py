@@ -96,6 +96,7 @@ class Trainer:
             build_schedule(config.optimizer, optimizer, total_steps=self.spec.total_updates),
             algorithm=self.spec.algorithm,
             temperature=self.spec.temperature,
+            max_response_tokens=self.spec.max_response_tokens,
             data_rank=self._position.data,
             row_multiple=self.row_multiple,
             device=device(),

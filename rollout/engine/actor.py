@@ -15,9 +15,9 @@ import ray
 from history.drafting.stats import DraftStats
 from rollout.engine.history_sender import HistorySender
 from rollout.engine.spec import EngineSpec
-from rollout.engine.state import EngineState, EngineStats, UpdateTimes
+from rollout.engine.state import EngineProgress, EngineState, EngineStats, UpdateTimes
 from rollout.planning.migration import InFlight
-from rollout.processes import redirect_output
+from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
@@ -34,17 +34,23 @@ class EngineActor:
 
     def __init__(self, spec: EngineSpec) -> None:
         redirect_output()
+        write_stacks_on_signal()
         from rollout.engine.engine import Engine
 
         self._engine = Engine(spec)
         self._history_sender: HistorySender | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> ProcessId:
         """See `Engine.start`."""
         await self._engine.start()
         # imported objects stay alive; a garbage collection that scans them would block the event loop for 0.4 s
         gc.collect()
         gc.freeze()
+        return ProcessId.of_this_process(await self.node_id())
+
+    async def ping(self) -> None:
+        """See `Engine.ping`."""
+        await self._engine.ping()
 
     async def close(self) -> None:
         """See `Engine.shutdown`."""
@@ -132,6 +138,10 @@ class EngineActor:
     async def node_id(self) -> str:
         """Ray's id of the engine's node."""
         return str(ray.get_runtime_context().get_node_id())
+
+    async def progress(self) -> EngineProgress:
+        """See `Engine.progress`."""
+        return self._engine.progress()
 
     async def fault(self) -> str:
         """See `Engine.fault`."""

@@ -28,6 +28,7 @@ from rollout.engine.responses import (
 )
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import (
+    EngineProgress,
     EngineState,
     EngineStats,
     EngineStatus,
@@ -282,14 +283,27 @@ class Engine:
         self._is_paused = False
         await self._sync_vllm()
 
+    @property
+    def _can_sample(self) -> bool:
+        return self.weights.status is EngineStatus.SERVING and self._ordered_start is None and not self._is_paused
+
+    def progress(self) -> EngineProgress:
+        """How far the engine is."""
+        running = sum(sum(group.emitted) for group in self.in_flight())
+        return EngineProgress(num_tokens=self._ledger.num_tokens + running, can_sample=self._can_sample)
+
     async def _sync_vllm(self) -> None:
-        """Let vLLM run if the engine serves and is neither held nor paused; otherwise pause it."""
-        if self.weights.status is EngineStatus.SERVING and self._ordered_start is None and not self._is_paused:
+        """Let vLLM run if the engine can sample; otherwise pause it."""
+        if self._can_sample:
             await self._llm.resume_generation()
         elif self.weights.status is EngineStatus.SERVING:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     # -- state and counters ------------------------------------------------------------------------
+
+    async def ping(self) -> None:
+        """Return when every rank has answered."""
+        await self._handle.ranks("ping")
 
     def fault(self) -> str:
         """Why vLLM can sample no further; empty while it can."""

@@ -45,6 +45,16 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProgress:
+    """How far an engine is; it works as long as `num_tokens` changes."""
+
+    num_tokens: int
+    """Tokens emitted since the start, those of running responses included."""
+    can_sample: bool
+    """Whether it serves weights and is neither held nor paused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
     """Durations of one weight update of an engine."""
 

@@ -6,6 +6,7 @@ An engine is lost when its process, or vLLM's process inside it, has ended. It i
 its number (`replace`).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -13,16 +14,24 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+from rollout.processes import ProcessId, end_family
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required, WeightManifest
 
+_log = logging.getLogger(__name__)
+
 Answer = TypeVar("Answer")
+
+_KILL_TIMEOUT_S = 30.0
+"""Time for a task to start on the node of a process and to end it."""
+_end_family = ray.remote(num_cpus=0, max_retries=0)(end_family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,10 @@ class EngineGroup:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks."""
         self._actors = list(actors)
         self._lost: dict[int, str] = {}
+        self._processes: dict[int, ProcessId] = {}
         self.num_ranks = num_ranks
+        self.num_hung = 0
+        """Engines that were ended because they did nothing."""
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -73,10 +85,34 @@ class EngineGroup:
         """Why an engine was lost; empty for one that is alive."""
         return self._lost.get(number, "")
 
-    def replace(self, number: int, actor: ray.actor.ActorHandle) -> None:
-        """A new engine takes the number of a lost one."""
-        self._actors[number] = actor
+    def replace(self, number: int, group: "EngineGroup") -> None:
+        """The only engine of `group`, which has started, takes the number of a lost one."""
+        (self._actors[number],) = group._actors
+        self._processes.pop(number, None)
+        for process in group._processes.values():
+            self._processes[number] = process
         self._lost.pop(number, None)
+
+    def end_hung(self, number: int, why: str) -> None:
+        """End an engine that lives but does nothing, with its children; it is lost, and its calls fail."""
+        self.num_hung += 1
+        process = self._processes.get(number)
+        at = "" if process is None else f" (process {process.pid})"
+        reason = f"engine {number}{at} {why} and was ended; its log has the stacks of its threads"
+        _log.warning(reason)
+        self.mark_lost(number, reason)
+        if process is not None:
+            strategy = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+            ended = _end_family.options(scheduling_strategy=strategy).remote(process)
+            ray.wait([ended], timeout=_KILL_TIMEOUT_S)
+        ray.kill(self._actors[number], no_restart=True)
+
+    def end_silent(self, *, timeout_s: float) -> None:
+        """End every engine of which a rank does not answer in time. Call it while engines do not sample."""
+        asking = {self._actors[number].ping.remote(): number for number in self.alive}
+        _, silent = ray.wait(list(asking), num_returns=len(asking), timeout=timeout_s) if asking else ([], [])
+        for ref in silent:
+            self.end_hung(asking[ref], f"did not answer for {timeout_s:.0f} s")
 
     def check_alive(self, *, timeout_s: float) -> None:
         """Ask every engine whether it and its vLLM are alive, and mark dead engines as lost.
@@ -115,9 +151,13 @@ class EngineGroup:
             )
         return dict(sorted(answers.items()))
 
-    def begin_start(self) -> EngineCall[None]:
+    def begin_start(self) -> EngineCall[ProcessId]:
         """Start vLLM in every engine."""
-        return self._begin("start", NoneType)
+        return self._begin("start", ProcessId)
+
+    def finish_start(self, call: EngineCall[ProcessId], *, timeout_s: float) -> None:
+        """Wait until every engine has started."""
+        self._processes = self.wait(call, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float) -> None:
         """Engines release the memory of weights, keys and values."""
@@ -229,9 +269,12 @@ class EngineGroup:
         return EngineCall(method=method, kind=kind, refs=refs)
 
     def _call_living(self, method: str, *, timeout_s: float) -> None:
-        """Call every engine; an engine that dies meanwhile becomes lost, which is no error."""
+        """Call every engine; an engine that dies meanwhile or does not answer becomes lost, which is no error."""
         try:
             self.wait(self._begin(method, NoneType), timeout_s=timeout_s)
+        except DeadlineError as error:
+            for number in error.place.ranks:
+                self.end_hung(number, f"had not finished `{method}` after {timeout_s:.0f} s")
         except RuntimeError:
             before = self.lost
             self.check_alive(timeout_s=timeout_s)

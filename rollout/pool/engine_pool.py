@@ -30,6 +30,7 @@ from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.group_places import GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_counts import SeatCounts
@@ -77,12 +78,13 @@ class EnginePool:
         whole_step: bool = False,
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
+        watch: EngineWatch | None = None,
     ) -> None:
         """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
-        without `revive` that is an error.
+        without `revive` that is an error. Without `watch` nobody notices an engine that hangs.
         """
         self.migration = migration or GroupMigration()
         """Moves groups to an engine that has nothing to do."""
@@ -93,6 +95,7 @@ class EnginePool:
         self._batches = batches
         self._whole_step = whole_step
         self._revive = revive
+        self._watch = watch
         self._places = GroupPlaces()
         self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
         self._dispatcher = Dispatcher(len(engines))
@@ -152,6 +155,11 @@ class EnginePool:
             self._advance()
         _tell(progress, len(wanted), len(wanted))
         return self._places.take(wanted)
+
+    @property
+    def num_hung(self) -> int:
+        """Engines that were ended because they did nothing."""
+        return self._engines.num_hung
 
     @contextmanager
     def run_in_background(self) -> Iterator[None]:
@@ -242,6 +250,8 @@ class EnginePool:
             raise RuntimeError(
                 f"nothing is being sampled, and {len(self._places.waiting)} groups wait for a batch that needs more"
             )
+        if self._watch is not None:
+            timeout_s = min(self._watch.look_every_s, timeout_s or self._watch.look_every_s)
         ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
         more, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
@@ -254,6 +264,8 @@ class EnginePool:
             elif ref in self._places.scoring:
                 self._finish_scoring(ref)
             # else the call went to an engine whose death another call of this round has reported
+        if self._watch is not None:
+            self._watch.look({item.engine for item in self._places.generating.values()} - self._closed)
         self._dispatch()
 
     def _ask_donor(self) -> None:

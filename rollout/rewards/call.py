@@ -73,7 +73,7 @@ def call_reward(request: RewardRequest) -> RewardOutcome:
             ground_truth=request.ground_truth,
             extra_info=json.loads(request.extra_info_json),
         )
-    except Exception as error:  # the border to the user's code: one sample must not end the run
+    except BaseException as error:  # the border to the user's code: no sample ends the run, not by `sys.exit` either
         return RewardOutcome(error=f"{type(error).__name__}: {error}")
     return read_outcome(returned, function=request.function)
 

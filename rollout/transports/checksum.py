@@ -23,14 +23,14 @@ _ROWS_AT_A_TIME = 256
 """Rows hashed at a time, because products take twice the bytes of their words."""
 
 
-def seal(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -> None:
-    """Write the trailer into the last `TRAILER.size` bytes of the filled bucket `index`, uint8 [L]."""
-    checksum = _checksum(bucket[: -TRAILER.size], index)
+def seal(bucket: torch.Tensor, weight_version: WeightVersion, *, run_id: str, index: int) -> None:
+    """Write the trailer into the last `TRAILER.size` bytes of the filled bucket `index` of a run, uint8 [L]."""
+    checksum = _checksum(bucket[: -TRAILER.size], f"{run_id}/{index}")
     trailer = TRAILER.pack(MAGIC, weight_version, checksum)
     bucket[-TRAILER.size :].copy_(torch.frombuffer(bytearray(trailer), dtype=torch.uint8))
 
 
-def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -> None:
+def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, run_id: str, index: int) -> None:
     """Check a received bucket, uint8 [L], against its trailer.
 
     Raises:
@@ -41,17 +41,17 @@ def verify(bucket: torch.Tensor, weight_version: WeightVersion, *, index: int) -
         raise RuntimeError(f"bucket {index}: no trailer where the manifest puts one")
     if version != weight_version:
         raise RuntimeError(f"bucket {index}: carries weight version {version}, the manifest says {weight_version}")
-    if (actual := _checksum(bucket[: -TRAILER.size], index)) != checksum:
+    if (actual := _checksum(bucket[: -TRAILER.size], f"{run_id}/{index}")) != checksum:
         raise RuntimeError(
             f"bucket {index}: checksum {actual:#x} of the received bytes, {checksum:#x} when sent; the bytes are "
-            "corrupt, or those of another bucket"
+            "corrupt, or those of another bucket or another run"
         )
 
 
-def _checksum(payload: torch.Tensor, index: int) -> int:
-    """Checksum of a payload and of the bucket's number, so that a bucket does not verify in another's place."""
+def _checksum(payload: torch.Tensor, name: str) -> int:
+    """Checksum of a payload and of the bucket's name, so that a bucket does not verify in another's place."""
     content = multilinear(payload) if payload.is_cuda else xxhash.xxh3_64_intdigest(payload.numpy().data)
-    return content ^ xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"))
+    return content ^ xxhash.xxh3_64_intdigest(name.encode())
 
 
 def multilinear(payload_L: torch.Tensor) -> int:

@@ -77,6 +77,7 @@ class ColocatedSender:
         region: SharedRegion,
         group: Group | None,
         *,
+        run_id: str,
         rank: int,
         hosted: Sequence[Sequence[int]],
         buckets: Sequence[Bucket],
@@ -89,6 +90,7 @@ class ColocatedSender:
         Args:
             region: memory for the buckets of the engine ranks on this rank's device.
             group: process group of all trainer ranks, in order of rank; None for a single rank.
+            run_id: run whose weights these are.
             rank: number of this trainer rank.
             hosted: by trainer rank, the numbers of the engine ranks on its device.
             buckets: all buckets of the plan, from every source rank.
@@ -98,6 +100,7 @@ class ColocatedSender:
         """
         self._region = region
         self._group = group
+        self._run_id = run_id
         self._rank = rank
         self._backend: Backend = backend
         self._timeout_s = timeout_s
@@ -159,7 +162,7 @@ class ColocatedSender:
         """Seal a bucket and start to send it to the other trainer ranks whose engine ranks require it."""
         bucket = self._buckets[index]
         payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
-        seal(payload, self._version, index=index)
+        seal(payload, self._version, run_id=self._run_id, index=index)
         self._receive_before(index)
         self._send(index, payload)
 
@@ -252,7 +255,7 @@ class ColocatedInbox:
         self._memory = memory
         for bucket in shared:
             if bucket.required_by(engine_rank):
-                verify(self.take(bucket), manifest.weight_version, index=bucket.index)
+                verify(self.take(bucket), manifest.weight_version, run_id=manifest.run_id, index=bucket.index)
 
     def arrived(self) -> bool:
         """True: all buckets were verified when the inbox was made."""

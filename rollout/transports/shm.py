@@ -20,6 +20,7 @@ class ShmSender:
     """A trainer rank's writer; satisfies `rollout.transports.base.Sender`."""
 
     def __init__(self, *, run_id: str, rank: int) -> None:
+        self._run_id = run_id
         self._file = SegmentFile(run_id=run_id, rank=rank)
         self._payload = torch.empty(0, dtype=torch.uint8)
         """Buffer of the largest bucket's size, reused for every bucket and publish."""
@@ -57,7 +58,7 @@ class ShmSender:
             RuntimeError: `/dev/shm` has no room for it any more.
         """
         bucket = self.buffer(index)
-        seal(bucket, self._version, index=index)
+        seal(bucket, self._version, run_id=self._run_id, index=index)
         self._file.write(bucket.numpy().data, self._offsets[index])
 
     def finish(self) -> str:
@@ -91,7 +92,7 @@ class ShmInbox:
         Raises:
             RuntimeError: a rank's segment is missing or has another size than the manifest says.
         """
-        self._version = manifest.weight_version
+        self._run_id, self._version = manifest.run_id, manifest.weight_version
         self._places: dict[int, tuple[mmap.mmap, int]] = {}
         """By bucket: its segment, and its first byte in the segment."""
         for rank in sorted({bucket.source_rank for bucket in manifest.buckets}):
@@ -106,7 +107,7 @@ class ShmInbox:
 
     def _verify(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            verify(self._bytes(bucket), self._version, index=bucket.index)
+            verify(self._bytes(bucket), self._version, run_id=self._run_id, index=bucket.index)
 
     def _bytes(self, bucket: Bucket) -> torch.Tensor:
         segment, start = self._places[bucket.index]

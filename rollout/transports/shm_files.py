@@ -1,8 +1,12 @@
 """Files in `/dev/shm`: each holds the buckets of one trainer rank for the engines of its node. Pure: no torch.
 
 A file is written under a temporary name and renamed when it is complete, so a reader sees the complete file or none.
-Names carry run id and process id; `sweep` removes the files of killed runs. A file may be unlinked while engines still
-have it mapped.
+A file may be unlinked while engines still have it mapped.
+
+The process that owns a file holds a lock of the kernel on it (`flock`) as long as the process lives. `sweep` removes
+files that nobody holds. So containers that share `/dev/shm` but not process ids leave each other's files alone.
+
+Files of other users and links are neither removed nor mapped.
 
 Invariants: bucket offsets depend on the bucket sizes alone (`bucket_offsets`), so the manifest describes a segment
 completely. A full `/dev/shm` raises an error when a segment is created or written, never SIGBUS later: mapped memory is
@@ -10,9 +14,11 @@ reserved first, everything else is written.
 """
 
 import errno
+import fcntl
 import mmap
 import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +70,7 @@ class SegmentFile:
         free = os.statvfs(SHM)
         if free.f_bavail * free.f_frsize < size:
             raise _no_room(size)
-        self._descriptor = os.open(path, _FLAGS, 0o600)
+        self._descriptor = _create(path)
         os.ftruncate(self._descriptor, max(size, 1))
 
     def write(self, content: memoryview, offset: int) -> None:
@@ -89,7 +95,9 @@ class SegmentFile:
         Raises:
             RuntimeError: `/dev/shm` has no room for it.
         """
-        return _reserve(self._named(weight_version), max(size, 1))
+        path = self._named(weight_version)
+        self._descriptor = _create(path)
+        return _reserve(path, self._descriptor, max(size, 1))
 
     def _named(self, weight_version: WeightVersion) -> Path:
         self.remove()
@@ -101,27 +109,32 @@ class SegmentFile:
     def show(self) -> str:
         """Make the segment visible and return its path."""
         assert self._temporary is not None and self._path is not None, "begin() or reserve() comes first"
-        self._close()
         self._temporary.rename(self._path)
         self._temporary = None
         return str(self._path)
 
     def remove(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
-        self._close()
         for path in (self._temporary, self._path):
             if path is not None:
                 path.unlink(missing_ok=True)
         self._path = self._temporary = None
-
-    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
 
 
-def _reserve(path: Path, size: int) -> mmap.mmap:
-    descriptor = os.open(path, _FLAGS, 0o600)
+def _create(path: Path) -> int:
+    """Descriptor of a new file, with its lock. Whoever sweeps between the two steps has removed it: try again."""
+    while True:
+        descriptor = os.open(path, _FLAGS, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+
+
+def _reserve(path: Path, descriptor: int, size: int) -> mmap.mmap:
     try:
         os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
@@ -130,8 +143,6 @@ def _reserve(path: Path, size: int) -> mmap.mmap:
         if error.errno != errno.ENOSPC:
             raise
         raise _no_room(size) from error
-    finally:
-        os.close(descriptor)
 
 
 def _no_room(size: int) -> RuntimeError:
@@ -142,14 +153,16 @@ def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) 
     """Map the segment of `size` bytes of trainer rank `rank`.
 
     Raises:
-        RuntimeError: the segment is missing or has another size.
+        RuntimeError: the segment is missing, has another size, or is not a file of this user.
     """
     if path is None:
         raise RuntimeError(f"weight version {version} was announced without a segment of trainer rank {rank}")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_own(Path(path))
     except FileNotFoundError as error:
         raise RuntimeError(f"trainer rank {rank} has no segment of weight version {version} at {path}") from error
+    if descriptor is None:
+        raise RuntimeError(f"segment of trainer rank {rank} at {path} is a link, or belongs to another user")
     try:
         length = os.fstat(descriptor).st_size
         if length != max(size, 1):
@@ -169,13 +182,52 @@ def drop_pages(segment: mmap.mmap, start: int, size: int) -> None:
 
 
 def sweep(run_id: str | None = None) -> list[Path]:
-    """Remove segments of dead processes and, if `run_id` is given, all segments of that run; returns removed paths."""
+    """Remove this user's segments that no process holds and, if `run_id` is given, all segments of that run.
+
+    Returns the removed paths.
+    """
     removed: list[Path] = []
     for path in SHM.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        if match["run_id"] == run_id or not Path(f"/proc/{match['pid']}").exists():
-            path.unlink(missing_ok=True)
+        if match is not None and _remove_own(path, also_held=match["run_id"] == run_id):
             removed.append(path)
     return sorted(removed)
+
+
+def _remove_own(path: Path, *, also_held: bool) -> bool:
+    """Remove a file of this user; one that a process holds only if `also_held`. Returns whether it was removed."""
+    try:
+        descriptor = _open_own(path)
+    except FileNotFoundError:
+        return False
+    if descriptor is None:
+        return False
+    try:
+        if not also_held:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _open_own(path: Path) -> int | None:
+    """Descriptor of a regular file of this user, to read; None if it is a link or belongs to another user.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EACCES):
+            return None
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    return None

@@ -29,7 +29,7 @@ from rollout.transports.checksum import seal, verify
 from rollout.transports.delta import HEADER, Kind, Message, apply, encode
 from rollout.transports.rendezvous import Group, device_of, done, join, leave, start_recv, start_send
 from rollout.types import WeightVersion
-from rollout.weights.manifest import Bucket
+from rollout.weights.manifest import Bucket, WeightManifest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,17 +47,26 @@ class GroupSender:
     """A trainer rank's end for all engines it is attached to; satisfies `rollout.transports.base.Sender`."""
 
     def __init__(
-        self, *, rank: int, timeout_s: float, backend: Backend = "gloo", delta: bool = False, full_every: int = 0
+        self,
+        *,
+        run_id: str,
+        rank: int,
+        timeout_s: float,
+        backend: Backend = "gloo",
+        delta: bool = False,
+        full_every: int = 0,
     ) -> None:
         """Make a sender without engines.
 
         Args:
+            run_id: run whose weights these are.
             rank: number of the trainer rank.
             backend: backend of all channels that will be attached.
             timeout_s: limit of one publish, from `open` to the last `commit`.
             delta: keep sent buckets, and send only changed bytes.
             full_every: one in this many publishes sends whole buckets; 0 for the first publish only.
         """
+        self._run_id = run_id
         self._rank = rank
         self._backend: Backend = backend
         self._device = device_of(backend)
@@ -114,7 +123,7 @@ class GroupSender:
                 channel is left; sending can continue to the other engines.
         """
         payload = self.buffer(index)
-        seal(payload, self._version, index=index)
+        seal(payload, self._version, run_id=self._run_id, index=index)
         base_version, change = self._change(index, payload)
         whole = Message(kind=Kind.WHOLE, body=payload, num_changed=payload.numel())
         flight = _Flight(index=index)
@@ -241,18 +250,18 @@ class GroupInbox:
         self._engine_rank = engine_rank
         self._group = join(channel, len(channel.source_ranks) + engine_rank)
         self._device = device_of(channel.backend)
-        self._version = WeightVersion(-1)
+        self._run_id, self._version = "", WeightVersion(-1)
         self._timeout_s = self._deadline = 0.0
         self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
         self._relay: Relay | None = None
         if channel.onward is not None:
             self._relay = Relay(channel.onward, engine_rank=engine_rank)
 
-    def expect(self, weight_version: WeightVersion, *, timeout_s: float) -> None:
-        """Begin a publish, which has to arrive completely within `timeout_s`."""
+    def expect(self, manifest: WeightManifest, *, timeout_s: float) -> None:
+        """Begin the publish of a manifest, which has to arrive completely within `timeout_s`."""
         if self._relay is not None:
             self._relay.expect(timeout_s)
-        self._version, self._timeout_s = weight_version, timeout_s
+        self._run_id, self._version, self._timeout_s = manifest.run_id, manifest.weight_version, timeout_s
         self._deadline = time.monotonic() + timeout_s
 
     def take(self, bucket: Bucket) -> torch.Tensor:
@@ -281,7 +290,7 @@ class GroupInbox:
         if self._relay is not None:
             self._relay.forward(bucket.index, (header, body))
         payload = self._whole(bucket, message, base_version)
-        verify(payload, self._version, index=bucket.index)
+        verify(payload, self._version, run_id=self._run_id, index=bucket.index)
         if keep:
             self._baselines[bucket.index] = self._version, payload
         return payload

@@ -116,7 +116,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         elif self._stream is None:
             self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
         else:
-            self._stream.expect(order.manifest.weight_version, timeout_s=order.timeout_s)
+            self._stream.expect(order.manifest, timeout_s=order.timeout_s)
             required = [bucket for bucket in order.manifest.buckets if bucket.required_by(self._rank)]
             self._inbox = Prefetch(self._stream, required)
 

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from history.drafting.stats import DraftStats
 from rollout.cpu import quirks
-from rollout.processes import die_with
+from rollout.processes import die_with, write_stacks_on_signal
 from rollout.tracing.forwards import ForwardLog, ForwardRecord
 from rollout.worker import exact_int8, sampler, vllm_compat, vllm_quirks
 from rollout.worker.proposer import HistoryProposer
@@ -85,10 +85,14 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         owner = self.vllm_config.additional_config.get("owner_pid")
         if owner is not None:
             die_with(owner)
+        write_stacks_on_signal()
         # for requests that `sampler` leaves to vLLM's own sampler
         quirks.drafted_rows_are_sampled_at_a_random_temperature()
         quirks.padding_of_a_draft_is_accepted()
         super().init_device()
+
+    def ping(self) -> None:
+        """Answer: this rank takes calls."""
 
     # -- forwards ----------------------------------------------------------------------------------
 

@@ -1,18 +1,25 @@
 """What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
 
 import os
+import re
+import signal
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import ray
 
 from megatron_rl.trainer.group import SpmdGroup
+from rollout.engine.state import EngineProgress
 from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
 from rollout.planning.plan import GroupForecast, RolloutPlan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
+from rollout.pool.engine_watch import EngineWatch
+from rollout.processes import ProcessId
 from rollout.types import FinishReason, Score, ScoreStatus
+from tests.support.deadline import DEADLINE_S
 from tests.support.scored_groups import scored_group
 
 pytestmark = pytest.mark.usefixtures("running")
@@ -45,8 +52,9 @@ class Rank:
 class Engine:
     """Answers groups after a moment each; notes how many responses it held at once."""
 
-    def __init__(self, answers_after_s=0.0):
+    def __init__(self, answers_after_s=0.0, hangs=""):
         self.held = self.most = self.ended = 0
+        self.hangs = hangs
         self.calls = []
         self.answers_after_s = answers_after_s
 
@@ -57,7 +65,9 @@ class Engine:
         self.calls.append(("generate", group.group_id))
         self.held += len(group.seeds)
         self.most = max(self.most, self.held)
-        await asyncio.sleep(0.02)
+        if self.hangs == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.sleep(3600 if self.hangs == "silent" else 2 if self.hangs == "paused" else 0.02)
         self.held -= len(group.seeds)
         self.ended += len(group.seeds)
         if group.prompt.ground_truth == "poison":
@@ -72,6 +82,18 @@ class Engine:
             await asyncio.sleep(0.001)
         await asyncio.sleep(self.answers_after_s)
         return self.ended
+
+    async def start(self):
+        return ProcessId.of_this_process(ray.get_runtime_context().get_node_id())
+
+    async def progress(self):
+        return EngineProgress(num_tokens=self.ended, can_sample=self.hangs != "paused")
+
+    async def freeze(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def ping(self):
+        pass
 
     async def hold(self):
         self.calls.append(("hold", None))
@@ -179,6 +201,45 @@ def test_a_second_pool_of_an_engine_that_has_sampled_is_refused():
     pool.admit(groups(3))
     with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began 4"):
         pool.take("train", 0)
+
+
+def wait_until_ended(process):
+    deadline = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(process.pid) and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("hangs", ["silent", "frozen"])
+def test_an_engine_that_emits_nothing_is_ended_and_its_groups_continue_elsewhere(hangs):
+    engines = group_of(Engine.remote(hangs=hangs), Engine.remote())
+    engines.finish_start(engines.begin_start(), timeout_s=60)
+    process = engines._processes[0]
+    watch = EngineWatch(engines, timeout_s=1.0)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, watch=watch)
+    pool.admit(groups(6))
+    assert len(pool.take("train", 0)) == 6
+    assert engines.lost == (0,) and pool.num_hung == 1 and pool.num_reissued == 2
+    assert re.search(r"engine 0 \(process \d+\) emitted no token for 1 s", engines.loss_reason(0))
+    wait_until_ended(process)
+
+
+def test_a_frozen_engine_that_does_not_answer_is_ended():
+    engines = group_of(Engine.remote(), Engine.remote())
+    engines.finish_start(engines.begin_start(), timeout_s=60)
+    engines.actors[1].freeze.remote()
+    engines.end_silent(timeout_s=2)
+    assert engines.lost == (1,) and engines.num_hung == 1
+    assert "did not answer for 2 s and was ended" in engines.loss_reason(1)
+    wait_until_ended(engines._processes[1])
+
+
+def test_an_engine_that_may_not_sample_is_not_ended():
+    engines = group_of(Engine.remote(hangs="paused"))
+    engines.finish_start(engines.begin_start(), timeout_s=60)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, watch=EngineWatch(engines, timeout_s=0.5))
+    pool.admit(groups(2))
+    assert len(pool.take("train", 0)) == 2 and engines.lost == ()
 
 
 class Batches:
@@ -327,7 +388,7 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
 
     def revive():
         brought.append(engines.loss_reason(0))
-        engines.replace(0, Mortal.remote(1000, True))
+        engines.replace(0, group_of(Mortal.remote(1000, True)))
 
     pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, revive=revive)
     pool.admit(groups(8, step=0))

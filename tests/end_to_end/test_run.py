@@ -58,7 +58,7 @@ def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(uninterrupted, in
 
 
 @pytest.mark.slow
-def test_a_run_that_samples_ahead_stays_within_its_staleness_after_two_deaths_of_its_engine(ahead):
+def test_a_run_that_samples_ahead_stays_within_its_staleness_after_a_freeze_and_a_death_of_its_engine(ahead):
     steps = rows(ahead / "metrics.jsonl")
     assert [row["step"] for row in steps] == list(range(NUM_STEPS))
     assert [row["batch/responses"] for row in steps] == [16.0] * NUM_STEPS
@@ -75,6 +75,7 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_after_two_deaths_of
             assert sum(count for _, count in row["versions"]) == row["length"]
     assert steps[-1]["engine/reissued_groups"] <= 8
     assert [row["engine/restarts"] for row in steps] == [0, 1, 1, 2]
+    assert [row["engine/hung"] for row in steps] == [0, 1, 1, 1]
     assert steps[-1]["publish/repeated"] >= 1
     assert steps[-1]["timing_s/publish"] < 60  # nobody waits for answers of the dead
 

@@ -233,7 +233,7 @@ class World:
 
     def bring_back(self):
         for number in self.engines.lost:
-            self.engines.replace(number, Engine(self))
+            self.engines.replace(number, EngineGroup([Engine(self)], num_ranks=1))
 
     def choose(self, running):
         """A migration rule that chooses at random."""

@@ -80,6 +80,7 @@ def test_a_transfer_completes_with_and_without_checksums(tmp_path) -> None:
     assert quantise_s(model, "bf16", num_engines=1, num_ranks=1) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_stage", [False, True])
 def test_gathering_transfers_the_shards_that_a_rank_lacks(tmp_path, by_stage) -> None:
     assert gather_s(write_model(tmp_path / "model", quick=True), by_stage=by_stage) > 0
@@ -144,6 +145,7 @@ def test_a_delta_is_compared_with_a_whole_publish() -> None:
     assert {goal.name: goal.met for goal in goals([*rows(), delta])}["bytes of a delta over those of all"] is False
 
 
+@pytest.mark.slow
 def test_every_20th_weight_of_a_matrix_changes_its_sign_between_publishes() -> None:
     """Run in a new process, because importing the module changes trainer ranks."""
     script = """

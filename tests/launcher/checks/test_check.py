@@ -48,6 +48,7 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["set aggregation to sequence"],
         ),
         (["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"], ["`algorithm.clip_low` = 0.2", "3e-4"]),
+        (["algorithm.advantage=dr_grpo"], ["set aggregation to seq_mean_token_sum_norm"]),
         (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
         (
             ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],

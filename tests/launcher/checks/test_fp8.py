@@ -41,12 +41,6 @@ def test_fp8_training_of_common_models_is_accepted(fp8: str, spec: ModelSpec, te
         (AMPERE, {"fp8": "blockwise"}, ["`trainer.fp8` = blockwise", "compute capability 8.0", "needs 9.0"]),
         (HOPPER, {"fp8": "blockwise", "dtype": "fp32"}, ["`trainer.fp8` = blockwise", "`trainer.dtype` = fp32"]),
         (HOPPER, {"fp8": "blockwise_param"}, ["blockwise_param", "`trainer.optimizer.distributed` = false", "true"]),
-        (
-            HOPPER,
-            {"fp8": "blockwise", "megatron": {"fp8_recipe": "delayed"}},
-            ["`trainer.megatron.fp8_recipe` = delayed", "`trainer.fp8` = blockwise"],
-        ),
-        (HOPPER, {"megatron": {"fp8": "e4m3", "fp8_param": True}}, ["fp8_param` = True", "`trainer.fp8`"]),
     ],
 )
 def test_impossible_combinations_with_fp8_are_refused(
@@ -54,10 +48,6 @@ def test_impossible_combinations_with_fp8_are_refused(
 ) -> None:
     (found,) = problems(node, **keys)
     assert all(part in found for part in said), found
-
-
-def test_other_compute_recipes_are_accepted() -> None:
-    assert problems(megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"}) == []
 
 
 def test_matrices_that_cannot_be_multiplied_in_fp8_are_refused_by_name_and_shape() -> None:

@@ -35,6 +35,7 @@ def test_the_sum_over_two_nodes_is_right() -> None:
     assert [done.result() for done in sums] == ["a sum over 2 node(s) is right by gloo"] * 2
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_take_part_ends_the_sum_with_its_deadline() -> None:
     rendezvous = ["127.0.0.1", str(free_ports(13).rendezvous)]
     with pytest.raises(DeadlineError, match="n1: the sum over n1, n2 has failed within 20 s"):

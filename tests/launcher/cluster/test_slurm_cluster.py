@@ -21,9 +21,9 @@ from tests.support.runs.whole_runs import NOT_REPEATABLE
 
 pytestmark = pytest.mark.multinode
 SETTLE_S = 5.0
-"""A requeued job that starts in the second of its end is killed for good: slurmd takes its credential for the old one's.
+"""A requeued job that starts in the second of its end is killed for good: slurmd takes its credential for the old one.
 
-Neither can SLURM start steps on a node in the first seconds of the node. SLURM itself waits for two minutes.
+Neither can SLURM start steps on a node in the node's first seconds. SLURM itself waits for two minutes.
 """
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm.correction import (
     PackedLogprobs,
     correction_weights,
+    counted_tokens,
     final_weights,
     kept_by_rule,
     kept_tokens,
@@ -156,6 +157,26 @@ def test_weights_and_metrics_on_cuda_equal_those_on_the_cpu(mode):
     torch.testing.assert_close(final_weights(on_device, config=config).cpu(), final_weights(logprobs, config=config))
     whole = MismatchSums.of(logprobs, config=config)
     assert MismatchSums.of(on_device, config=config).finalize() == pytest.approx(whole.finalize(), rel=1e-5, abs=1e-7)
+
+
+RULE = RejectionConfig(statistic="seq_max_k2", high=1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "counted"),
+    [
+        (CorrectionConfig(mode="tis_token", rejections=(RULE,)), [True, True, False, False, True]),
+        (CorrectionConfig(mode="tis_token", veto_ratio=0.05), [True, True, False, False, True]),
+        (CorrectionConfig(mode="mis_geometric", cap=2.0, low=0.5), [True, True, False, False, True]),
+        (CorrectionConfig(mode="icepop", cap=2.0, low=0.5), [True] * 5),
+        (CorrectionConfig(rejections=(RULE,), rejected_in_denominators=True), [True] * 5),
+    ],
+    ids=["rejection", "veto", "mask", "zero weights are no rejection", "option"],
+)
+def test_denominators_leave_rejected_tokens_out(config, counted):
+    logprobs = packed([[0.0, 0.0], [-5.0, 0.0], [0.0]], [[0.0, 0.0], [0.0, 0.0], [0.0]])
+    assert counted_tokens(logprobs, config=config).tolist() == counted
+    assert config.counts_kept_tokens == (not all(counted))
 
 
 def test_log_ratios_beyond_twenty_are_clamped():

@@ -1,6 +1,7 @@
 """Policy losses: against five-line references, and the same gradient under any split of a mini batch."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithm.correction import PackedLogprobs, correction_weights
 from megatron_rl.algorithm.loss import (
+    Denominators,
     LossInputs,
     LossSettings,
     cispo,
@@ -23,16 +25,29 @@ from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.built_in import LOSSES
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.config import Aggregation, AlgorithmConfig, CorrectionConfig
 from tests.megatron_rl.batching.test_batch import scored_group
 
 COSTS = CostModel(parity_tokens=1000)
 CLIP = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=0.0, entropy_bonus=0.0)
+AGGREGATIONS = get_args(Aggregation)
+MAX_RESPONSE_TOKENS = 24
 FUNCTIONS = [clipped_surrogate, gspo, cispo]
 
 
 def tensor(values):
     return torch.tensor(values, dtype=torch.float32)
+
+
+def shares(lengths, *, aggregation, counted=None, num_tokens=None, num_sequences=None):
+    """`coefficients`; by default all tokens count, and the lengths are those of the whole mini batch."""
+    denominators = Denominators(
+        num_tokens=num_tokens or int(lengths.sum()),
+        num_sequences=num_sequences or len(lengths),
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+    )
+    counted = torch.ones(int(lengths.sum()), dtype=torch.bool) if counted is None else counted
+    return coefficients(lengths, counted, aggregation=aggregation, denominators=denominators)
 
 
 def inputs(logprobs, old, advantages, *, lengths=None, weights=None, entropy=None, aggregation="token_mean"):
@@ -43,9 +58,7 @@ def inputs(logprobs, old, advantages, *, lengths=None, weights=None, entropy=Non
         old_logprobs=tensor(old),
         advantages=tensor(advantages),
         weights=torch.ones(len(old)) if weights is None else tensor(weights),
-        coefficients=coefficients(
-            lengths, aggregation=aggregation, num_tokens=int(lengths.sum()), num_sequences=len(lengths)
-        ),
+        coefficients=shares(lengths, aggregation=aggregation),
         lengths=lengths,
         num_tokens=int(lengths.sum()),
     )
@@ -150,8 +163,44 @@ def test_an_empty_micro_batch_gives_zero_loss_and_zero_gradient(loss):
 
 
 def test_the_supervised_loss_is_the_mean_negative_logprob():
-    shares = coefficients(torch.tensor([2, 1]), aggregation="token_mean", num_tokens=3, num_sequences=2)
-    assert float(sft_loss(tensor([-1.0, -2.0, -6.0]), coefficients=shares).loss) == pytest.approx(3.0)
+    means = shares(torch.tensor([2, 1]), aggregation="token_mean")
+    assert float(sft_loss(tensor([-1.0, -2.0, -6.0]), coefficients=means).loss) == pytest.approx(3.0)
+
+
+def naive_aggregation(losses, mask, aggregation):
+    """Of padded rows, as in verl's `agg_loss`: only sequences with a counted token count."""
+    sequences = mask.any(axis=1).sum()
+    match aggregation:
+        case "token_mean":
+            return (losses * mask).sum() / mask.sum()
+        case "sequence_mean":
+            return sum(row[of_row].mean() for row, of_row in zip(losses, mask, strict=True) if of_row.any()) / sequences
+        case "seq_mean_token_sum":
+            return (losses * mask).sum() / sequences
+        case "seq_mean_token_sum_norm":
+            return (losses * mask).sum() / sequences / MAX_RESPONSE_TOKENS
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), aggregation=st.sampled_from(AGGREGATIONS))
+def test_the_aggregation_of_counted_tokens_equals_a_naive_one_of_padded_rows(seed, aggregation):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, MAX_RESPONSE_TOKENS + 1, 6)
+    losses = rng.normal(size=(6, MAX_RESPONSE_TOKENS))
+    mask = np.arange(MAX_RESPONSE_TOKENS) < lengths[:, None]
+    real, mask = mask, mask & (rng.random(losses.shape) < 0.7) & (rng.random((6, 1)) < 0.8)
+    if not mask.any():
+        return
+    packed = shares(
+        torch.as_tensor(lengths),
+        aggregation=aggregation,
+        counted=torch.as_tensor(mask[real]),
+        num_tokens=int(mask.sum()),
+        num_sequences=int(mask.any(axis=1).sum()),
+    )
+    assert float((packed * tensor(losses[real])).sum()) == pytest.approx(
+        naive_aggregation(losses, mask, aggregation), rel=1e-4, abs=1e-6
+    )
 
 
 def test_every_built_in_loss_is_loaded_by_its_short_name():
@@ -215,7 +264,7 @@ def gradient_of(batch, tokens, config, loss):
                         ),
                         config=config.correction,
                     ),
-                    coefficients=coefficients(
+                    coefficients=shares(
                         lengths,
                         aggregation=config.aggregation,
                         num_tokens=mini.num_response_tokens,
@@ -237,7 +286,7 @@ def gradient_of(batch, tokens, config, loss):
     seed=st.integers(0, 2**32),
     dp_size=st.integers(1, 3),
     max_tokens=st.integers(8, 60),
-    aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
+    aggregation=st.sampled_from(AGGREGATIONS),
     mode=st.sampled_from(["none", "tis_token", "tis_sequence", "mis_geometric"]),
     loss=st.sampled_from(FUNCTIONS),
 )

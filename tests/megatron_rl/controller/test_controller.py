@@ -80,6 +80,7 @@ def controller(
         ),
         pool=StandIn(
             num_reissued=0,
+            num_hung=0,
             migration=StandIn(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),
@@ -87,7 +88,7 @@ def controller(
         ),
         trainer=StandIn(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=StandIn(publish=log.call("publish", report)),
-        restarter=StandIn(restart_lost=lambda: 0, num_restarts=0),
+        restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0),
         phases=phases,
         evaluator=StandIn(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
@@ -164,14 +165,14 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
 
     run.publisher = StandIn(publish=dies_once)
 
-    def replace():
-        log.append("replace")
+    def replace(after_failure=False):
+        log.append("replace" if not after_failure else "look and replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
     run.restarter = StandIn(restart_lost=replace, num_restarts=1)
     run.run()
-    kept = [entry for entry in log if entry in ("publish 1", "replace")]
-    assert kept == ["replace", "publish 1", "replace", "publish 1"]
+    kept = [entry for entry in log if entry in ("publish 1", "replace", "look and replace")]
+    assert kept == ["replace", "publish 1", "look and replace", "publish 1"]
     assert run.num_repeated_publishes == 1
 
 

@@ -11,35 +11,6 @@ def directory(tmp_path_factory):
     return save_model("qwen3_tied", tmp_path_factory.mktemp("model"))
 
 
-def passthrough(position, parallel, directory, megatron):
-    from megatron_rl.model.build import ModelOptions, build
-    from megatron_rl.model.spec import read_model_spec
-
-    (model,) = build(read_model_spec(directory), parallel, position, ModelOptions(dtype="fp32", megatron=megatron))
-    return {key: getattr(model.config, key) for key in megatron}
-
-
-def test_pass_through_fields_reach_megatrons_configuration(ranks, directory):
-    wanted = {"attention_softmax_in_fp32": False, "deallocate_pipeline_outputs": False}
-    assert ranks.run(passthrough, directory, wanted) == [wanted]
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("recompute_granularty", "no field of Megatron's TransformerConfig; the nearest is recompute_granularity"),
-        ("num_layers", "trainer.megatron.num_layers is not free"),
-        ("sequence_parallel", "trainer.megatron.sequence_parallel is not free"),
-        ("fp8_param", "trainer.megatron.fp8_param is not free"),
-        ("moe_z_loss_coeff", "moe_z_loss_coeff is refused: Megatron multiplies it by the number of tokens"),
-        ("moe_input_jitter_eps", "moe_input_jitter_eps is refused: its noise"),
-    ],
-)
-def test_an_unknown_field_and_one_that_we_set_are_refused(ranks, directory, key, message):
-    with pytest.raises(RuntimeError, match=message):
-        ranks.run(passthrough, directory, {key: 1})
-
-
 def in_fp8(position, parallel, directory, fp8):
     from megatron_rl.model.build import ModelOptions, build
     from megatron_rl.model.spec import read_model_spec

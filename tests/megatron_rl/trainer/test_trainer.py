@@ -19,11 +19,12 @@ from megatron_rl.config import (
     OptimizerConfig,
     ParallelConfig,
     PublishConfig,
+    RejectionConfig,
     TrainerConfig,
 )
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows
-from rollout.types import WeightVersion
+from rollout.types import ColumnsRef, WeightVersion
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES
 from tests.support.scored_groups import scored_group
@@ -53,6 +54,7 @@ def trainer_spec(
         publish=PublishConfig(bucket_bytes=20_000, probe_tokens=12),
         format=WeightFormat(name=format),
         temperature=0.9,
+        max_response_tokens=16,
         total_updates=10,
         seed=0,
     )
@@ -272,20 +274,80 @@ def train_on_a_poisoned_batch(position, parallel, spec, batch):
     trainer = Trainer(spec, position)
     parameters = dict(trainer._model.named_parameters())
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    poisoned = replace_advantages(batch, float("inf"))
+    poisoned = replace_samples(batch, lambda sample: replace(sample, advantage=float("inf")))
     first = trainer.train(poisoned, lambda refs: refs)
     after = {name: p.detach().clone() for name, p in parameters.items()}
     return before, after, (first, trainer.train(batch, lambda refs: refs))
 
 
-def replace_advantages(batch, advantage):
+def replace_samples(batch, new):
+    """The batch with `new(sample)` for every sample; None leaves a sample out."""
+
     def micro(m):
-        return replace(m, samples=tuple(replace(sample, advantage=advantage) for sample in m.samples))
+        return replace(m, samples=tuple(kept for sample in m.samples if (kept := new(sample)) is not None))
 
     def mini(m):
-        return replace(m, micro_batches=tuple(tuple(map(micro, rank)) for rank in m.micro_batches))
+        kept = tuple(tuple(map(micro, rank)) for rank in m.micro_batches)
+        samples = [sample for rank in kept for each in rank for sample in each.samples]
+        num_tokens = sum(sample.num_response_tokens for sample in samples)
+        return replace(m, micro_batches=kept, num_response_tokens=num_tokens, num_sequences=len(samples))
 
     return replace(batch, mini_batches=tuple(map(mini, batch.mini_batches)))
+
+
+REJECTED = 2
+"""Sample of every group whose response is rejected."""
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), DP2, PP2], ids=["single", "data", "pipeline"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_rejected_responses_change_nothing_but_that_they_are_missing(ranks, tmp_path, parallel, aggregation):
+    save_model("qwen3", tmp_path)
+    rule = RejectionConfig(statistic="seq_mean_k2", high=50.0)
+    algorithm = AlgorithmConfig(
+        **{"group_size": 4, "prompts_per_step": 4, "num_mini_batches": 2, "aggregation": aggregation},
+        correction=CorrectionConfig(mode="none", rejections=(rule,)),
+    )
+    batch = batch_for(parallel, algorithm)
+
+    def off_policy(sample):
+        logprobs = sample.columns.rollout_logprobs.copy()
+        logprobs[slice(*sample.columns.offsets[REJECTED : REJECTED + 2])] = -30.0
+        return replace(sample, columns=ColumnsRef(replace(sample.columns, rollout_logprobs=logprobs)))
+
+    rejecting = replace_samples(batch, off_policy)
+    without = replace_samples(batch, lambda sample: None if sample.sample == REJECTED else sample)
+    spec = trainer_spec(tmp_path, parallel, algorithm)
+    outcomes = [ranks.run(train_and_publish, spec, [each] * 2, parallel=parallel) for each in (rejecting, without)]
+    for step in range(2):
+        # Adam does not see a constant factor of all gradients; their norm does
+        (norm, loss), expected = (
+            [outcome[-1][0][step].metrics[key] for key in ("actor/grad_norm", "actor/pg_loss")] for outcome in outcomes
+        )
+        assert [norm, loss] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    found, wanted = map(assembled, outcomes)
+    for name, tensor in wanted.items():
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_the_schedule_advances_by_the_configured_updates_whatever_was_dropped(ranks, tmp_path):
+    algorithm = AlgorithmConfig(group_size=4, prompts_per_step=4, num_mini_batches=4)
+    save_model("qwen3", tmp_path)
+    whole = batch_for(ParallelConfig(), algorithm)
+    batches = [whole, replace(whole, mini_batches=whole.mini_batches[:1]), replace(whole, mini_batches=()), whole]
+    spec = trainer_spec(tmp_path, ParallelConfig(), algorithm, decay="linear")
+    spec = replace(spec, total_updates=16)
+    (rates,) = ranks.run(rates_of, spec, batches, parallel=ParallelConfig())
+    assert rates == pytest.approx([1e-2 * (1 - updates / 17) for updates in (4, 8, 12, 16)])
+
+
+def rates_of(position, parallel, spec, batches):
+    """Learning rate after each batch."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    return [trainer.train(batch, lambda refs: refs).metrics["actor/lr"] for batch in batches]
 
 
 @pytest.mark.parametrize(

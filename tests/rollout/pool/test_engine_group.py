@@ -1,5 +1,7 @@
 """Calls on engines: answers and errors carry their engine's number even when other engines are lost."""
 
+from typing import ClassVar
+
 import pytest
 import ray
 
@@ -32,11 +34,16 @@ class Ray:
     """`ray` as `rollout.pool.engine_group` uses it."""
 
     exceptions = ray.exceptions
+    killed: ClassVar[list] = []
 
     @staticmethod
     def wait(refs, *, num_returns, timeout, fetch_local=True):
         # in another order than asked for, as Ray may
         return [ref for ref in reversed(refs) if ref.value is not LATE], [ref for ref in refs if ref.value is LATE]
+
+    @classmethod
+    def kill(cls, actor, *, no_restart):
+        cls.killed.append(actor)
 
     @staticmethod
     def get(ref):
@@ -108,6 +115,14 @@ def test_a_call_to_living_engines_ignores_a_dead_engine():
     engines = group(2, {0: {"pause_sampling": died, "fault": died}}, pause_sampling=None, fault="")
     engines.pause_sampling(timeout_s=1)
     assert engines.lost == (0,)
+
+
+def test_a_call_to_living_engines_ends_an_engine_that_does_not_answer():
+    engines = group(3, {1: {"resume_sampling": LATE}}, resume_sampling=None)
+    engines.resume_sampling(timeout_s=1)
+    assert engines.lost == (1,) and engines.num_hung == 1
+    assert engines.loss_reason(1).startswith("engine 1 had not finished `resume_sampling` after 1 s and was ended")
+    assert engines.actors[1] in Ray.killed
 
 
 def test_engines_that_require_other_parts_of_the_weights_are_named():

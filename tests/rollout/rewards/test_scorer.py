@@ -88,6 +88,13 @@ def test_a_call_that_hangs_raises_or_dies_gets_the_substitute_reward_and_other_c
     assert ["response '" in line for line in lines] == [True, True, False, False]
 
 
+def test_a_call_that_exits_or_interrupts_fails_alone(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    scores = scorer.score(*group_of(scorer, ["exit", "fine", "interrupt"]))
+    assert [score.error for score in scores] == ["SystemExit: 3", "", "KeyboardInterrupt:"]
+    assert [score.status for score in scores] == [ScoreStatus.ERROR, ScoreStatus.OK, ScoreStatus.ERROR]
+
+
 def test_without_a_substitute_a_response_whose_scoring_failed_leaves_its_group(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.moody")
     scores = scorer.score(*group_of(scorer, ["fine", "raise"]))

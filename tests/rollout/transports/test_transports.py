@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -28,7 +30,12 @@ from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.types import WeightVersion
 from rollout.weights.manifest import Box, Bucket, WeightManifest
 from rollout.worker.received_pieces import ReceivedPieces
-from tests.support.engines.packing import Publish, pack
+from tests.support.engines import packing
+from tests.support.engines.packing import Publish
+
+RUN_ID = "transporttest"
+"""Of no other test, so that what is left in shared memory is of this file."""
+pack = partial(packing.pack, run_id=RUN_ID)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +70,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 @pytest.fixture
 def stage():
-    senders = [ShmSender(run_id="transporttest", rank=rank) for rank in range(2)]
+    senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
 
     def send(publish: Publish) -> dict[int, str]:
         return {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
@@ -84,7 +91,7 @@ def test_a_rank_verifies_only_the_buckets_that_it_requires(stage, monkeypatch):
     publish = pack(tensors(), 7, "int8", num_ranks=2, bucket_bytes=1000)
     buckets = [dataclasses.replace(bucket, engine_ranks=(bucket.index % 2,)) for bucket in publish.manifest.buckets]
     seen = []
-    monkeypatch.setattr("rollout.transports.shm.verify", lambda bucket, version, *, index: seen.append(index))
+    monkeypatch.setattr("rollout.transports.shm.verify", lambda bucket, version, *, run_id, index: seen.append(index))
     manifest = dataclasses.replace(publish.manifest, buckets=tuple(buckets))
     arrive(ShmInbox(manifest, stage(publish), engine_rank=1))
     assert len(buckets) > 3 and seen == [bucket.index for bucket in buckets if bucket.index % 2]
@@ -106,10 +113,10 @@ def test_a_tensor_in_one_piece_is_not_copied(stage):
 
 
 def test_a_shared_memory_file_appears_whole_or_not_at_all():
-    sender = ShmSender(run_id="transporttest", rank=0)
+    sender = ShmSender(run_id=RUN_ID, rank=0)
     publish = pack(tensors(), 7, "int8")
     sender.open(publish.manifest.weight_version, publish.manifest.buckets)
-    path = files.segment_path(run_id="transporttest", pid=os.getpid(), weight_version=7, rank=0)
+    path = files.segment_path(run_id=RUN_ID, pid=os.getpid(), weight_version=7, rank=0)
     assert not path.exists()
     assert sender.finish() == str(path)
     assert path.exists()
@@ -119,7 +126,7 @@ def test_a_shared_memory_file_appears_whole_or_not_at_all():
 
 def test_readers_keep_their_view_after_the_sender_unlinks_the_file(stage):
     publish = pack(tensors(), 7, "int8")
-    sender = ShmSender(run_id="transporttest", rank=5)
+    sender = ShmSender(run_id=RUN_ID, rank=5)
     inbox = ShmInbox(publish.manifest, {0: publish.send(sender)}, engine_rank=0)
     sender.abandon()
     assert equal(dict(assemble(publish.manifest, inbox)), tensors())
@@ -198,27 +205,54 @@ def test_a_full_device_is_an_error_with_a_remedy_and_leaves_nothing_behind():
     before = set(files.SHM.iterdir())
     size = 1 << 50
     with pytest.raises((RuntimeError, OSError)) as error:
-        files._reserve(files.SHM / ".mrl-transporttest-1-w0-r0.part", size)
+        files.SegmentFile(run_id=RUN_ID, rank=0).reserve(WeightVersion(0), size)
     assert "room" in str(error.value) or error.value.errno
-    assert not [path for path in set(files.SHM.iterdir()) - before if "transporttest" in path.name]
+    assert not [path for path in set(files.SHM.iterdir()) - before if RUN_ID in path.name]
 
 
-def test_sweep_removes_files_of_dead_processes_and_of_the_named_run_only():
-    dead = files.segment_path(run_id="sweeptest-1", pid=1 << 30, weight_version=3, rank=0)
-    part = dead.with_name(f".{dead.name}.part")
-    alive = files.segment_path(run_id="sweeptest-2", pid=os.getpid(), weight_version=-1, rank=1)
+def test_sweep_removes_files_that_nobody_holds_and_those_of_the_named_run():
+    left = files.segment_path(run_id="sweeptest-1", pid=os.getpid(), weight_version=3, rank=0)
+    part = left.with_name(f".{left.name}.part")
     other = files.SHM / "sweeptest-something-else"
-    for path in (dead, part, alive, other):
+    held = files.SegmentFile(run_id="sweeptest-2", rank=1)
+    held.begin(WeightVersion(1), 10)
+    shown = Path(held.show())
+    # of another container: its process id is that of no process here
+    foreign = shown.rename(shown.with_name(shown.name.replace(f"-{os.getpid()}-", f"-{1 << 30}-")))
+    for path in (left, part, other):
         path.write_bytes(b"x")
     try:
-        removed = files.sweep()
-        assert {dead, part} <= set(removed)
-        assert alive.exists() and other.exists()
-        assert alive in files.sweep("sweeptest-2")
+        assert {left, part} <= set(files.sweep())
+        assert foreign.exists() and other.exists()
+        assert foreign in files.sweep("sweeptest-2")
         assert other.exists()
     finally:
-        for path in (dead, part, alive, other):
-            path.unlink(missing_ok=True)
+        other.unlink()
+        held.remove()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "another user's"])
+def test_links_and_files_of_other_users_are_neither_removed_nor_mapped(kind, tmp_path):
+    path = files.segment_path(run_id="planted", pid=1 << 30, weight_version=3, rank=0)
+    (tmp_path / "target").write_bytes(b"x")
+    if kind == "link":
+        path.symlink_to(tmp_path / "target")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"x")
+        if os.geteuid() == 0:
+            os.chown(path, 12345, 12345)
+    me = os.geteuid() if os.geteuid() == 0 else os.geteuid() + 1
+    try:
+        with patch.object(os, "geteuid", return_value=me) if kind == "another user's" else nullcontext():
+            assert path not in files.sweep() and path not in files.sweep("planted")
+            with pytest.raises(RuntimeError, match=r"rank 0 .* is a link, or belongs to another user"):
+                files.map_segment(0, str(path), 1, WeightVersion(3))
+        assert path.is_symlink() or path.exists()
+        assert (tmp_path / "target").read_bytes() == b"x"
+    finally:
+        path.unlink()
 
 
 # -- gloo ----------------------------------------------------------------------------------------------
@@ -236,7 +270,7 @@ def connect(
     channel = GroupChannel(
         host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
     )
-    senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+    senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
     found = in_threads(
         *(lambda s=sender: s.attach(0, channel) for sender in senders),
         *(lambda r=rank: GroupInbox(channel, engine_rank=r) for rank in range(num_engine_ranks)),
@@ -251,7 +285,7 @@ def publish_of_ranks_4_and_6(version: int, bucket_bytes: int = 1000) -> Publish:
 
 
 def receive(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[str, torch.Tensor]:
-    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
+    inbox.expect(publish.manifest, timeout_s=timeout_s)
     return dict(assemble(publish.manifest, Prefetch(inbox, publish.manifest.buckets)))
 
 
@@ -269,7 +303,7 @@ def test_gloo_delivers_two_publishes_of_two_ranks_to_two_engine_ranks():
 
 def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int, list[tuple[int, bytes]]]:
     """Offset and verified bytes of every piece by bucket; bytes between pieces are undefined."""
-    inbox.expect(publish.manifest.weight_version, timeout_s=timeout_s)
+    inbox.expect(publish.manifest, timeout_s=timeout_s)
     taken = {bucket.index: inbox.take(bucket) for bucket in publish.manifest.buckets}
     return {
         index: [
@@ -328,7 +362,7 @@ def test_a_restarted_engine_gets_a_whole_publish():
     store = open_store(host="127.0.0.1", timeout_s=20)
     again = open_store(host="127.0.0.1", timeout_s=20)
     other = open_store(host="127.0.0.1", timeout_s=20)
-    sender = GroupSender(rank=4, timeout_s=20, delta=True)
+    sender = GroupSender(run_id=RUN_ID, rank=4, timeout_s=20, delta=True)
 
     def join(engine_id: int, port: int) -> GroupInbox:
         channel = GroupChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
@@ -376,7 +410,7 @@ def test_an_engine_rank_that_does_not_join_a_channel_is_named():
     store = open_store(host="127.0.0.1", timeout_s=20)
     channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
-        GroupSender(rank=3, timeout_s=1).attach(0, channel)
+        GroupSender(run_id=RUN_ID, rank=3, timeout_s=1).attach(0, channel)
 
 
 class Chain:
@@ -395,7 +429,7 @@ class Chain:
         self.stores = [open_store(host="127.0.0.1", timeout_s=20) for _ in range(num_engines)]
         addresses = [("127.0.0.1", store.port) for store in self.stores]
         channels = chain(addresses, order=order, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
-        self.senders = [GroupSender(rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
+        self.senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
         _, _, *inboxes = in_threads(
             *(lambda s=sender: s.attach(order[0], channels[order[0]]) for sender in self.senders),
             *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels for r in range(num_ranks)),
@@ -463,7 +497,7 @@ def test_a_loaders_views_are_unchanged_by_the_next_publish():
     views: list[dict[int, torch.Tensor]] = []
 
     def views_of(inbox: GroupInbox) -> None:
-        inbox.expect(first.manifest.weight_version, timeout_s=20)
+        inbox.expect(first.manifest, timeout_s=20)
         views.append({bucket.index: inbox.take(bucket) for bucket in first.manifest.buckets})
 
     in_threads(
@@ -498,7 +532,7 @@ def test_an_engine_behind_a_closed_one_names_it_and_engines_before_it_get_all_bu
     publish = publish_of_ranks_4_and_6(0)
     chain.engines[1][0].close()
     behind = chain.engines[2][0]
-    behind.expect(publish.manifest.weight_version, timeout_s=2)
+    behind.expect(publish.manifest, timeout_s=2)
     _, _, found, message = in_threads(
         *(lambda s=s, r=r: publish.send(s, r) for s, r in zip(chain.senders, (4, 6), strict=True)),
         lambda: raw(chain.engines[0][0], publish, timeout_s=12),
@@ -558,8 +592,9 @@ class Exchange:
         groups = in_threads(*(lambda r=rank: join(channel, r) for rank in range(world)))
         self.senders = [
             ColocatedSender(
-                ShmRegion(run_id="transporttest", rank=rank),
+                ShmRegion(run_id=RUN_ID, rank=rank),
                 group,
+                run_id=RUN_ID,
                 rank=rank,
                 hosted=hosted,
                 buckets=publish.manifest.buckets,
@@ -626,7 +661,7 @@ def test_each_device_gets_only_the_buckets_that_its_engine_ranks_require(hosted,
                 norm = Box(start=(0,), shape=(16,))
                 assert torch.equal(received.read("layers.0.norm.weight", norm), tensors()["layers.0.norm.weight"])
         exchange.abandon()
-    assert not [path for path in files.SHM.iterdir() if "transporttest" in path.name]
+    assert not [path for path in files.SHM.iterdir() if RUN_ID in path.name]
 
 
 def test_a_corrupt_bucket_is_refused_by_its_engine_rank_before_it_is_applied():

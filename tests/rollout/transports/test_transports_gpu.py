@@ -13,7 +13,7 @@ from rollout.transports.rendezvous import open_store
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.weights.manifest import Box
 from rollout.worker.received_pieces import ReceivedPieces
-from tests.support.engines.packing import Publish, pack
+from tests.support.engines.packing import RUN_ID, Publish, pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def test_buckets_on_a_device_are_mapped_by_another_process_and_freed():
     reader.start()
     buckets = publish(0).manifest.buckets
     sender = ColocatedSender(
-        CudaRegion(), None, rank=0, hosted=[[0]], buckets=buckets, backend="nccl", timeout_s=TIMEOUT_S
+        CudaRegion(), None, run_id=RUN_ID, rank=0, hosted=[[0]], buckets=buckets, backend="nccl", timeout_s=TIMEOUT_S
     )
     for version in (0, 1):
         pipe.send(publish(version).send(sender))
@@ -90,7 +90,7 @@ def _take(port: int, pipe: Connection) -> None:
     inbox = GroupInbox(_channel(port), engine_rank=0)
     for version in range(3):
         found = publish(version)
-        inbox.expect(found.manifest.weight_version, timeout_s=TIMEOUT_S)
+        inbox.expect(found.manifest, timeout_s=TIMEOUT_S)
         pipe.send(arrived(found, inbox))
 
 
@@ -108,7 +108,7 @@ def test_nccl_delivers_publishes_from_device_to_device(delta):
     pipe, end = context.Pipe()
     reader = context.Process(target=_take, args=(store.port, end))
     reader.start()
-    sender = GroupSender(rank=0, backend="nccl", timeout_s=TIMEOUT_S, delta=delta)
+    sender = GroupSender(run_id=RUN_ID, rank=0, backend="nccl", timeout_s=TIMEOUT_S, delta=delta)
     sender.attach(0, _channel(store.port))
     for version in range(3):
         publish(version).send(sender)

@@ -16,33 +16,40 @@ from tests.support.engines.packing import pack
 @given(payload=st.binary(min_size=0, max_size=300), version=st.integers(min_value=-1, max_value=1 << 40))
 def test_a_sealed_bucket_verifies(payload, version):
     bucket = torch.frombuffer(bytearray(payload + bytes(TRAILER.size)), dtype=torch.uint8)
-    seal(bucket, version, index=3)
-    verify(bucket, version, index=3)
+    seal(bucket, version, run_id="run", index=3)
+    verify(bucket, version, run_id="run", index=3)
     assert bucket[: len(payload)].numpy().tobytes() == payload
 
 
 @given(payload=st.binary(min_size=1, max_size=300), data=st.data())
 def test_any_flipped_bit_is_detected(payload, data):
     bucket = torch.frombuffer(bytearray(payload + bytes(TRAILER.size)), dtype=torch.uint8)
-    seal(bucket, 5, index=3)
+    seal(bucket, 5, run_id="run", index=3)
     position = data.draw(st.integers(min_value=0, max_value=len(bucket) * 8 - 1))
     bucket[position // 8] ^= 1 << position % 8
     with pytest.raises(RuntimeError, match="bucket 3"):
-        verify(bucket, 5, index=3)
+        verify(bucket, 5, run_id="run", index=3)
 
 
 def test_a_bucket_of_another_publish_is_refused_naming_both_versions():
     bucket = torch.zeros(100, dtype=torch.uint8)
-    seal(bucket, 5, index=0)
+    seal(bucket, 5, run_id="run", index=0)
     with pytest.raises(RuntimeError, match=r"version 5.*says 6"):
-        verify(bucket, 6, index=0)
+        verify(bucket, 6, run_id="run", index=0)
 
 
 def test_a_bucket_in_the_place_of_another_is_refused():
     bucket = torch.zeros(100, dtype=torch.uint8)
-    seal(bucket, 5, index=1)
+    seal(bucket, 5, run_id="run", index=1)
     with pytest.raises(RuntimeError, match=r"bucket 2: checksum .* those of another bucket"):
-        verify(bucket, 5, index=2)
+        verify(bucket, 5, run_id="run", index=2)
+
+
+def test_a_bucket_of_another_run_is_refused():
+    bucket = torch.zeros(100, dtype=torch.uint8)
+    seal(bucket, 5, run_id="run", index=1)
+    with pytest.raises(RuntimeError, match=r"bucket 1: checksum .* another run"):
+        verify(bucket, 5, run_id="other", index=1)
 
 
 def naive(payload: bytes) -> int:

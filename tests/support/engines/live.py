@@ -65,7 +65,7 @@ class Live:
             num_engine_ranks=self.engine.spec.config.tensor_parallel,
             timeout_s=timeout_s,
         )
-        senders = [GroupSender(rank=rank, timeout_s=timeout_s) for rank in range(2)]
+        senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s) for rank in range(2)]
         joined = [asyncio.to_thread(sender.attach, 0, channel) for sender in senders]
         await asyncio.gather(self.engine.weights.init_transport(channel), *joined)
         return senders, store

@@ -81,11 +81,12 @@ class Ring:
             publish=PUBLISH,
             format=BF16,
             temperature=TEMPERATURE,
+            max_response_tokens=128,
             total_updates=100,
             seed=0,
         )
         trainer = running.start_trainer(spec, trainer_ranks(PARALLEL, cpu_threads=1))
-        engines.wait(starting, timeout_s=START_TIMEOUT_S)
+        engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
         scorer = LastTokenScorer.remote()
         return cls(directory, trainer, engines, EnginePool(engines, [scorer], seats_per_engine=8))
 

@@ -6,6 +6,7 @@ Two tiny models, the example's and a mixture of experts like it, both untrained,
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -219,10 +220,14 @@ def run_warm_start(example: Path) -> WarmStart:
     return WarmStart([row["sft/loss"] for row in rows(log)], refused.returncode, output)
 
 
+HANGS = {"progress_timeout_s": 30, "update_timeout_s": 60}
+"""An engine that does nothing for so long is ended."""
+
+
 def run_ahead(example: Path) -> Path:
     """A run that samples a step ahead, with engines beside the trainer.
 
-    Once its engine is killed as a whole, once vLLM's process inside the engine, in the middle of a publish.
+    Once vLLM's process inside its engine is frozen, once it is killed, in the middle of a publish.
     """
     run_dir = example / "ahead"
     config = configuration(
@@ -230,7 +235,7 @@ def run_ahead(example: Path) -> Path:
         model=str(example / "model"),
         deterministic=False,
         # three groups at a time, so that the first of a step are begun before the last of the one before are over
-        engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20},
+        engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20, **HANGS},
         algorithm={"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
         trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
         placement={"mode": "disaggregated"},
@@ -238,22 +243,23 @@ def run_ahead(example: Path) -> Path:
         wandb={"mode": "disabled"},
     )
     process = start(config, run_dir)
-    kill_when(1, run_dir, process, "ray::EngineActor")
+    wait_for(lambda: bool(rows(run_dir / "metrics.jsonl")), process)
+    send(process, "VLLM::EngineCore", signal.SIGSTOP)
     kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
     output = finish(process)
     assert output.count("engine 0 died and is restarted") == 2
+    assert re.search(r"engine 0 \(process \d+\) (emitted no token|did not answer) for 30 s .*was ended", output)
+    stacks = [path.read_text(errors="replace") for path in (run_dir / "logs").rglob("engine-0.log")]
+    assert any("Current thread 0x" in text for text in stacks), "the engine's process wrote no stacks"
     assert f"weight version {NUM_STEPS} is published again, because an engine died" in output
     return run_dir
 
 
-def kill_when(num_rows: int, run_dir: Path, process: subprocess.Popen, title: str) -> None:
-    """Kill (-9) the descendant of a run with that title as soon as so many steps are recorded."""
-    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) >= num_rows, process)
-    kill(process, title)
-
-
 def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None:
-    """The same as soon as engines are given that weight version (a trainer's shared memory becomes visible)."""
+    """Kill (-9) the descendants of a run with that title as soon as engines are given that weight version.
+
+    Then the shared memory of a trainer becomes visible.
+    """
 
     def is_visible() -> bool:
         pids = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
@@ -261,16 +267,16 @@ def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None
         return any(match is not None and int(match["pid"]) in pids for match in matches)
 
     wait_for(is_visible, process)
-    kill(process, title)
+    send(process, title, signal.SIGKILL)
 
 
-def kill(process: subprocess.Popen, title: str) -> None:
-    """Kill (-9) all descendants with that title."""
+def send(process: subprocess.Popen, title: str, number: signal.Signals) -> None:
+    """Send a signal to all descendants with that title."""
     descendants = psutil.Process(process.pid).children(recursive=True)
     targets = [process for process in descendants if (process.cmdline() or [""])[0].startswith(title)]
     assert targets, f"no {title} among the descendants"
     for target in targets:
-        target.kill()
+        target.send_signal(number)
 
 
 def run_fed_with_changes(example: Path) -> tuple[Path, str]:

@@ -1,0 +1,66 @@
+"""Fields of Megatron's `TransformerConfig` that `trainer.megatron` may set.
+
+Each field changes how a forward is computed: precision, kernels, memory, communication. None changes what is learned.
+Other fields follow from other keys, or add a loss or noise. Megatron scales losses of its own, such as the router's
+z-loss, for a loss that it averages. Ours is already divided (`megatron_rl.trainer.optimizer`), so such a loss would
+count once for every token.
+
+Pure: names only. `tests/megatron_rl/model/test_passthrough.py` trains with each field and compares gradients.
+"""
+
+import difflib
+from collections.abc import Mapping
+
+FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
+    # precision
+    "attention_softmax_in_fp32": bool,
+    "disable_bf16_reduced_precision_matmul": bool,
+    "fp32_residual_connection": bool,
+    "moe_router_dtype": str,
+    # kernels
+    "apply_rope_fusion": bool,
+    "bias_activation_fusion": bool,
+    "bias_dropout_fusion": bool,
+    "deterministic_mode": bool,
+    "masked_softmax_fusion": bool,
+    "memory_efficient_layer_norm": bool,
+    "moe_permute_fusion": bool,
+    "moe_router_fusion": bool,
+    "persist_layer_norm": bool,
+    # memory
+    "deallocate_pipeline_outputs": bool,
+    "distribute_saved_activations": bool,
+    "recompute_method": str,
+    "recompute_num_layers": int,
+    # communication
+    "batch_p2p_comm": bool,
+    "batch_p2p_sync": bool,
+}
+"""Name and type of each field."""
+
+OTHER_KEYS = {
+    "fp8": "`trainer.fp8` sets it",
+    "fp8_param": "`trainer.fp8` sets it, because weights in FP8 need their own loading, publishing and saving",
+    "fp8_recipe": "`trainer.fp8` sets it",
+    "recompute_granularity": "`trainer.recompute` sets it",
+    "moe_aux_loss_coeff": "a loss of the router would be added to the policy's",
+    "moe_input_jitter_eps": "its noise would make old and new log-probabilities those of different models",
+    "moe_z_loss_coeff": "Megatron would count it once for every token",
+    "mtp_num_layers": "its loss would be added to the policy's",
+}
+"""Why some fields that users ask for are refused."""
+
+
+def passthrough_problem(fields: Mapping[str, object]) -> str:
+    """Why the fields of `trainer.megatron` are refused, with the fix; empty if they are not."""
+    for name, value in fields.items():
+        kind = FIELDS.get(name)
+        if name in OTHER_KEYS:
+            return f"`{name}` is refused: {OTHER_KEYS[name]}; remove it"
+        if kind is None:
+            nearest = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean `{nearest[0]}`? " if nearest else ""
+            return f"`{name}` is not a field that may be set here; {hint}These may: {', '.join(sorted(FIELDS))}"
+        if type(value) is not kind:
+            return f"`{name}` = {value} must be of type {kind.__name__}"
+    return ""

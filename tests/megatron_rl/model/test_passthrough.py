@@ -1,0 +1,94 @@
+"""Fields of `trainer.megatron` change how a forward is computed, and neither log-probabilities nor gradients."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from megatron_rl.config import TrainerConfig
+from megatron_rl.passthrough import FIELDS, OTHER_KEYS
+from tests.support.trainers.tiny_megatron_models import save_model
+
+VALUES: dict[str, object] = {"moe_router_dtype": "fp64", "recompute_method": "block", "recompute_num_layers": 3}
+"""Values of fields that are not bool; those are set to the opposite of what they are."""
+
+NEEDS_CUDA = {"moe_permute_fusion", "moe_router_fusion"}
+"""Fields whose kernels exist on GPUs only."""
+
+
+def gradients_by_field(position, parallel, directory, names):
+    """By field, "" without any: log-probabilities, and the gradient of their weighted sum by parameter."""
+    from megatron_rl.model.build import ModelOptions, build, layer_names
+    from megatron_rl.model.packed_batch import pack_batch
+    from megatron_rl.model.parallel import device
+    from megatron_rl.model.spec import read_model_spec
+    from megatron_rl.weights.hf_load import load
+    from megatron_rl.weights.shards import rank_shards
+
+    spec = read_model_spec(directory)
+    generator = np.random.default_rng(0)
+    pairs = [tuple(generator.integers(1, 60, 9).astype(np.int32) for _ in range(2)) for _ in range(3)]
+    batch = pack_batch(pairs, multiple_of=1).to(device())
+    shards = rank_shards(
+        spec, parallel, tensor_rank=0, pipeline_rank=0, data_rank=0, uses_te_layer_names=layer_names() == "te"
+    )
+
+    def gradients(name):
+        recompute = "full" if name.startswith("recompute") or not name else "none"
+        options = ModelOptions(dtype="fp32", recompute=recompute, chunk_tokens=7)
+        (plain,) = build(spec, parallel, position, options)
+        if name:
+            value = VALUES.get(name, not getattr(plain.config, name))
+            (plain,) = build(spec, parallel, position, dataclasses.replace(options, megatron={name: value}))
+            assert getattr(plain.config, name) == value
+        load(plain, shards, spec, directory)
+        logprobs = plain(batch, temperature=0.7).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
+        found = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
+        return logprobs.detach().cpu().numpy(), {key: grad.cpu().numpy() for key, grad in found.items()}
+
+    return {name: gradients(name) for name in ("", *names)}
+
+
+def compare(ranks, directory, names):
+    (found,) = ranks.run(gradients_by_field, directory, sorted(names))
+    logprobs, gradients = found.pop("")
+    assert len(gradients) > 10
+    for name, (its_logprobs, its_gradients) in found.items():
+        np.testing.assert_allclose(its_logprobs, logprobs, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert its_gradients.keys() == gradients.keys(), name
+        for parameter, gradient in its_gradients.items():
+            np.testing.assert_allclose(gradient, gradients[parameter], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_no_field_changes_log_probabilities_or_gradients(ranks, tmp_path, family):
+    compare(ranks, save_model(family, tmp_path), FIELDS.keys() - NEEDS_CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_path, family):
+    compare(ranks, save_model(family, tmp_path), FIELDS.keys())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"moe_router_dtyp": "fp32"}, "did you mean `moe_router_dtype`"),
+        ({"num_layers": 3}, "`num_layers` is not a field that may be set here"),
+        ({"moe_z_loss_coeff": 1e-3}, "`moe_z_loss_coeff` is refused: Megatron would count it once for every token"),
+        ({"fp8_param": True}, "`trainer.fp8` sets it"),
+        ({"recompute_num_layers": True}, "`recompute_num_layers` = True must be of type int"),
+    ],
+)
+def test_other_fields_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(megatron=fields)
+
+
+def test_no_refused_field_may_be_set():
+    assert not FIELDS.keys() & OTHER_KEYS.keys()
