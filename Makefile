@@ -31,7 +31,7 @@ BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation lear
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast setup quickstart test test-long test-cluster faults check bench records test-gpu
+.PHONY: help test-fast setup quickstart test test-long test-bench test-cluster faults check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP) ## the environment .venv from the locks
@@ -54,17 +54,28 @@ quickstart: ## from nothing to a model that learned: set-up, data, model, warm s
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
 	$(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
+ANYWHERE := not gpu and not long and not bench and not multinode and not sandbox
 # `make check` runs these.
 CHECKED := --ignore=tests/test_layering.py --ignore=tests/test_packaging.py
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q tests $(CHECKED) -m "not gpu and not slow and not multinode and not sandbox" $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests $(CHECKED) -m "$(ANYWHERE) and not slow" $(PYTEST_ARGS)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
-	$(RUN) -m pytest tests $(CHECKED) -m "not gpu and not long and not multinode and not sandbox" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory -j2 test-slow test-beside
 
-test-long: $(STAMP) ## whole runs, engines of two ranks, engines of benchmarks
+# The two halves of `make test` run side by side; the quick half prints at its end.
+.PHONY: test-slow test-beside
+test-slow: $(STAMP)
+	$(RUN) -m pytest tests $(CHECKED) -m "$(ANYWHERE) and slow" $(PYTEST_ARGS)
+test-beside: $(STAMP)
+	@$(MAKE) --no-print-directory test-fast > $(VENV)/test-fast.log 2>&1; code=$$?; cat $(VENV)/test-fast.log; exit $$code
+
+test-long: $(STAMP) ## whole runs, engines of two ranks
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
+
+test-bench: $(STAMP) ## tests of benchmarks that start engines; `make bench` runs all benchmarks the quick way
+	$(RUN) -m pytest tests -m "bench and not gpu" $(PYTEST_ARGS)
 
 test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sandbox; needs root and installs Debian's packages
 	$(SUDO) $(RUN) -m tests.support.cluster.packages

@@ -115,7 +115,7 @@ def test_the_recorded_token_has_the_largest_logit_at_every_position() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.bench
 def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tmp_path: Path) -> None:
     write_model(
         tmp_path / "model",

@@ -14,7 +14,7 @@ from tests.support.runs.background import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.bench
 def test_both_samplers_are_measured_with_and_without_drafts(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "benchmarks.rollout.sampling", f"--json={record}", "--quick"]

@@ -54,7 +54,7 @@ def test_uniform_and_ragged_patterns_are_both_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.bench
 def test_an_engine_verifies_drafts_of_all_lengths(tmp_path: Path) -> None:
     rows = _run_case(Case(model="tiny", format="bf16", drafts=True, device="cpu", quick=True), tmp_path)
     verified = {(row["num_rows"], row["num_tokens"]) for row in rows}

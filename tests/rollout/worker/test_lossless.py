@@ -61,10 +61,10 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def gaps(a: jobs.Emitted, b: jobs.Emitted) -> np.ndarray:
-    """Differences of log-probabilities up to the first different token."""
-    ends = [first_difference(x, y) for x, y in zip(a.tokens, b.tokens, strict=True)]
+    """Differences of log-probabilities up to the first different token, over the requests that both have."""
+    ends = [first_difference(x, y) for x, y in zip(a.tokens, b.tokens, strict=False)]
     return np.concatenate(
-        [np.abs(np.subtract(x[:end], y[:end])) for x, y, end in zip(a.logprobs, b.logprobs, ends, strict=True)]
+        [np.abs(np.subtract(x[:end], y[:end])) for x, y, end in zip(a.logprobs, b.logprobs, ends, strict=False)]
     )
 
 

@@ -57,7 +57,8 @@ KINDS = (
 )
 SAMPLED_KINDS = KINDS[:2]
 IN_SMALL_BATCHES = "-in-small-batches"
-SMALL_BATCH = 7
+SMALL_BATCH, NUM_IN_SMALL_BATCHES = 7, 63
+"""Requests at a time, and requests in all, that show how much the composition of a batch changes log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class Jobs:
 
     def greedy(self, kind: Kind) -> None:
         orders, stock = greedy_orders(), f"greedy-{kind.name}-stock"
-        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": orders}, kind, by_vllm=True)
+        few = orders[:NUM_IN_SMALL_BATCHES]
+        self.run({stock: orders, f"{stock}{IN_SMALL_BATCHES}": few}, kind, by_vllm=True)
         segments = publish(self.root / f"history-greedy-{kind.name}", orders, self.found[stock].tokens)
         drafts = DraftSpec(max_draft_tokens=8, segments_dir=segments)
         self.run({f"greedy-{kind.name}-drafted": orders}, kind, drafts)
