@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.delivery import WeightDelivery
 from rollout.engine.spec import EngineSpec
 from rollout.failures import EnginesLostError, Place
@@ -29,6 +30,8 @@ class EngineRestarter:
     slots: Sequence[EngineSlot]
     delivery: WeightDelivery
     history: HistoryClient | None
+    sharing: DeviceSharing | None
+    """None: trainer and engines stay in memory side by side."""
     max_restarts: int
     say: Callable[[str], None]
     num_restarts: int = field(default=0)
@@ -58,9 +61,13 @@ class EngineRestarter:
                 Place(role="engine", ranks=lost),
             )
         self.running.end([self.engines.actors[number] for number in lost])
+        if self.sharing is not None:
+            self.sharing.to_start()
         groups = {number: self.running.begin_engines([self.specs[number]], [self.slots[number]]) for number in lost}
         for number, (group, starting) in groups.items():
             group.finish_start(starting, timeout_s=START_TIMEOUT_S)
+            if self.sharing is not None:
+                self.sharing.follow(group)
             self.engines.replace(number, group)
         self.delivery.connect()
         if self.history is not None:

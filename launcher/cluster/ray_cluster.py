@@ -7,6 +7,7 @@ others use partly is refused.
 
 import os
 import re
+import secrets
 import signal
 import threading
 import time
@@ -36,6 +37,9 @@ _UNREGISTERED = "No node info found"
 """In the message of Ray (2.60: `get_node_to_connect_for_driver`) if no node of the cluster has registered yet."""
 _init = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="megatron_rl")
 _POLL_S = 0.5
+LOOPBACK = "127.0.0.1"
+TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Variables with the secret that Ray's services ask for, and with the path of a file that holds it."""
 
 
 def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
@@ -49,11 +53,14 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
     on_termination = signal.getsignal(signal.SIGTERM)
     before = psutil.Process().children()
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
+    if local and not any(name in os.environ for name in TOKEN):
+        os.environ[TOKEN[0]] = secrets.token_hex(32)  # else Ray writes one for all runs into the home directory
     try:
         if local:
             _init(
                 address="local",
                 include_dashboard=False,
+                _node_ip_address=LOOPBACK,  # then all services of Ray listen on the loopback device only
                 num_cpus=num_actors,
                 object_store_memory=cluster.object_store_bytes,
                 _system_config=RAY_SETTINGS,

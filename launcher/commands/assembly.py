@@ -26,7 +26,7 @@ from launcher.commands.build import (
 )
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import sampling_spec
-from launcher.commands.startup import Inputs, Workers, read_inputs, start_workers
+from launcher.commands.startup import Inputs, read_inputs, start_workers
 from launcher.config.schema import RunConfig
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
@@ -35,7 +35,6 @@ from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.controller.controller import Controller
-from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.engine_revival import EngineRevival
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
@@ -83,7 +82,17 @@ def build(
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
     recorder = _recorder(config, directory, tracker, shown, inputs, engines)
     publisher = build_publisher(checked, workers, delivery, plan, sharing)
-    restarter = _restarter(checked, running, workers, delivery, history, progress)
+    restarter = EngineRestarter(
+        running=running,
+        engines=engines,
+        specs=workers.specs,
+        slots=checked.placement.engines,
+        delivery=delivery,
+        history=history,
+        sharing=sharing,
+        max_restarts=config.engine.max_restarts,
+        say=progress.say,
+    )
     clock = PhaseClock(recorder.record_span, recorder.begin_phase)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
     pool = _pool(config, engines, inputs.text_actor, planner, recorder, revival)
@@ -174,26 +183,6 @@ def _pool(
         migration=GroupMigration(rule=rule),
         revive=revival,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
-    )
-
-
-def _restarter(
-    checked: CheckedRun,
-    running: Processes,
-    workers: Workers,
-    delivery: WeightDelivery,
-    history: HistoryClient | None,
-    progress: RunProgress,
-) -> EngineRestarter:
-    return EngineRestarter(
-        running=running,
-        engines=workers.engines,
-        specs=workers.specs,
-        slots=checked.placement.engines,
-        delivery=delivery,
-        history=history,
-        max_restarts=checked.config.engine.max_restarts,
-        say=progress.say,
     )
 
 

@@ -79,26 +79,59 @@ class DeviceSharing:
     timeout_s: float
     asleep: bool = field(default=False)
     """Whether engines hold no weights. A publish must come before they serve."""
+    has_woken_weights: bool = field(default=False)
+    """Whether sleeping engines have memory for weights again; true within a publish, and after one that failed."""
+    has_weights_away: bool = field(default=False)
+    """Whether the trainer's weights are in host memory."""
 
     def to_trainer(self) -> None:
         """Free devices for the trainer. Call it before the trainer trains or saves."""
         if self.sleep and not self.asleep:
             self.engines.sleep(timeout_s=self.timeout_s)
             self.asleep = True
-        if self.offload != "none":
-            self.trainer.onload()
+        self._onload()
 
     def to_publish(self) -> None:
-        """Leave only the weights of trainer and engines on the devices. Call it before weights are sent."""
+        """Leave only the weights of trainer and engines on the devices. Call it before weights are sent.
+
+        A publish may be repeated, because an engine died after the trainer's weights had left the devices.
+        """
+        if self.has_weights_away:
+            if self.sleep and not self.asleep:
+                self.engines.sleep(timeout_s=self.timeout_s)
+                self.asleep = True
+            self._onload()
         if self.offload != "none":
             self.trainer.offload(("gradients", "optimizer"))
-        if self.asleep:
+        if self.asleep and not self.has_woken_weights:
             self.engines.wake("weights", timeout_s=self.timeout_s)
+            self.has_woken_weights = True
 
     def to_engines(self) -> None:
         """Free devices for the engines, which may forward afterwards. Call it after the trainer's part in a publish."""
         if self.offload == "all":
             self.trainer.offload(("weights",))
+            self.has_weights_away = True
         if self.asleep:
             self.engines.wake("kv_cache", timeout_s=self.timeout_s)
-            self.asleep = False
+            self.asleep = self.has_woken_weights = False
+
+    def to_start(self) -> None:
+        """Free devices for engines that start while others run."""
+        if self.offload != "none":
+            self.trainer.offload(("gradients", "optimizer"))
+        if self.offload == "all":
+            self.trainer.offload(("weights",))
+            self.has_weights_away = True
+
+    def follow(self, started: EngineGroup) -> None:
+        """Bring engines that have just started, and hold all their memory, into the state of the others."""
+        if self.asleep:
+            started.sleep(timeout_s=self.timeout_s)
+        if self.has_woken_weights:
+            started.wake("weights", timeout_s=self.timeout_s)
+
+    def _onload(self) -> None:
+        if self.offload != "none":
+            self.trainer.onload()
+        self.has_weights_away = False

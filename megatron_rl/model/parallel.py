@@ -45,12 +45,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open the store of all ranks on a free port. It listens at once, so no other process can take the port."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-
-
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """Connect to the store of rank 0."""
     return TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -67,8 +61,8 @@ def initialize(
 ) -> Position:
     """Join all ranks and create Megatron's groups. Every rank calls it; it returns when all have joined.
 
-    `store` is shared by all ranks (`open_store` on rank 0, `join_store` on the others). `device_index` is the CUDA
-    device among those visible to the process.
+    `store` is shared by all ranks (`rollout.transports.rendezvous.open_store` on rank 0, `join_store` on the others).
+    `device_index` is the CUDA device among those visible to the process.
     """
     on_cuda = torch.cuda.is_available()
     if on_cuda:

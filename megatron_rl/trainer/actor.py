@@ -50,12 +50,13 @@ class TrainerActor:
 
     def rendezvous(self) -> tuple[str, int]:
         """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
-        from megatron_rl.model.parallel import open_store
+        import megatron_rl.model.parallel  # noqa: F401  # `join` uses it
+        from rollout.transports.rendezvous import open_store
 
         if self._rank:
             return "", 0
         host = ray.util.get_node_ip_address()
-        self._world = open_store(host, self._spec.config.timeout_s)
+        self._world = open_store(host=host, timeout_s=self._spec.config.timeout_s)
         return host, self._world.port
 
     def join(self, host: str, port: int) -> None:

@@ -233,17 +233,21 @@ class EngineGroup:
         """Engines send finished responses to these shards from now on."""
         self.wait(self._begin("connect_history", NoneType, shards), timeout_s=timeout_s)
 
-    def begin_draft_stats(self) -> EngineCall[DraftStats]:
-        """Draft counters of each engine since the last call."""
-        return self._begin("draft_stats", DraftStats)
+    def reset_draft_stats(self) -> None:
+        """Let each engine count drafts from 0; does not wait."""
+        self._begin("draft_stats", DraftStats)
+
+    def draft_stats(self, *, timeout_s: float) -> dict[int, DraftStats]:
+        """Draft counters of each engine since the last call; without engines that have died."""
+        return self._measure(self._begin("draft_stats", DraftStats), timeout_s=timeout_s)
 
     def lost_history_calls(self, *, timeout_s: float) -> dict[int, int]:
-        """Batches of finished responses that no shard received, since the start."""
-        return self.wait(self._begin("lost_history_calls", int), timeout_s=timeout_s)
+        """Batches of finished responses that no shard received, since the start; without engines that have died."""
+        return self._measure(self._begin("lost_history_calls", int), timeout_s=timeout_s)
 
     def drain_trace(self, *, timeout_s: float) -> dict[int, Forwards]:
-        """Each engine's forwards since the last call."""
-        return self.wait(self._begin("drain_trace", np.ndarray), timeout_s=timeout_s)
+        """Each engine's forwards since the last call; without engines that have died."""
+        return self._measure(self._begin("drain_trace", np.ndarray), timeout_s=timeout_s)
 
     def states(self, *, timeout_s: float) -> dict[int, EngineState]:
         """The state of each engine."""
@@ -267,6 +271,24 @@ class EngineGroup:
         """Start a call on the given engines, each with its own arguments."""
         refs = {number: getattr(self._actors[number], method).remote(*given) for number, given in args.items()}
         return EngineCall(method=method, kind=kind, refs=refs)
+
+    def _measure(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
+        """Answers of engines that live: a figure is no reason to end a run. Engines that have died become lost."""
+        numbers = {ref: number for number, ref in call.refs.items()}
+        done, late = ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout_s) if numbers else ([], [])
+        answers = {}
+        for ref in done:
+            try:
+                answers[numbers[ref]] = _answer(call, numbers[ref])
+            except ProcessLostError as error:
+                self.mark_lost(numbers[ref], str(error))
+            except CallError:  # perhaps vLLM's process has died, and the engine's process could say so
+                self.check_alive(timeout_s=timeout_s)
+                if numbers[ref] in self.alive:
+                    raise
+        for ref in late:
+            self.end_hung(numbers[ref], f"had not finished `{call.method}` after {timeout_s:.0f} s")
+        return dict(sorted(answers.items()))
 
     def _call_living(self, method: str, *, timeout_s: float) -> None:
         """Call every engine; an engine that dies meanwhile or does not answer becomes lost, which is no error."""

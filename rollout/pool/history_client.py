@@ -38,7 +38,7 @@ class HistoryClient:
 
     def begin_rollout(self) -> None:
         """Reset the draft counters, so that drafts of an evaluation do not count for the step."""
-        self._engines.begin_draft_stats()
+        self._engines.reset_draft_stats()
 
     def record_rewards(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Send the rewards of a step's groups; the engines have already sent the tokens."""
@@ -47,7 +47,7 @@ class HistoryClient:
 
     def metrics(self) -> dict[str, float]:
         """Draft metrics since `begin_rollout`, and metrics of the history."""
-        drafted = self._engines.wait(self._engines.begin_draft_stats(), timeout_s=ANSWER_TIMEOUT_S)
+        drafted = self._engines.draft_stats(timeout_s=ANSWER_TIMEOUT_S)
         lost = self._engines.lost_history_calls(timeout_s=ANSWER_TIMEOUT_S)
         report = self._service.report()
         return {

@@ -7,6 +7,9 @@ run.
 
 import json
 import math
+import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,12 +46,29 @@ class RewardOutcome:
 
 
 def load_reward(function: str) -> Callable[..., object]:
-    """The reward function at a dotted path; also the initialiser of a worker.
+    """The reward function at a dotted path.
 
     Raises:
         ValueError: there is no such function.
     """
     return _loaded(function)
+
+
+def begin_worker(function: str) -> None:
+    """Prepare a worker process: without core dumps, without Ray's variables, in a process group of its own.
+
+    One of Ray's variables holds the secret of the run. The time limit of a call terminates the worker, and with it the
+    processes that the reward function has started.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    load_reward(function)
 
 
 def check_reward(function: str, *, timeout_s: float) -> None:

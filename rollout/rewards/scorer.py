@@ -4,9 +4,8 @@ The reward function is foreign code. It runs in worker processes, which are kill
 time limit, and which can crash without harm to others. The limit counts from the moment a worker begins the call.
 
 A failed or timed-out call yields a status and a line in the log. Its response leaves the group, or has the configured
-substitute score. The line shows the
-response the first time that each kind of failure happens. Faults of every sample raise instead: a bad path, a wrong
-return type, a function that has failed for every response of several prompts.
+substitute score. The line shows the response the first time that each kind of failure happens. Faults of every sample
+raise instead: a bad path, a wrong return type, a function that has failed for every response of several prompts.
 """
 
 import importlib
@@ -14,6 +13,8 @@ import logging
 import multiprocessing
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 
 from pebble import ProcessExpired, ProcessPool
@@ -21,7 +22,7 @@ from pebble import ProcessExpired, ProcessPool
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import Tokenizer
 from rollout.failures import RewardBrokenError, brief
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, check_reward, load_reward
+from rollout.rewards.call import RewardOutcome, RewardRequest, begin_worker, call_reward, check_reward, load_reward
 from rollout.types import GroupColumns, PromptGroup, PromptId, Score, ScoreStatus
 
 _LOG = logging.getLogger(__name__)
@@ -53,12 +54,15 @@ class ResponseScorer:
         if self._workers is None:
             _import_reward(self._config.function)
             check_reward(self._config.function, timeout_s=self._config.timeout_s)
-            self._workers = ProcessPool(
-                max_workers=self._config.num_workers,
-                initializer=load_reward,
-                initargs=(self._config.function,),
-                context=_worker_context(self._config.function),
-            )
+            self._workers = self._new_workers()
+
+    def _new_workers(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._config.num_workers,
+            initializer=begin_worker,
+            initargs=(self._config.function,),
+            context=_worker_context(self._config.function),
+        )
 
     def score(self, group: PromptGroup, columns: GroupColumns) -> tuple[Score, ...]:
         """Scores of a group's responses, [G], in order.
@@ -67,20 +71,21 @@ class ResponseScorer:
             RewardBrokenError: the reward function returned neither a number nor a dict with `score`, or it has failed
                 for every response so far.
         """
-        assert self._workers is not None, "`start` comes before `score`"
         texts = [self._tokenizer.decode(columns.response(sample)) for sample in range(len(columns.offsets) - 1)]
-        calls = [
-            self._workers.schedule(call_reward, args=(self._request(group, text),), timeout=self._config.timeout_s)
-            for text in texts
-        ]
+        calls = [self._call(group, text) for text in texts]
         return tuple(self._score(group, text, call) for text, call in zip(texts, calls, strict=True))
 
     def close(self) -> None:
         """End the workers, and the calls that they run."""
         if self._workers is not None:
-            self._workers.stop()
-            self._workers.join()
+            _end(self._workers)
             self._workers = None
+
+    def _call(self, group: PromptGroup, text: str) -> "_Call":
+        assert self._workers is not None, "`start` comes before `score`"
+        request = self._request(group, text)
+        outcome = self._workers.schedule(call_reward, args=(request,), timeout=self._config.timeout_s)
+        return _Call(workers=self._workers, outcome=outcome)
 
     def _request(self, group: PromptGroup, text: str) -> RewardRequest:
         return RewardRequest(
@@ -91,9 +96,17 @@ class ResponseScorer:
             extra_info_json=group.prompt.extra_info_json,
         )
 
-    def _score(self, group: PromptGroup, text: str, call: "Future[RewardOutcome]") -> Score:
+    def _score(self, group: PromptGroup, text: str, call: "_Call", *, is_repeated: bool = False) -> Score:
         try:
-            outcome = call.result()
+            outcome = call.outcome.result()
+        except BrokenProcessPool as error:
+            # pebble gives up all calls if a worker dies before the worker has said which call it runs
+            if call.workers is self._workers:
+                self._workers = self._new_workers()
+                _end(call.workers)
+            if not is_repeated:
+                return self._score(group, text, self._call(group, text), is_repeated=True)
+            return self._failed(group, text, ScoreStatus.ERROR, f"its process died: {error}")
         except FutureTimeoutError:
             return self._failed(group, text, ScoreStatus.TIMEOUT, f"over the limit of {self._config.timeout_s} s")
         except ProcessExpired as error:
@@ -126,6 +139,19 @@ class ResponseScorer:
                 f"reward.function: {self._config.function} has failed for each of the first {self._num_failed} "
                 f"responses, to {len(self._failed_prompts)} prompts; the last time: {error}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call of the reward function, and the workers to which it was given."""
+
+    workers: ProcessPool
+    outcome: "Future[RewardOutcome]"
+
+
+def _end(workers: ProcessPool) -> None:
+    workers.stop()
+    workers.join()
 
 
 def _import_reward(function: str) -> None:

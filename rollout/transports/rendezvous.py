@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.failures import DeadlineError
+from rollout.sockets import listen
 from rollout.transports.base import Backend, GroupChannel
 
 POLL_S = 0.0002
@@ -39,11 +40,16 @@ class Group(Protocol):
 
 
 def open_store(*, host: str, timeout_s: float) -> TCPStore:
-    """Open the store of a new group on a free port of this host; the caller keeps it while the group exists.
+    """Open a store on a free port of this node's address `host`, and on no other address; its `port` says which.
 
-    Its `port` goes into the `GroupChannel`. Only the first source rank does this.
+    The caller keeps the store while the group that meets there exists. Only one process of the group does this.
     """
-    return TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    listening = listen(host)
+    port = listening.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(
+        host, port, None, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def store_of(channel: GroupChannel) -> TCPStore:

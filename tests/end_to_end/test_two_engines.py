@@ -1,11 +1,14 @@
 """A trainer of two ranks and two engines, as a run has them: what is published is what both sample from."""
 
 import os
+from contextlib import suppress
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from transformers.models.auto import AutoModelForCausalLM
 
 from megatron_rl.batching.balance import PackingRules
@@ -26,6 +29,25 @@ def published(ring):
         assert [state.status for state in ring.states()] == [EngineStatus.FENCED] * 2
         ring.publish()
     return ring
+
+
+def listening() -> list[tuple[str, str, int]]:
+    """Name, address and port of every TCP socket on which a process that this session has started listens."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            name, sockets = " ".join(process.cmdline())[:80], process.net_connections(kind="tcp")
+            found += [(name, at.laddr.ip, at.laddr.port) for at in sockets if at.status == psutil.CONN_LISTEN]
+    return found
+
+
+@pytest.mark.usefixtures("published")
+def test_a_local_run_listens_on_the_loopback_device_only_and_asks_for_a_secret():
+    sockets = listening()
+    assert any("raylet" in name for name, *_ in sockets) and any("Trainer" in name for name, *_ in sockets)
+    assert [at for at in sockets if at[1] not in ("127.0.0.1", "::1")] == []
+    assert get_authentication_mode() == AuthenticationMode.TOKEN and len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
 def hugging_face_logprobs(directory: str, token_ids: list[int]) -> np.ndarray:

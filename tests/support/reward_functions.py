@@ -1,8 +1,10 @@
 """Reward functions for the tests of scoring, in a module because workers import them by path."""
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def length(data_source, solution_str, ground_truth, extra_info):
@@ -24,6 +26,12 @@ def moody(data_source, solution_str, ground_truth, extra_info):
         sys.exit(3)
     if solution_str == "interrupt":
         raise KeyboardInterrupt
+    if solution_str == "environment":
+        return float(any(name.startswith("RAY_") for name in os.environ))
+    if solution_str.startswith("child "):
+        child = subprocess.Popen(["sleep", "3600"])
+        Path(solution_str.removeprefix("child ")).write_text(str(child.pid))
+        time.sleep(3600)
     return 1.0
 
 

@@ -59,6 +59,53 @@ def test_each_side_loads_only_after_the_other_has_offloaded():
     assert set(phases.clock.seconds()) == {"switch", "train", "publish", "step"}
 
 
+def test_a_repeated_publish_brings_the_trainers_weights_back_after_the_engines_have_made_room():
+    log: list[str] = []
+    shared = turns(log)
+    phases = Phases(PhaseClock(lambda *span: None), shared, policy=Beside())
+    step(phases, shared, log)  # an engine dies during the rollout that follows, and the publish is repeated
+    log.clear()
+    with phases.publish():
+        log.append("send")
+        shared.to_engines()
+    again = ["sleep", "trainer in", "out gradients+optimizer", "wake weights", "send", "out weights", "wake kv_cache"]
+    assert log == again
+    log.clear()
+    with phases.train():
+        log.append("train")
+    with phases.publish():
+        log.append("fails")
+    with phases.publish():  # engines have memory for weights already
+        log.append("send")
+    assert log == [
+        *("sleep", "trainer in", "train", "out gradients+optimizer", "wake weights", "fails"),
+        *("out gradients+optimizer", "send"),
+    ]
+
+
+def test_the_trainer_leaves_the_devices_before_an_engine_starts_and_the_engine_joins_the_sleepers():
+    log: list[str] = []
+    shared = turns(log)
+    phases = Phases(PhaseClock(lambda *span: None), shared, policy=Beside())
+    started = SimpleNamespace(
+        sleep=lambda *, timeout_s: log.append("new one sleeps"),
+        wake=lambda what, *, timeout_s: log.append(f"new one wakes {what}"),
+    )
+    with phases.train():
+        log.append("train")
+    shared.to_start()
+    shared.follow(started)
+    with phases.publish():
+        log.append("send")
+    shared.follow(started)
+    assert log == [
+        *("sleep", "trainer in", "train"),
+        *("out gradients+optimizer", "out weights", "new one sleeps"),
+        *("trainer in", "out gradients+optimizer", "wake weights", "send"),
+        *("new one sleeps", "new one wakes weights"),
+    ]
+
+
 def test_after_a_checkpoint_engines_need_weights_before_they_serve():
     log: list[str] = []
     shared = turns(log)

@@ -125,6 +125,19 @@ def test_a_call_to_living_engines_ends_an_engine_that_does_not_answer():
     assert engines.actors[1] in Ray.killed
 
 
+def test_figures_come_from_the_engines_that_live():
+    """The process of engine 0 has died, vLLM's process in engine 1, and engine 2 hangs."""
+    died = ray.exceptions.RayActorError()
+    core_died = {"lost_history_calls": failed("EngineDeadError"), "fault": "vLLM's process has ended"}
+    others = {0: {"lost_history_calls": died}, 1: core_died, 2: {"lost_history_calls": LATE}}
+    engines = group(4, others, lost_history_calls=7, fault="")
+    assert engines.lost_history_calls(timeout_s=1) == {3: 7}
+    assert engines.lost == (0, 1, 2) and engines.num_hung == 1
+    assert "RayActorError" in engines.loss_reason(0) and engines.loss_reason(1) == "vLLM's process has ended"
+    with pytest.raises(CallError, match="engine 0: lost_history_calls failed"):
+        group(1, {}, lost_history_calls=failed("a defect"), fault="").lost_history_calls(timeout_s=1)
+
+
 def test_engines_that_require_other_parts_of_the_weights_are_named():
     engines = group(3, {2: {"required": [{"a": ()}]}}, required=[{"b": ()}])
     with pytest.raises(RuntimeError, match="engine 2 takes other parts of the weights than engine 0"):

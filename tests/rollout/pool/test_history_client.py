@@ -16,11 +16,7 @@ from tests.support.scored_groups import scored_group
 
 
 class Engines:
-    def begin_draft_stats(self):
-        return "draft_stats"
-
-    def wait(self, call, *, timeout_s):
-        assert call == "draft_stats"
+    def draft_stats(self, *, timeout_s):
         return {0: DraftStats(num_rows=10, num_emitted=20), 1: DraftStats(num_rows=10, num_emitted=40)}
 
     def lost_history_calls(self, *, timeout_s):

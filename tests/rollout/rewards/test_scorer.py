@@ -1,9 +1,13 @@
 """Scoring in watched worker processes, and the start of the text actor's parts; no Ray."""
 
 import logging
+import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from rollout.config import RewardConfig
@@ -13,6 +17,7 @@ from rollout.rewards.scorer import ResponseScorer
 from rollout.rewards.text_actor import TextParts
 from rollout.types import GroupColumns, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoreStatus
 from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.deadline import DEADLINE_S
 
 FUNCTIONS = "tests.support.reward_functions"
 
@@ -93,6 +98,47 @@ def test_a_call_that_exits_or_interrupts_fails_alone(scorer_of):
     scores = scorer.score(*group_of(scorer, ["exit", "fine", "interrupt"]))
     assert [score.error for score in scores] == ["SystemExit: 3", "", "KeyboardInterrupt:"]
     assert [score.status for score in scores] == [ScoreStatus.ERROR, ScoreStatus.OK, ScoreStatus.ERROR]
+
+
+def test_a_worker_has_no_variables_of_ray_and_ends_with_the_processes_that_it_started(scorer_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=2.0)
+    alone, late = scorer.score(*group_of(scorer, ["environment", f"child {tmp_path / 'pid'}"]))
+    assert (alone.reward, alone.status) == (0.0, ScoreStatus.OK) and late.status == ScoreStatus.TIMEOUT
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class BrokenWorkers:
+    """Workers that have given up: every call ends with their error."""
+
+    def __init__(self):
+        self.log = []
+
+    def schedule(self, function, args, timeout):
+        self.log.append("schedule")
+        outcome = Future()
+        outcome.set_exception(BrokenProcessPool("All workers expired"))
+        return outcome
+
+    def stop(self):
+        self.log.append("stop")
+
+    def join(self):
+        self.log.append("join")
+
+
+def test_calls_to_workers_that_have_given_up_are_repeated_with_new_workers(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    scorer._workers.stop()
+    scorer._workers.join()
+    scorer._workers = broken = BrokenWorkers()
+    scores = scorer.score(*group_of(scorer, ["fine", "fine", "raise"]))
+    assert [score.status for score in scores] == [ScoreStatus.OK, ScoreStatus.OK, ScoreStatus.ERROR]
+    assert broken.log == ["schedule"] * 3 + ["stop", "join"]
 
 
 def test_without_a_substitute_a_response_whose_scoring_failed_leaves_its_group(scorer_of):
