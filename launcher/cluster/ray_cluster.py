@@ -11,13 +11,14 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -37,7 +38,6 @@ _UNREGISTERED = "No node info found"
 """In the message of Ray (2.60: `get_node_to_connect_for_driver`) if no node of the cluster has registered yet."""
 _init = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="megatron_rl")
 _POLL_S = 0.5
-LOOPBACK = "127.0.0.1"
 TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables with the secret that Ray's services ask for, and with the path of a file that holds it."""
 
@@ -57,14 +57,14 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
         os.environ[TOKEN[0]] = secrets.token_hex(32)  # else Ray writes one for all runs into the home directory
     try:
         if local:
-            _init(
-                address="local",
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,  # then all services of Ray listen on the loopback device only
-                num_cpus=num_actors,
-                object_store_memory=cluster.object_store_bytes,
-                _system_config=RAY_SETTINGS,
-            )
+            with _on_loopback():
+                _init(
+                    address="local",
+                    include_dashboard=False,
+                    num_cpus=num_actors,
+                    object_store_memory=cluster.object_store_bytes,
+                    _system_config=RAY_SETTINGS,
+                )
         else:
             _join(cluster.address)
     except BaseException as error:  # after a failed start Ray does not end its own processes
@@ -82,6 +82,23 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
             signal.signal(signal.SIGTERM, on_termination)
     if not local:
         _wait_for_nodes(cluster.min_nodes)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Within the context a Ray that starts takes the loopback address for the node's, as Ray does by itself on a Mac.
+
+    There is no public argument for it: Ray replaces `_node_ip_address="127.0.0.1"` by the address of the network
+    (Ray 2.60: `services.resolve_ip_for_localhost`).
+    """
+    before, variable = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[variable]
 
 
 def _join(address: str) -> None:

@@ -11,7 +11,7 @@ from tests.support.trainers.fake_fp8_parameter import FakeFp8Parameter
 def compute(position, parallel):
     from megatron_rl.model import fp8_compute as found
 
-    assert found.config_fields("none") == {"fp8_param": False}
+    assert found.config_fields("none") == {}
     assert found.config_fields("blockwise") == {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}
     assert found.config_fields("blockwise_param")["fp8_param"] is True
     rows = {

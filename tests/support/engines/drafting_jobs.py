@@ -82,7 +82,7 @@ def greedy_orders() -> list[Order]:
     """Prompts of many lengths; some end at a block boundary and some reach the engine's maximum length."""
     dice, max_tokens = random.Random(7), 48
     orders = []
-    for number in range(256):
+    for number in range(128):
         length = dice.choice([dice.randrange(4, 60), BLOCK + 1, MAX_MODEL_LEN - max_tokens])
         prompt = [dice.randrange(3, VOCABULARY - 1) for _ in range(length)]
         sampling = SamplingSpec(temperature=0.0, max_response_tokens=max_tokens)
