@@ -49,6 +49,9 @@ from rollout.pool.history_client import HistoryClient
 EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
 
+SCORING_MARGIN_S = 120.0
+"""Time of a scorer for a group beside its calls of the reward function: new workers, decoding."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
@@ -183,7 +186,14 @@ def _pool(
         migration=GroupMigration(rule=rule),
         revive=revival,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
+        scoring_timeout_s=_scoring_timeout_s(config),
     )
+
+
+def _scoring_timeout_s(config: RunConfig) -> float:
+    """The largest group, one response after another, each up to its limit."""
+    samples = [config.algorithm.group_size, *(each.samples_per_prompt for each in config.evaluation.sets.values())]
+    return max(samples) * config.reward.timeout_s + SCORING_MARGIN_S
 
 
 def _lengths(resume: ResumePoint) -> LengthBook:

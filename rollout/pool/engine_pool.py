@@ -17,6 +17,7 @@ An engine without work, while no group waits, may take over a running group of a
 (`rollout.planning.migration`): the group is aborted there and continues here with its tokens.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -79,19 +80,21 @@ class EnginePool:
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
         watch: EngineWatch | None = None,
+        scoring_timeout_s: float = math.inf,
     ) -> None:
         """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
-        without `revive` that is an error. Without `watch` nobody notices an engine that hangs.
+        without `revive` that is an error. Without `watch` nobody notices an engine that hangs. A
+        scorer that finishes no group for `scoring_timeout_s` hangs.
         """
         self.migration = migration or GroupMigration()
         """Moves groups to an engine that has nothing to do."""
         self.num_reissued = 0
         """Groups that began again, or continued on another engine, because their engine had died."""
         self._engines = engines
-        self._scorers = ScorerPool(scorers)
+        self._scorers = ScorerPool(scorers, timeout_s=scoring_timeout_s)
         self._batches = batches
         self._whole_step = whole_step
         self._revive = revive
@@ -264,6 +267,7 @@ class EnginePool:
             elif ref in self._places.scoring:
                 self._finish_scoring(ref)
             # else the call went to an engine whose death another call of this round has reported
+        self._scorers.check()
         if self._watch is not None:
             self._watch.look({item.engine for item in self._places.generating.values()} - self._closed)
         self._dispatch()

@@ -1,26 +1,53 @@
 """Scorers in turn: each finished group goes to the next scorer."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 import ray
 
-from rollout.failures import CallError, Place, PlacedError, ProcessLostError, RewardBrokenError, brief, node_of
+from rollout.failures import (
+    CallError,
+    DeadlineError,
+    Place,
+    PlacedError,
+    ProcessLostError,
+    RewardBrokenError,
+    brief,
+    node_of,
+)
 from rollout.pool.group_places import Scoring
 from rollout.types import ColumnsRef, PromptGroup, Score, ScoredGroup
 
 
 class ScorerPool:
-    """All scorers of a run. `submit` mutates."""
+    """All scorers of a run. `submit` and `finish` mutate."""
 
-    def __init__(self, scorers: Sequence[ray.actor.ActorHandle]) -> None:
-        """`scorers` are `rollout.rewards.text_actor.TextActor` handles."""
+    def __init__(
+        self,
+        scorers: Sequence[ray.actor.ActorHandle],
+        *,
+        timeout_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`scorers` are `rollout.rewards.text_actor.TextActor` handles.
+
+        `timeout_s` is the longest time in which a scorer with groups finishes none; `clock` returns seconds.
+        """
         self._scorers = tuple(scorers)
         self._next = 0
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._num_pending = [0] * len(self._scorers)
+        self._waiting_since = [0.0] * len(self._scorers)
 
     def submit(self, group: PromptGroup, columns: ColumnsRef) -> tuple[ray.ObjectRef, int]:
         """Start scoring a finished group; returns the call and the number of its scorer."""
         number = self._next
         self._next = (self._next + 1) % len(self._scorers)
+        if not self._num_pending[number]:
+            self._waiting_since[number] = self._clock()
+        self._num_pending[number] += 1
         return self._scorers[number].score.remote(group, columns), number
 
     def finish(self, ref: ray.ObjectRef, item: Scoring) -> ScoredGroup:
@@ -33,6 +60,8 @@ class ScorerPool:
             ProcessLostError: the scorer's process ended.
             CallError: the scorer raised something else.
         """
+        self._num_pending[item.scorer] -= 1
+        self._waiting_since[item.scorer] = self._clock()
         try:
             scores: tuple[Score, ...] = ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -45,6 +74,21 @@ class ScorerPool:
             scores=scores,
             columns=item.sampled.columns,
         )
+
+    def check(self) -> None:
+        """Call it while groups are waited for, after those that have ended are finished.
+
+        Raises:
+            DeadlineError: a scorer hangs.
+        """
+        now = self._clock()
+        for number, num_pending in enumerate(self._num_pending):
+            if num_pending and now - self._waiting_since[number] > self._timeout_s:
+                raise DeadlineError(
+                    f"the controller waited for scorer {number}, which has {num_pending} groups and has finished none "
+                    f"for {self._timeout_s:.0f} s, although `reward.timeout_s` limits every response",
+                    Place(role="scorer", ranks=(number,)),
+                )
 
 
 def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:

@@ -111,6 +111,12 @@ class Scorer:
         return tuple(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
 
 
+@ray.remote(num_cpus=0)
+class HungScorer:
+    def score(self, group, columns):
+        time.sleep(3600)
+
+
 def group_of(*engines):
     return EngineGroup(engines, num_ranks=1)
 
@@ -240,6 +246,19 @@ def test_an_engine_that_may_not_sample_is_not_ended():
     pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8, watch=EngineWatch(engines, timeout_s=0.5))
     pool.admit(groups(2))
     assert len(pool.take("train", 0)) == 2 and engines.lost == ()
+
+
+def test_a_scorer_that_hangs_is_named():
+    engines = group_of(Engine.remote())
+    engines.finish_start(engines.begin_start(), timeout_s=60)
+    watch = EngineWatch(engines, timeout_s=4)
+    pool = EnginePool(
+        engines, [Scorer.remote(), HungScorer.remote()], seats_per_engine=8, watch=watch, scoring_timeout_s=2
+    )
+    pool.admit(groups(2))
+    with pytest.raises(DeadlineError, match="scorer 1, which has 1 groups and has finished none for 2 s") as late:
+        pool.take("train", 0)
+    assert late.value.place.role == "scorer" and late.value.place.ranks == (1,)
 
 
 class Batches:
