@@ -65,10 +65,7 @@ class Shown:
 def build(
     checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, resume: ResumePoint
 ) -> Iterator[Controller]:
-    """Start the processes of a run and construct its controller; end the processes if the body succeeds.
-
-    The console and wandb are closed in any case. If the body fails, `running` ends the processes.
-    """
+    """Start the processes of a run and construct its controller; end them if the body succeeds, else `running` does."""
     config, run_id = checked.config, secrets.token_hex(4)
     progress, status = shown.progress, shown.status
     status.phase("scorer", "load prompts")
@@ -122,10 +119,7 @@ def build(
         tracker.finish()
         status.phase("controller", "end processes")
     _export(trainer, directory.path)
-    running.end_trainer(trainer)
-    if inputs.history is not None:
-        running.end_history(inputs.history)
-    running.end([*engines.actors, inputs.text_actor])
+    _end(workers, inputs, running)
 
 
 def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
@@ -209,6 +203,13 @@ def _history_client(history: HistoryService | None, engines: EngineGroup) -> His
     client = HistoryClient(history, engines)
     client.connect()
     return client
+
+
+def _end(workers: Workers, inputs: Inputs, running: Processes) -> None:
+    running.end_trainer(workers.trainer)
+    if inputs.history is not None:
+        running.end_history(inputs.history)
+    running.end([*workers.engines.actors, inputs.text_actor])
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:
