@@ -26,7 +26,7 @@ from launcher.commands.build import (
 )
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import sampling_spec
-from launcher.commands.startup import Inputs, read_inputs, start_workers
+from launcher.commands.startup import Inputs, Workers, read_inputs, start_workers
 from launcher.config.schema import RunConfig
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
