@@ -129,7 +129,7 @@ def test_a_stopped_process_uses_no_cpu_time() -> None:
     with subprocess.Popen([sys.executable, "-c", script]) as sleeper:
         try:
             process = psutil.Process(sleeper.pid)
-            until(lambda: process.cmdline()[0] == "sleeper")
+            until(lambda: process.cmdline()[:1] == ["sleeper"])  # empty between fork and exec
             with asleep({"who": "sleep"}):
                 until(lambda: process.status() == psutil.STATUS_STOPPED)
                 before = sum(process.cpu_times())
