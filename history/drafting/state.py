@@ -1,4 +1,4 @@
-"""State of the drafter between forwards: flat arrays that kernels read and write.
+"""State of the drafter between forwards: flat arrays that kernels read and write (decision 47).
 
 A *draft row* holds one request, a *group* all requests of one prompt in this process. This module names the columns of
 both tables. Addresses point to arrays that `history.drafting.prompt_group.DraftGroup` keeps alive.

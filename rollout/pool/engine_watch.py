@@ -2,7 +2,7 @@
 
 An engine with unfinished responses is asked how many tokens it has emitted. If the number stays the same for
 `timeout_s` although the engine could sample, or if the engine does not answer at all, it hangs. Only time counts in
-which somebody waited: between two steps nobody asks.
+which somebody waited: between two steps nobody asks (decision 46).
 """
 
 import time
