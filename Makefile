@@ -71,7 +71,7 @@ test-slow: $(STAMP) ## the other tests of make test: Ray, trainer processes, vLL
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
 	@$(MAKE) --no-print-directory -j2 test-slow test-fast AT_THE_END='$(PRINTED)'
 
-test-long: $(STAMP) ## whole runs, engines of two ranks
+test-long: $(STAMP) ## whole runs, engines of two ranks, proof that drafts lose nothing
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
 
 test-bench: $(STAMP) ## tests of benchmarks that start engines; `make bench` runs all benchmarks the quick way

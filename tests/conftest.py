@@ -38,13 +38,13 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "interrupted": run_killed_once,
     "fed_with_changes": run_fed_with_changes,
     "evaluated": run_exported_and_evaluated,
+    "ended": run_to_other_ends,
 }
-"""Fixtures that wait for a whole run, in the order in which they run; they use what the first one left."""
+"""Fixtures that wait for a whole run, in the order in which they run; most use what the first one left."""
 
 OTHER_RUNS: dict[str, Callable[[Path], object]] = {
     "killed": run_whose_history_is_killed,
     "ahead": run_ahead,
-    "ended": run_to_other_ends,
     "warm_start": run_warm_start,
 }
 """The same for runs that need the example alone; they run beside the others, after the scripts."""

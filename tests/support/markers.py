@@ -31,6 +31,7 @@ SLOW_IMPORTS = (
 LONG_FIXTURES = frozenset(
     {
         "ahead",
+        "answers",
         "ended",
         "evaluated",
         "fed_with_changes",
@@ -42,7 +43,8 @@ LONG_FIXTURES = frozenset(
         "warm_start",
     }
 )
-"""Fixtures of whole runs, of a trainer with two engines, and of engines with two ranks: `make test-long`."""
+"""Fixtures of `make test-long`: whole runs, a trainer with two engines, engines with two ranks, and a dozen engines
+that prove that drafts lose nothing."""
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
