@@ -150,10 +150,11 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *OTHER_RUNS)})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole runs come last: the runs go on beside all other tests until then."""
+    """Tests that wait for a job come last: the jobs go on beside all other tests until then."""
     mark_slow(items)
     mark_long(items)
-    items.sort(key=lambda item: "end_to_end" in item.path.parts)
+    awaited = {"answers", "parallel_formats", *RUNS, *OTHER_RUNS}
+    items.sort(key=lambda item: bool(awaited.intersection(getattr(item, "fixturenames", ()))))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
