@@ -150,11 +150,19 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *OTHER_RUNS)})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for a job come last: the jobs go on beside all other tests until then."""
+    """Tests that wait for a job come last: the jobs go on beside all other tests until then.
+
+    Before them come the tests that start the session's Ray, which stays and costs time.
+    """
     mark_slow(items)
     mark_long(items)
     awaited = {"answers", "parallel_formats", *RUNS, *OTHER_RUNS}
-    items.sort(key=lambda item: bool(awaited.intersection(getattr(item, "fixturenames", ()))))
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        waits = bool(awaited.intersection(getattr(item, "fixturenames", ())))
+        return waits, "end_to_end" in item.path.parts
+
+    items.sort(key=place)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
