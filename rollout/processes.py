@@ -8,7 +8,7 @@ engines share core 0. Invariant: equal arguments give equal environments.
 `redirect_output` sends the output of a process and its children to a file of the run directory. It redirects file
 descriptors, not Python objects, because vLLM, gloo and the allocator write to descriptors directly.
 
-`write_stacks_on_signal` and `end_family` end a process that hangs, after it has written the stacks of its threads.
+`write_stacks_on_signal` and `kill_with_stacks` end a process that hangs, after it has written its threads' stacks.
 
 `die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
 parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
@@ -165,7 +165,7 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
-def end_family(process: ProcessId) -> int:
+def kill_with_stacks(process: ProcessId) -> int:
     """Kill a process of this node and its children, after they have written their stacks; returns their number."""
     try:
         root = psutil.Process(process.pid)
@@ -174,14 +174,15 @@ def end_family(process: ProcessId) -> int:
         family = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    _send(family, STACKS_SIGNAL)
+    send_signal(family, STACKS_SIGNAL)
     time.sleep(_STACKS_S)
-    _send(family, signal.SIGKILL)
+    send_signal(family, signal.SIGKILL)
     return len(family)
 
 
-def _send(family: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in family:
+def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that have not ended."""
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 

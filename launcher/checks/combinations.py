@@ -101,7 +101,7 @@ def _algorithm(config: RunConfig) -> list[str]:
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in FREE_OF_LENGTHS:
         problems.append(
             f"`algorithm.advantage` = dr_grpo with `algorithm.aggregation` = {algorithm.aggregation}: Dr. GRPO divides "
-            f"the loss by no length; set aggregation to {FREE_OF_LENGTHS[1]} (the paper's) or {FREE_OF_LENGTHS[0]}"
+            "the loss by no length; set aggregation to seq_mean_token_sum_norm (the paper's) or seq_mean_token_sum"
         )
     if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) > MAX_GSPO_CLIP:
         problems.append(

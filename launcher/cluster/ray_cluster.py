@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from launcher.cluster.node import RAY_SETTINGS, NodeResources, node_resources
 from launcher.config.schema import ClusterConfig
 from launcher.errors import Terminated
 from rollout.failures import DeadlineError, ProcessLostError
-from rollout.processes import ALL_DEVICES
+from rollout.processes import ALL_DEVICES, send_signal
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for nodes to join Ray."""
@@ -273,6 +273,4 @@ def _kill(roots: Sequence[psutil.Process]) -> None:
             family = [*root.children(recursive=True), root]
         except psutil.NoSuchProcess:
             continue
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        send_signal(family, signal.SIGKILL)

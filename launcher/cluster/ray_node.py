@@ -23,6 +23,7 @@ import psutil
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import RAY_SETTINGS
 from launcher.cluster.ports import PortMap
+from rollout.processes import send_signal
 from rollout.transports.shm_files import sweep
 
 _SET_CHILD_SUBREAPER = 36
@@ -127,20 +128,11 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
 def end_family() -> None:
     """End all processes below this one: by SIGTERM, after `END_TIMEOUT_S` by SIGKILL."""
     family = psutil.Process().children(recursive=True)
-    for process in family:
-        _send(process, signal.SIGTERM)
+    send_signal(family, signal.SIGTERM)
     psutil.wait_procs(family, timeout=END_TIMEOUT_S)
     while family := [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]:
-        for process in family:
-            _send(process, signal.SIGKILL)
+        send_signal(family, signal.SIGKILL)
         psutil.wait_procs(family, timeout=1)
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
 
 
 def _keep_logs(temp_dir: Path, log_dir: Path) -> None:

@@ -45,12 +45,10 @@ from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
+from rollout.pool.scorer_pool import scoring_timeout_s
 
 EXPORT = "policy"
 """Folder of the run directory with the last weights as a Hugging Face directory."""
-
-SCORING_MARGIN_S = 120.0
-"""Time of a scorer for a group beside its calls of the reward function: new workers, decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +169,7 @@ def _pool(
     """The pool; groups migrate only if `planner.migration` is set and there is more than one engine."""
     migrates = config.planner.migration and config.engine.num_engines > 1
     rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if migrates else None
+    sizes = [config.algorithm.group_size, *(each.samples_per_prompt for each in config.evaluation.sets.values())]
     return EnginePool(
         engines,
         [text_actor],
@@ -180,14 +179,8 @@ def _pool(
         migration=GroupMigration(rule=rule),
         revive=revival,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
-        scoring_timeout_s=_scoring_timeout_s(config),
+        scoring_timeout_s=scoring_timeout_s(sizes, reward_timeout_s=config.reward.timeout_s),
     )
-
-
-def _scoring_timeout_s(config: RunConfig) -> float:
-    """The largest group, one response after another, each up to its limit."""
-    samples = [config.algorithm.group_size, *(each.samples_per_prompt for each in config.evaluation.sets.values())]
-    return max(samples) * config.reward.timeout_s + SCORING_MARGIN_S
 
 
 def _lengths(resume: ResumePoint) -> LengthBook:

@@ -21,6 +21,7 @@ from rollout.evaluation import EvaluationRow
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
+from rollout.pool.scorer_pool import scoring_timeout_s
 from rollout.types import Prompt
 
 EvaluationPrompts = dict[str, tuple[Prompt, ...]]
@@ -120,6 +121,9 @@ def _evaluate(
         [text_actor],
         seats_per_engine=config.engine.max_num_seqs,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
+        scoring_timeout_s=scoring_timeout_s(
+            [each.samples_per_prompt for each in config.sets.values()], reward_timeout_s=config.reward.timeout_s
+        ),
     )
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))

@@ -119,8 +119,6 @@ class Learner:
             dual_clip=algorithm.dual_clip,
             entropy_bonus=algorithm.entropy_bonus,
         )
-        self._advanced = 0
-        """Optimizer steps by which the schedule has advanced in this training step."""
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._times = MeasuredTimes()
@@ -132,7 +130,6 @@ class Learner:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
         totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
-        self._advanced = 0
         mini_batches = [
             load_mini_batch(mini, self._data_rank, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
@@ -144,7 +141,7 @@ class Learner:
             for _ in range(algorithm.num_epochs):
                 for mini, (denominators, micro_batches) in zip(mini_batches, corrected, strict=True):
                     self._update(mini, denominators, totals, micro_batches)
-        self._finish_schedule()
+        self._finish_schedule(totals.updates)
         return self._result(totals)
 
     @property
@@ -153,10 +150,10 @@ class Learner:
         correction = self._algorithm.correction
         return correction.batch_normalize or correction.counts_kept_tokens
 
-    def _finish_schedule(self) -> None:
+    def _finish_schedule(self, num_updates: int) -> None:
         """Advance the schedule by the configured optimizer steps that this training step did not make."""
         configured = self._algorithm.num_epochs * self._algorithm.num_mini_batches
-        if (missing := configured - self._advanced) > 0:
+        if (missing := configured - num_updates) > 0:
             self.schedule.step(increment=missing)
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
@@ -309,7 +306,6 @@ class Learner:
         if not gradients_are_finite(self.chunks):
             return outputs, None
         self.schedule.step(increment=1)
-        self._advanced += 1
         _, grad_norm, _ = self.optimizer.step()
         return outputs, float(grad_norm)
 

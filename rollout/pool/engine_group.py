@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.processes import ProcessId, end_family
+from rollout.processes import ProcessId, kill_with_stacks
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.weights.fingerprint_sums import Fingerprint
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 _KILL_TIMEOUT_S = 30.0
 """Time for a task to start on the node of a process and to end it."""
-_end_family = ray.remote(num_cpus=0, max_retries=0)(end_family)
+_kill_with_stacks = ray.remote(num_cpus=0, max_retries=0)(kill_with_stacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class EngineGroup:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks."""
         self._actors = list(actors)
         self._lost: dict[int, str] = {}
-        self._processes: dict[int, ProcessId] = {}
+        self._processes: dict[int, ProcessId | None] = {}
         self.num_ranks = num_ranks
         self.num_hung = 0
         """Engines that were ended because they did nothing."""
@@ -88,9 +88,7 @@ class EngineGroup:
     def replace(self, number: int, group: "EngineGroup") -> None:
         """The only engine of `group`, which has started, takes the number of a lost one."""
         (self._actors[number],) = group._actors
-        self._processes.pop(number, None)
-        for process in group._processes.values():
-            self._processes[number] = process
+        self._processes[number] = group._processes.get(0)
         self._lost.pop(number, None)
 
     def end_hung(self, number: int, why: str) -> None:
@@ -103,8 +101,8 @@ class EngineGroup:
         self.mark_lost(number, reason)
         if process is not None:
             strategy = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-            ended = _end_family.options(scheduling_strategy=strategy).remote(process)
-            ray.wait([ended], timeout=_KILL_TIMEOUT_S)
+            killed = _kill_with_stacks.options(scheduling_strategy=strategy).remote(process)
+            ray.wait([killed], timeout=_KILL_TIMEOUT_S)
         ray.kill(self._actors[number], no_restart=True)
 
     def end_silent(self, *, timeout_s: float) -> None:
@@ -157,7 +155,8 @@ class EngineGroup:
 
     def finish_start(self, call: EngineCall[ProcessId], *, timeout_s: float) -> None:
         """Wait until every engine has started."""
-        self._processes = self.wait(call, timeout_s=timeout_s)
+        started = self.wait(call, timeout_s=timeout_s)
+        self._processes.update(started)
 
     def sleep(self, *, timeout_s: float) -> None:
         """Engines release the memory of weights, keys and values."""

@@ -86,8 +86,8 @@ class EnginePool:
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
-        without `revive` that is an error. Without `watch` nobody notices an engine that hangs. A
-        scorer that finishes no group for `scoring_timeout_s` hangs.
+        without `revive` that is an error. A scorer that finishes no group for `scoring_timeout_s` hangs. Without
+        `watch` nobody notices that, nor that an engine hangs.
         """
         self.migration = migration or GroupMigration()
         """Moves groups to an engine that has nothing to do."""

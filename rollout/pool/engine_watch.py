@@ -6,7 +6,7 @@ which somebody waited: between two steps nobody asks (decision 46).
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import ray
 
@@ -20,14 +20,13 @@ _ASK_EVERY_S = 5.0
 class EngineWatch:
     """Watches the engines of a pool; `look` mutates."""
 
-    def __init__(self, engines: EngineGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`timeout_s` is the longest time without a token; `clock` returns seconds."""
+    def __init__(self, engines: EngineGroup, *, timeout_s: float) -> None:
+        """`timeout_s` is the longest time without a token."""
         self.look_every_s = min(_ASK_EVERY_S, timeout_s / 4)
         """Call `look` at least this often while somebody waits."""
         self._engines = engines
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._looked_at = clock()
+        self._looked_at = time.monotonic()
         self._questions: dict[ray.ObjectRef, int] = {}
         self._num_tokens: dict[int, int] = {}
         self._silent_s: dict[int, float] = {}
@@ -38,7 +37,7 @@ class EngineWatch:
         Raises:
             CallError: an engine raised.
         """
-        now = self._clock()
+        now = time.monotonic()
         waited = min(now - self._looked_at, 2 * self.look_every_s)
         if now - self._looked_at < self.look_every_s:
             return

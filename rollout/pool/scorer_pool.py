@@ -1,8 +1,7 @@
 """Scorers in turn: each finished group goes to the next scorer."""
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import ray
 
@@ -19,25 +18,26 @@ from rollout.failures import (
 from rollout.pool.group_places import Scoring
 from rollout.types import ColumnsRef, PromptGroup, Score, ScoredGroup
 
+_MARGIN_S = 120.0
+"""Time of a scorer for a group beside its calls of the reward function: new workers, decoding."""
+
+
+def scoring_timeout_s(group_sizes: Iterable[int], *, reward_timeout_s: float) -> float:
+    """Longest time for one group: the largest one, a response after another, each up to `reward.timeout_s`."""
+    return max(group_sizes) * reward_timeout_s + _MARGIN_S
+
 
 class ScorerPool:
     """All scorers of a run. `submit` and `finish` mutate."""
 
-    def __init__(
-        self,
-        scorers: Sequence[ray.actor.ActorHandle],
-        *,
-        timeout_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, scorers: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
         """`scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
-        `timeout_s` is the longest time in which a scorer with groups finishes none; `clock` returns seconds.
+        `timeout_s` is the longest time in which a scorer with groups finishes none.
         """
         self._scorers = tuple(scorers)
         self._next = 0
         self._timeout_s = timeout_s
-        self._clock = clock
         self._num_pending = [0] * len(self._scorers)
         self._waiting_since = [0.0] * len(self._scorers)
 
@@ -46,7 +46,7 @@ class ScorerPool:
         number = self._next
         self._next = (self._next + 1) % len(self._scorers)
         if not self._num_pending[number]:
-            self._waiting_since[number] = self._clock()
+            self._waiting_since[number] = time.monotonic()
         self._num_pending[number] += 1
         return self._scorers[number].score.remote(group, columns), number
 
@@ -61,7 +61,7 @@ class ScorerPool:
             CallError: the scorer raised something else.
         """
         self._num_pending[item.scorer] -= 1
-        self._waiting_since[item.scorer] = self._clock()
+        self._waiting_since[item.scorer] = time.monotonic()
         try:
             scores: tuple[Score, ...] = ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -81,7 +81,7 @@ class ScorerPool:
         Raises:
             DeadlineError: a scorer hangs.
         """
-        now = self._clock()
+        now = time.monotonic()
         for number, num_pending in enumerate(self._num_pending):
             if num_pending and now - self._waiting_since[number] > self._timeout_s:
                 raise DeadlineError(

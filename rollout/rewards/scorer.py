@@ -102,6 +102,7 @@ class ResponseScorer:
         except BrokenProcessPool as error:
             # pebble gives up all calls if a worker dies before the worker has said which call it runs
             if call.workers is self._workers:
+                _LOG.warning("the workers of %s gave up (%s) and are replaced", self._config.function, error)
                 self._workers = self._new_workers()
                 _end(call.workers)
             if not is_repeated:

@@ -10,6 +10,7 @@ Megatron and vLLM. All differences between the two backends are in this file:
   same order.
 """
 
+import socket
 import time
 from datetime import timedelta
 from typing import Protocol, cast
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.failures import DeadlineError
-from rollout.sockets import listen
 from rollout.transports.base import Backend, GroupChannel
 
+BACKLOG = 2048
+"""Connections that wait to be accepted by a store; as many as torch allows."""
 POLL_S = 0.0002
 MEET_TAG = 1 << 30
 """Tag that no bucket uses."""
@@ -44,7 +46,8 @@ def open_store(*, host: str, timeout_s: float) -> TCPStore:
 
     The caller keeps the store while the group that meets there exists. Only one process of the group does this.
     """
-    listening = listen(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)  # torch's own would have all addresses
     port = listening.getsockname()[1]
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(

@@ -11,7 +11,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, check_reward, load_reward
+from rollout.rewards.call import RewardOutcome, RewardRequest, begin_worker, call_reward, check_reward
 
 
 def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
@@ -23,7 +23,7 @@ def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, l
     check_reward(config.function, timeout_s=config.timeout_s)
     problems: list[str] = []
     means = []
-    with ProcessPool(max_workers=1, initializer=load_reward, initargs=(config.function,)) as workers:
+    with ProcessPool(max_workers=1, initializer=begin_worker, initargs=(config.function,)) as workers:
         for kind in ("ground truth", "empty text"):
             rewards = []
             for row in rows:

@@ -31,25 +31,20 @@ def test_any_flipped_bit_is_detected(payload, data):
         verify(bucket, 5, run_id="run", index=3)
 
 
-def test_a_bucket_of_another_publish_is_refused_naming_both_versions():
-    bucket = torch.zeros(100, dtype=torch.uint8)
-    seal(bucket, 5, run_id="run", index=0)
-    with pytest.raises(RuntimeError, match=r"version 5.*says 6"):
-        verify(bucket, 6, run_id="run", index=0)
-
-
-def test_a_bucket_in_the_place_of_another_is_refused():
-    bucket = torch.zeros(100, dtype=torch.uint8)
-    seal(bucket, 5, run_id="run", index=1)
-    with pytest.raises(RuntimeError, match=r"bucket 2: checksum .* those of another bucket"):
-        verify(bucket, 5, run_id="run", index=2)
-
-
-def test_a_bucket_of_another_run_is_refused():
+@pytest.mark.parametrize(
+    ("version", "run_id", "index", "message"),
+    [
+        (6, "run", 1, r"bucket 1: carries weight version 5, the manifest says 6"),
+        (5, "run", 2, r"bucket 2: checksum .* those of another bucket"),
+        (5, "other", 1, r"bucket 1: checksum .* another run"),
+    ],
+    ids=["publish", "bucket", "run"],
+)
+def test_a_bucket_in_the_place_of_another_is_refused(version, run_id, index, message):
     bucket = torch.zeros(100, dtype=torch.uint8)
     seal(bucket, 5, run_id="run", index=1)
-    with pytest.raises(RuntimeError, match=r"bucket 1: checksum .* another run"):
-        verify(bucket, 5, run_id="other", index=1)
+    with pytest.raises(RuntimeError, match=message):
+        verify(bucket, version, run_id=run_id, index=index)
 
 
 def naive(payload: bytes) -> int:
