@@ -93,6 +93,9 @@ class TrainerConfig(Config):
     """Threads of each trainer rank. CPU only."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one call to all trainer ranks. A missed deadline ends the trainer and names the late ranks."""
+    max_restarts: int = Field(default=2, ge=0)
+    """Most restarts of the trainer in a run. If a rank dies, hangs or fails, all ranks start again from the newest
+    checkpoint. Engines and history stay, and the steps since the checkpoint are repeated."""
     megatron: dict[str, str | int | float | bool] = {}
     """Further fields of Megatron's `TransformerConfig`, those that change how a forward is computed and not what is
     learned (list in `megatron_rl.passthrough`)."""

@@ -8,7 +8,7 @@ engines share core 0. Invariant: equal arguments give equal environments.
 `redirect_output` sends the output of a process and its children to a file of the run directory. It redirects file
 descriptors, not Python objects, because vLLM, gloo and the allocator write to descriptors directly.
 
-`write_stacks_on_signal` and `kill_with_stacks` end a process that hangs, after it has written its threads' stacks.
+`write_stacks_on_signal` and `kill_process` end a process that hangs, after it has written its threads' stacks.
 
 `die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
 parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
@@ -158,6 +158,8 @@ class ProcessId:
 STACKS_SIGNAL = signal.SIGUSR1
 _STACKS_S = 1.0
 """Time in which a process writes its stacks."""
+_END_S = 20.0
+"""Longest time in which a killed process ends and its device memory becomes free."""
 
 
 def write_stacks_on_signal() -> None:
@@ -165,8 +167,11 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
-def kill_with_stacks(process: ProcessId) -> int:
-    """Kill a process of this node and its children, after they have written their stacks; returns their number."""
+def kill_process(process: ProcessId, *, stacks: bool) -> int:
+    """Kill a process of this node and its children; returns their number once they have ended.
+
+    `stacks`: they first write the stacks of their threads, if they called `write_stacks_on_signal`.
+    """
     try:
         root = psutil.Process(process.pid)
         if abs(root.create_time() - process.created_s) > 1.0:
@@ -174,9 +179,11 @@ def kill_with_stacks(process: ProcessId) -> int:
         family = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    send_signal(family, STACKS_SIGNAL)
-    time.sleep(_STACKS_S)
+    if stacks:
+        send_signal(family, STACKS_SIGNAL)
+        time.sleep(_STACKS_S)
     send_signal(family, signal.SIGKILL)
+    psutil.wait_procs(family, timeout=_END_S)
     return len(family)
 
 

@@ -23,6 +23,7 @@ from tests.support.runs.whole_runs import (
     run_killed_once,
     run_to_its_end,
     run_warm_start,
+    run_whose_trainer_is_killed,
 )
 
 settings.register_profile("no deadline", deadline=None)  # how long an example takes says something about the machine
@@ -36,6 +37,7 @@ NUM_ACTORS = 32
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "interrupted": run_killed_once,
+    "trainer_killed": run_whose_trainer_is_killed,
     "fed_with_changes": run_fed_with_changes,
     "evaluated": run_exported_and_evaluated,
     "ended": run_to_other_ends,

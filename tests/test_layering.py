@@ -78,10 +78,11 @@ FLOORS = {
         libraries="ray vllm",
         loads="*",
     ),
+    "rollout/remote_kill.py": Floor(imports="rollout", libraries="ray", loads="ray"),
     "rollout/pool": Floor(
         imports=(
             "history history/lengths history/drafting history/store history/store/service.py rollout "
-            "rollout/tracing rollout/planning rollout/weights rollout/transports rollout/engine"
+            "rollout/remote_kill.py rollout/tracing rollout/planning rollout/weights rollout/transports rollout/engine"
         ),
         libraries="ray",
         loads="ray",
@@ -108,8 +109,8 @@ FLOORS = {
     "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
     "megatron_rl/trainer": Floor(
         imports=(
-            "rollout rollout/data rollout/weights rollout/transports megatron_rl megatron_rl/cpu "
-            "megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
+            "rollout rollout/remote_kill.py rollout/data rollout/weights rollout/transports megatron_rl "
+            "megatron_rl/cpu megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
             "megatron_rl/weights"
         ),
         libraries="torch megatron ray",

@@ -200,7 +200,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         reached += [
             Goal(name=name + "median duration", value=milliseconds, bound=60, direction="at most", unit="ms"),
             Goal(
-                name=name + "dearest rank over the mean, minus 1",
+                name=name + "costliest rank over the mean, minus 1",
                 value=float(large["imbalance"]),
                 bound=1e-4,
                 direction="at most",
@@ -217,7 +217,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         name = "micro batches a rank more than verl's, the worst case"
         reached.append(Goal(name=name, value=max(more), bound=0, direction="at most", unit=""))
     if few := by_case.get(("ranks", 512, 64, "ours")):
-        name = "8 samples a rank: dearest rank over the bound, minus 1"
+        name = "8 samples a rank: costliest rank over the bound, minus 1"
         reached.append(Goal(name=name, value=float(few["over_bound"]), bound=1e-3, direction="at most", unit=""))
     return reached
 

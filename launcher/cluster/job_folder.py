@@ -19,6 +19,7 @@ Beside it, `slurm/starts.jsonl` has a row for each start of the run.
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,21 +102,29 @@ class JobFolder:
         """Tell the other nodes where the head listens."""
         replace_text(self.path / "head.json", json.dumps(asdict(head)) + "\n")
 
+    def wait_for(self, paths: Sequence[Path], timeout_s: float, complaint: str) -> bool:
+        """Wait for files that other parts of the job write; False if the run has ended before.
+
+        Raises:
+            DeadlineError: a file is still missing after `timeout_s`; its text ends with `complaint`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := [path for path in paths if not path.exists()]:
+            if self.is_over() or self.lost_a_node():
+                return False
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"waited {timeout_s:.0f} s for {missing[0]}: {complaint}")
+            time.sleep(_POLL_S)
+        return True
+
     def wait_for_head(self, timeout_s: float) -> Head | None:
         """Where the head listens; None if the run has ended before.
 
         Raises:
             DeadlineError: the head has not said so after `timeout_s`.
         """
-        deadline = time.monotonic() + timeout_s
         path = self.path / "head.json"
-        while not path.exists():
-            if self.is_over() or self.lost_a_node():
-                return None
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"waited {timeout_s:.0f} s for {path}: Ray's head node has not started; see its log"
-                )
-            time.sleep(_POLL_S)
+        if not self.wait_for([path], timeout_s, "Ray's head node has not started; see its log"):
+            return None
         row = json.loads(path.read_text(encoding="utf-8"))
         return Head(address=str(row["address"]), port=int(row["port"]), ready_port=int(row["ready_port"]))

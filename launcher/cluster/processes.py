@@ -116,7 +116,7 @@ class Processes:
         trainer = start_trainer(spec, environments=environments, strategies=strategies, num_cpus=self._num_cpus)
         self.trainers.append(trainer)
         if self.reservation is not None:
-            self.reservation.check("trainer rank", [rank.node for rank in ranks], trainer.node_ids())
+            self.reservation.check("trainer rank", [rank.node for rank in ranks], trainer.ranks.node_ids)
         return trainer
 
     def check_engines(self, engines: EngineGroup, slots: Sequence[EngineSlot]) -> None:
@@ -161,6 +161,10 @@ class Processes:
         """End all ranks of a trainer."""
         trainer.kill()
         self.trainers.remove(trainer)
+
+    def gone_nodes(self) -> list[str]:
+        """Names of nodes of the command that have left the joined Ray cluster."""
+        return [] if self.reservation is None else self.reservation.gone()
 
     def close(self) -> None:
         """End everything."""

@@ -157,6 +157,11 @@ class Reservation:
                     "not follow its placement group; compare the versions of Ray on the nodes"
                 )
 
+    def gone(self) -> list[str]:
+        """Names of the nodes that have left the Ray cluster."""
+        alive = {node.node_id for node in _alive()}
+        return [name for name, node_id in self.node_ids.items() if node_id not in alive]
+
     def release(self) -> None:
         """Give the bundles back to Ray."""
         for strategy in list(self.strategies.values())[:1]:

@@ -6,16 +6,15 @@ the values of each part, so that no part gets the whole configuration.
 
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
-from launcher.cluster.engine_restarts import EngineRestarter
+from launcher.cluster.engine_restarts import EngineRestarter, LostEngines
 from launcher.cluster.processes import Actor, Processes
+from launcher.cluster.trainer_restarts import TrainerRestarts
 from launcher.commands.build import (
     build_delivery,
     build_publisher,
@@ -24,20 +23,24 @@ from launcher.commands.build import (
     publish_plan,
     train_phase_policy,
 )
-from launcher.commands.resume_point import ResumePoint
+from launcher.commands.prompts import training_order
+from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.commands.specs import sampling_spec
-from launcher.commands.startup import Inputs, Workers, read_inputs, start_workers
+from launcher.commands.startup import Inputs, Workers, read_inputs, start_trainer, start_workers
 from launcher.config.schema import RunConfig
+from launcher.endings.kinds import Ending, judge
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch
 from launcher.run_dir.wandb import Tracker
+from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.controller import Controller
 from megatron_rl.controller.engine_revival import EngineRevival
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
+from rollout.failures import CallError, PlacedError
 from rollout.planning.migration import GroupMigration, MigrationRule
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
@@ -59,70 +62,172 @@ class Shown:
     status: StatusFile
 
 
-@contextmanager
-def build(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a run keeps while it replaces its trainer."""
+
+    checked: CheckedRun
+    directory: RunDirectory
+    shown: Shown
+    running: Processes
+    inputs: Inputs
+    history: HistoryClient | None
+    recorder: RunRecorder
+    lost_engines: LostEngines
+    restarts: TrainerRestarts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """The part of a run from one start of its trainer to the end, or to the failure of that trainer."""
+
+    workers: Workers
+    sharing: DeviceSharing | None
+    controller: Controller | None = None
+    """None before it is built."""
+
+
+def execute(
     checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, resume: ResumePoint
-) -> Iterator[Controller]:
-    """Start the processes of a run and construct its controller; end them if the body succeeds, else `running` does."""
+) -> None:
+    """Start the processes of a run, take all remaining steps, and write the last weights.
+
+    Ends the processes if all goes well; else `running` does.
+    """
     config, run_id = checked.config, secrets.token_hex(4)
     progress, status = shown.progress, shown.status
     status.phase("scorer", "load prompts")
     inputs = read_inputs(config, running, resume, run_id, progress)
     status.phase("engines and trainer", "start")
     workers = start_workers(checked, running, resume, run_id, progress)
-    engines, trainer = workers.engines, workers.trainer
-    history = _history_client(inputs.history, engines)
-    sharing = device_sharing(config, trainer, engines)
-    plan = publish_plan(checked, workers)
-    delivery = build_delivery(checked, workers, plan)
-    delivery.connect()
-    planner = _planner(config, inputs, resume)
+    history = _history_client(inputs.history, workers.engines)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
-    recorder = _recorder(config, directory, tracker, shown, inputs, engines)
-    publisher = build_publisher(checked, workers, delivery, plan, sharing)
-    restarter = EngineRestarter(
+    recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
+    lost_engines = LostEngines(
         running=running,
-        engines=engines,
+        engines=workers.engines,
         specs=workers.specs,
         slots=checked.placement.engines,
-        delivery=delivery,
-        history=history,
-        sharing=sharing,
         max_restarts=config.engine.max_restarts,
         say=progress.say,
     )
-    clock = PhaseClock(recorder.record_span, recorder.begin_phase)
-    revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
-    pool = _pool(config, engines, inputs.text_actor, planner, recorder, revival)
-    controller = Controller(
-        planner=planner,
-        pool=pool,
-        trainer=trainer,
-        publisher=publisher,
-        phases=Phases(clock, sharing, policy=train_phase_policy(config, engines, pool)),
-        evaluator=Evaluator(config.evaluation.sets, inputs.evaluation, format=config.engine.format, seed=config.seed),
-        recorder=recorder,
-        algorithm=config.algorithm,
-        settings=loop_settings(checked),
+    parts = _Parts(
+        checked=checked,
+        directory=directory,
+        shown=shown,
+        running=running,
+        inputs=inputs,
         history=history,
-        restarter=restarter,
-        first_step=resume.first_step,
-        stop_requested=StopWatch(run_dir=directory.path),
+        recorder=recorder,
+        lost_engines=lost_engines,
+        restarts=TrainerRestarts(
+            running=running,
+            lost_engines=lost_engines,
+            history=history,
+            update_timeout_s=config.engine.update_timeout_s,
+            max_restarts=config.trainer.max_restarts,
+            say=progress.say,
+        ),
     )
     try:
-        yield controller
+        trainer = _take_steps(parts, workers, resume)
         recorder.finish()
     finally:
         progress.close()
         tracker.finish()
         status.phase("controller", "end processes")
-    _export(trainer, directory.path)
-    _end(workers, inputs, running)
+    _end(workers.engines, trainer, inputs, running)
+
+
+def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> TrainerGroup:
+    """Take all remaining steps and export the last weights; returns the trainer.
+
+    If the trainer fails, another one goes on from the newest checkpoint, at most `trainer.max_restarts` times.
+    """
+    sharing = device_sharing(parts.checked.config, workers.trainer, workers.engines)
+    attempt, failed = _Attempt(workers=workers, sharing=sharing), False
+    while True:
+        try:
+            if failed:
+                attempt, resume = _start_again(parts, attempt)
+            attempt = _with_controller(parts, attempt, resume)
+            assert attempt.controller is not None
+            attempt.controller.run()
+            _export(attempt.workers.trainer, parts.directory.path)
+        except PlacedError as error:
+            if not may_pass(error, attempt.controller):
+                raise
+            parts.restarts.check(error)
+            parts.shown.progress.say(f"the trainer starts again, because it failed: {error}")
+            failed = True
+        else:
+            return attempt.workers.trainer
+
+
+def may_pass(error: PlacedError, controller: Controller | None) -> bool:
+    """Whether a failure may be of the moment. An error of a rank that has never finished a step would come again."""
+    if not isinstance(error, CallError):
+        return True
+    has_trained = controller is not None and controller.num_trained > 0
+    return has_trained and judge(error).ending is Ending.DEFECT
+
+
+def _start_again(parts: _Parts, attempt: _Attempt) -> tuple[_Attempt, ResumePoint]:
+    """Replace a trainer that failed by one that continues from the newest checkpoint."""
+    checked, workers = parts.checked, attempt.workers
+    parts.shown.status.phase("trainer", "start again")
+    pool = None if attempt.controller is None else attempt.controller.pool
+    parts.restarts.clear(workers.trainer, pool, attempt.sharing)
+    parts.recorder.flush()
+    resume = resume_point(parts.directory)
+    num_repeated = 0 if resume.lost is None else resume.lost.num_steps
+    parts.restarts.count(num_repeated)
+    parts.shown.progress.say(
+        f"the trainer continues after step {resume.first_step}; {num_repeated} finished step(s) are repeated"
+    )
+    parts.shown.status.step = resume.first_step
+    trainer = start_trainer(checked, parts.running, resume, workers.run_id)
+    sharing = device_sharing(checked.config, trainer, workers.engines)
+    return _Attempt(workers=replace(workers, trainer=trainer), sharing=sharing), resume
+
+
+def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _Attempt:
+    """Connect the trainer with the engines, and build the loop over them."""
+    checked, config, workers, sharing = parts.checked, parts.checked.config, attempt.workers, attempt.sharing
+    engines, recorder = workers.engines, parts.recorder
+    plan = publish_plan(checked, workers)
+    delivery = build_delivery(checked, workers, plan)
+    delivery.connect()
+    planner = _planner(config, parts.inputs, resume)
+    publisher = build_publisher(checked, workers, delivery, plan, sharing)
+    restarter = EngineRestarter(lost=parts.lost_engines, delivery=delivery, history=parts.history, sharing=sharing)
+    clock = PhaseClock(recorder.record_span, recorder.begin_phase)
+    revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
+    pool = _pool(config, engines, parts.inputs.text_actor, planner, recorder, revival)
+    controller = Controller(
+        planner=planner,
+        pool=pool,
+        trainer=workers.trainer,
+        publisher=publisher,
+        phases=Phases(clock, sharing, policy=train_phase_policy(config, engines, pool)),
+        evaluator=Evaluator(
+            config.evaluation.sets, parts.inputs.evaluation, format=config.engine.format, seed=config.seed
+        ),
+        recorder=recorder,
+        algorithm=config.algorithm,
+        settings=loop_settings(checked),
+        history=parts.history,
+        restarter=restarter,
+        first_step=resume.first_step,
+        repeated=parts.restarts.repeated,
+        stop_requested=StopWatch(run_dir=parts.directory.path),
+    )
+    return replace(attempt, controller=controller)
 
 
 def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
     return Planner(
-        inputs.order,
+        training_order(inputs.training, config.data, seed=config.seed, state=resume.order),
         inputs.training.by_id(),
         config=config.planner,
         lengths=_lengths(resume),
@@ -198,11 +303,11 @@ def _history_client(history: HistoryService | None, engines: EngineGroup) -> His
     return client
 
 
-def _end(workers: Workers, inputs: Inputs, running: Processes) -> None:
-    running.end_trainer(workers.trainer)
+def _end(engines: EngineGroup, trainer: TrainerGroup, inputs: Inputs, running: Processes) -> None:
+    running.end_trainer(trainer)
     if inputs.history is not None:
         running.end_history(inputs.history)
-    running.end([*workers.engines.actors, inputs.text_actor])
+    running.end([*engines.actors, inputs.text_actor])
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:

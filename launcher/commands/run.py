@@ -7,7 +7,7 @@ from launcher.checks.check import CheckedRun
 from launcher.cluster.node import describe
 from launcher.cluster.placement import Placement
 from launcher.cluster.processes import Processes, processes
-from launcher.commands.assembly import EXPORT, Shown, build
+from launcher.commands.assembly import EXPORT, Shown, execute
 from launcher.commands.evaluate import evaluate_directories
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import resolved_yaml
@@ -77,8 +77,7 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
     ) as running:
         if resume.first_step < config.num_steps:
             try:
-                with build(checked, directory, shown, running, resume) as controller:
-                    controller.run()
+                execute(checked, directory, shown, running, resume)
             except StopRequestedError:
                 answer_request(directory.path)
                 raise

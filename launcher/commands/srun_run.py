@@ -10,7 +10,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from rollout.failures import DeadlineError
 
 BEGIN_TIMEOUT_S = 300.0
 """For which the tasks of a step wait for each other before Ray starts."""
-_POLL_S = 0.2
 
 
 def run_as_task(config: RunConfig) -> int:
@@ -122,18 +120,4 @@ def _write_files(config: RunConfig, folder: JobFolder, step: SlurmStep) -> None:
 
 
 def _wait(folder: JobFolder, paths: list[Path], done: str) -> bool:
-    """Wait for files of other tasks; False if the run has ended before.
-
-    Raises:
-        DeadlineError: a file is still missing after `BEGIN_TIMEOUT_S`.
-    """
-    deadline = time.monotonic() + BEGIN_TIMEOUT_S
-    while missing := [path for path in paths if not path.exists()]:
-        if folder.is_over() or folder.lost_a_node():
-            return False
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"waited {BEGIN_TIMEOUT_S:.0f} s for a task that has not {done} ({missing[0]}); see the output of srun"
-            )
-        time.sleep(_POLL_S)
-    return True
+    return folder.wait_for(paths, BEGIN_TIMEOUT_S, f"a task has not {done}; see the output of srun")

@@ -6,7 +6,7 @@ from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes
 from launcher.commands.history import fill_history, start_history
-from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
+from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
 from launcher.config.schema import RunConfig
@@ -14,7 +14,6 @@ from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import load_kernels
 from megatron_rl.trainer.group import TrainerGroup
-from rollout.data.order import PromptOrder
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import Prompt
@@ -27,7 +26,6 @@ class Inputs:
     text_actor: Actor
     training: TrainingPrompts
     evaluation: dict[str, tuple[Prompt, ...]]
-    order: PromptOrder
     history: HistoryService | None
     """None if no engine drafts."""
 
@@ -51,7 +49,6 @@ def read_inputs(
         text_actor, tokenizer = running.start_text_actor(config.model, config.reward)
         training = load_training_prompts(text_actor, config.data, prompts_per_step=config.algorithm.prompts_per_step)
         evaluation = load_evaluation_prompts(text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
-        order = training_order(training, config.data, seed=config.seed, state=resume.order)
         history = start_history(config, running, tokenizer, run_id=run_id, say=progress.say)
         if history is not None:
             evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
@@ -59,7 +56,7 @@ def read_inputs(
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
     for line in training.lines():
         progress.say(line)
-    return Inputs(text_actor=text_actor, training=training, evaluation=evaluation, order=order, history=history)
+    return Inputs(text_actor=text_actor, training=training, evaluation=evaluation, history=history)
 
 
 def start_workers(
@@ -73,13 +70,19 @@ def start_workers(
         engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
         engines.sleep(timeout_s=START_TIMEOUT_S)
     load_kernels()  # while the engines start
-    trainer = running.start_trainer(trainer_spec(config, checked.format, run_id), slots.trainers)
-    if resume.trainer:
-        trainer.load(resume.trainer)
+    trainer = start_trainer(checked, running, resume, run_id)
     engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
     running.check_engines(engines, slots.engines)
     _say_kernels(engines, progress)
     return Workers(run_id=run_id, specs=specs, engines=engines, trainer=trainer)
+
+
+def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str) -> TrainerGroup:
+    """Start all trainer ranks, and load the checkpoint if there is one."""
+    trainer = running.start_trainer(trainer_spec(checked.config, checked.format, run_id), checked.placement.trainers)
+    if resume.trainer:
+        trainer.load(resume.trainer)
+    return trainer
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:

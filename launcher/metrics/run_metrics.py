@@ -120,6 +120,8 @@ _PUBLISH: tuple[Row, ...] = (
 )
 
 _ENGINES: tuple[Row, ...] = (
+    ("trainer/restarts", "restarts", "total", "Restarts of all trainer ranks from the newest checkpoint.", "0"),
+    ("trainer/repeated_steps", "steps", "total", "Finished steps that these restarts repeated.", "0"),
     ("engine/restarts", "engines", "total", "Restarted engines.", "0"),
     ("engine/hung", "engines", "total", "Engines that lived but did nothing, and were ended; see docs/faults.md.", "0"),
     ("engine/reissued_groups", "groups", "total", "Groups that began again or continued elsewhere.", "0"),

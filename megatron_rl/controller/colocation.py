@@ -124,6 +124,15 @@ class DeviceSharing:
             self.trainer.offload(("weights",))
             self.has_weights_away = True
 
+    def to_new_trainer(self) -> None:
+        """Free devices for a trainer that starts, when the last one has ended at any point of a step."""
+        if self.has_woken_weights:
+            self.engines.wake("kv_cache", timeout_s=self.timeout_s)
+            self.asleep = self.has_woken_weights = False
+        if self.sleep and not self.asleep:
+            self.engines.sleep(timeout_s=self.timeout_s)
+            self.asleep = True
+
     def follow(self, started: EngineGroup) -> None:
         """Bring engines that have just started, and hold all their memory, into the state of the others."""
         if self.asleep:

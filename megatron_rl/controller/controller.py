@@ -25,6 +25,7 @@ from megatron_rl.controller.stopping import RolloutInterruptedError, StopRequest
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StepResult
 from rollout.evaluation import EvaluationRow
+from rollout.failures import PlacedError
 from rollout.planning.planner import Planner
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
@@ -67,9 +68,22 @@ class LoopSettings:
     seed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """What restarts of the trainer have cost since the run's process started."""
+
+    num_restarts: int = 0
+    num_steps: int = 0
+    """Finished steps that were done again."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """Runs all steps from `first_step` to the end."""
+    """Runs all steps from `first_step` to the end.
+
+    It is not used again after an error. If the trainer has failed, another controller goes on from the newest
+    checkpoint, with another trainer and the same engines and history.
+    """
 
     planner: Planner
     pool: EnginePool
@@ -84,12 +98,15 @@ class Controller:
     history: HistoryClient | None = None
     """None: engines do not draft."""
     first_step: int = 0
+    repeated: Repeated = Repeated()
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run is to end early. Asked before each step and during its rollout."""
     num_repeated_publishes: int = field(default=0, init=False)
     """Publishes that were repeated because an engine died."""
     saved_step: int = field(default=0, init=False)
     """Step of the newest checkpoint."""
+    num_trained: int = field(default=0, init=False)
+    """Steps that the trainer has finished."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.first_step
@@ -119,6 +136,7 @@ class Controller:
             batch = self._batch(groups, step)
             with self.phases.train():
                 result = self.trainer.train(batch)
+            self.num_trained += 1
             self.restarter.restart_lost()
             published = self._publish(step + 1)
             self.planner.consumed(groups)
@@ -143,13 +161,16 @@ class Controller:
         """Publish `version` to every engine. If an engine dies, restart it and repeat the publish.
 
         Raises:
-            RuntimeError: the publish failed although no engine died, or engines have died too often.
+            RuntimeError: the trainer failed, or the publish failed although no engine died, or engines have died too
+                often.
         """
         while True:
             try:
                 with self.phases.publish():
                     return self.publisher.publish(version)
             except RuntimeError as error:
+                if isinstance(error, PlacedError) and error.place.role == "trainer":
+                    raise
                 if not self.restarter.restart_lost(after_failure=True):
                     raise
                 self.num_repeated_publishes += 1
@@ -185,6 +206,8 @@ class Controller:
         metrics = (
             step_metrics(groups, batch.counts, result, published, self.phases.clock.seconds()) | self.planner.metrics()
         )
+        metrics["trainer/restarts"] = float(self.repeated.num_restarts)
+        metrics["trainer/repeated_steps"] = float(self.repeated.num_steps)
         metrics["engine/restarts"] = float(self.restarter.num_restarts)
         metrics["engine/hung"] = float(self.pool.num_hung)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)

@@ -15,6 +15,7 @@ from typing import Protocol
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StagedWeights
 from rollout.engine.state import UpdateTimes
+from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineGroup
 from rollout.transports.base import Backend, ColocatedChannel, Memory, ShmChannel, chain, side_by_side
 from rollout.weights.manifest import WeightManifest
@@ -108,6 +109,8 @@ class StreamingDelivery:
         applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.alive})
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
+        if faults := [part.fault for part in sent if part.fault]:
+            raise DeadlineError(faults[0], Place(role="engine"))
         return DeliveryReport(staged=tuple(sent), updates=tuple(updates.values()))
 
 
@@ -139,7 +142,7 @@ class ColocatedDelivery:
             sorted({rank for home in self._homes for rank, host in enumerate(home) if host == trainer_rank})
             for trainer_rank in range(self._trainer.ranks.num_ranks)
         ]
-        self._trainer.ranks.call("open_colocated", hosted, self._memory, self._trainer.node_ids())
+        self._trainer.ranks.call("open_colocated", hosted, self._memory, self._trainer.ranks.node_ids)
         channels = {
             number: ColocatedChannel(
                 memory=self._memory, shared_with=tuple(tuple(hosted[host]) for host in self._homes[number])

@@ -14,7 +14,7 @@ from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows
-from rollout.processes import redirect_output
+from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weights.fingerprint_sums import Fingerprint
@@ -35,6 +35,7 @@ class TrainerActor:
         from megatron_rl.cpu import shim
 
         redirect_output()
+        write_stacks_on_signal()
         shim.install()
         self._spec = spec
         self._rank = rank
@@ -44,9 +45,9 @@ class TrainerActor:
         self._world: TCPStore | None = None
         self._stores: list[TCPStore] = []
 
-    def node_id(self) -> str:
-        """Ray's id of this rank's node."""
-        return str(ray.get_runtime_context().get_node_id())
+    def process(self) -> ProcessId:
+        """This rank's process."""
+        return ProcessId.of_this_process(str(ray.get_runtime_context().get_node_id()))
 
     def rendezvous(self) -> tuple[str, int]:
         """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""

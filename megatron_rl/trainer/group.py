@@ -3,7 +3,8 @@
 Every method of a trainer rank is SPMD: it enters collectives, so all ranks must call it or none. A call therefore goes
 to all ranks together and has one deadline (`SpmdGroup`). If a rank fails or is late, its peers may wait for ever in a
 collective. The whole group is then killed, and the error names the failed or late ranks. Nothing is repaired in place:
-a new group starts from the checkpoint.
+a new group starts from the checkpoint (`launcher.cluster.trainer_restarts`). Late ranks first write the stacks of their
+threads to their logs.
 
 Must not import torch: it runs in the controller's process.
 """
@@ -21,6 +22,8 @@ from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+from rollout.processes import ProcessId
+from rollout.remote_kill import kill_on_nodes
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
 
@@ -38,6 +41,7 @@ class SpmdGroup:
         self._name = name
         self._actors = tuple(actors)
         self._timeout_s = timeout_s
+        self._processes: tuple[ProcessId, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -71,10 +75,11 @@ class SpmdGroup:
                 self._raise_if_failed(refs, refs.index(ref), method)
             if not done:
                 late = [refs.index(ref) for ref in pending]
+                kill_on_nodes(self._processes, stacks=True)
                 self.kill()
                 raise DeadlineError(
                     f"{self._name}.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s, for "
-                    "which the controller waited; the group was killed, resume the run from its last checkpoint",
+                    "which the controller waited; the group was killed, and the logs of its ranks have their stacks",
                     Place(role=self._name, ranks=tuple(late)),
                 )
         return list(ray.get(list(refs)))
@@ -107,10 +112,24 @@ class SpmdGroup:
                 continue
         return rank, error
 
+    def learn_processes(self) -> None:
+        """Ask each rank for its process (`TrainerActor.process`), to kill it if it hangs."""
+        self._processes = tuple(_results(self.call("process"), ProcessId))
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Ray's id of the node of each rank; empty before `learn_processes`."""
+        return [process.node_id for process in self._processes]
+
     def kill(self) -> None:
-        """End every rank at once."""
+        """End every rank at once, without waiting."""
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
+
+    def kill_and_wait(self) -> None:
+        """End every rank; returns when their processes have ended and their devices are free."""
+        self.kill()
+        kill_on_nodes(self._processes, stacks=False)
 
 
 Result = TypeVar("Result")
@@ -122,10 +141,6 @@ class TrainerGroup:
     def __init__(self, ranks: SpmdGroup) -> None:
         self.ranks = ranks
         self._unstaging: Sequence[ray.ObjectRef] = ()
-
-    def node_ids(self) -> list[str]:
-        """Ray's id of the node of each rank."""
-        return _results(self.ranks.call("node_id"), str)
 
     def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
@@ -225,6 +240,7 @@ def start_trainer(
         for rank, (environment, strategy) in enumerate(zip(environments, strategies, strict=True))
     ]
     group = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
+    group.learn_processes()
     (address, *_) = group.call("rendezvous")
     assert isinstance(address, tuple)
     group.call("join", *address)

@@ -34,6 +34,8 @@ class StagedWeights:
     """Seconds for all other scales, slicing, quantising and writing to buckets."""
     send_s: float
     """Seconds for checksums and sending."""
+    fault: str
+    """Why an engine did not receive this rank's buckets; empty if nothing failed."""
     codes: Mapping[int, QuantizationStats]
     """Quantisation statistics of this rank's weights by layer; empty in BF16."""
 

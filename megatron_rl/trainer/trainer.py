@@ -173,6 +173,7 @@ class Trainer:
             scales_s=scales_s,
             pack_s=packer.pack_s,
             send_s=packer.send_s,
+            fault=sender.fault,
             codes=packer.watch.sums(),
         )
 

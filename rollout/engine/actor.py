@@ -115,6 +115,10 @@ class EngineActor:
         """See `EngineWeights.wake`."""
         await self._engine.weights.wake(part)
 
+    async def start_over(self) -> None:
+        """See `Engine.start_over`."""
+        await self._engine.start_over()
+
     async def drain(self) -> None:
         """See `EngineWeights.drain`."""
         await self._engine.weights.drain()

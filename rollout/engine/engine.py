@@ -51,6 +51,9 @@ from rollout.weights.checkpoint_tensors import expected_tensors, linears_in_bf16
 from rollout.weights.format import WeightFormat
 from rollout.worker import vllm_compat
 
+_CANCEL_TIMEOUT_S = 30.0
+_CANCEL_POLL_S = 0.02
+
 EndedListener = Callable[[PromptGroup, int, TokenIds, FinishReason], None]
 """Called with group, sample, response ids and reason when a response has ended."""
 
@@ -282,6 +285,20 @@ class Engine:
         """Sample again as soon as the engine serves weights."""
         self._is_paused = False
         await self._sync_vllm()
+
+    async def start_over(self) -> None:
+        """Be as after `start`, for another trainer that publishes an earlier version; responses were cancelled before.
+
+        Raises:
+            TimeoutError: responses are still in flight.
+        """
+        async with asyncio.timeout(_CANCEL_TIMEOUT_S):
+            while len(self._ledger):
+                await asyncio.sleep(_CANCEL_POLL_S)
+        self._is_paused = False
+        async with self._ended:
+            self._num_ended = 0
+        await self.weights.forget()
 
     @property
     def _can_sample(self) -> bool:

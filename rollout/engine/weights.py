@@ -245,6 +245,17 @@ class EngineWeights:
                 await self._pause(keeps_kv=False)
             self._fence(fault)
 
+    async def forget(self) -> None:
+        """Be fenced at version -1 as before publish 0, so that a publish of any version is accepted; drop all caches.
+
+        Keys and values of a later version must not meet those of an earlier one of the same number (`keep_kv`).
+        """
+        async with self._updating:
+            if not self._asleep:  # else `sleep` has dropped them
+                await self._pause(keeps_kv=False)
+            self.version = WeightVersion(-1)
+            self._fence("the trainer begins again from its checkpoint")
+
     async def resume(self) -> None:
         """Serve the weights that the last update applied.
 

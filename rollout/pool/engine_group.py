@@ -14,12 +14,12 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.processes import ProcessId, kill_with_stacks
+from rollout.processes import ProcessId
+from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.weights.fingerprint_sums import Fingerprint
@@ -28,10 +28,6 @@ from rollout.weights.manifest import Required, WeightManifest
 _log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-_KILL_TIMEOUT_S = 30.0
-"""Time for a task to start on the node of a process and to end it."""
-_kill_with_stacks = ray.remote(num_cpus=0, max_retries=0)(kill_with_stacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +96,7 @@ class EngineGroup:
         _log.warning(reason)
         self.mark_lost(number, reason)
         if process is not None:
-            strategy = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-            killed = _kill_with_stacks.options(scheduling_strategy=strategy).remote(process)
-            ray.wait([killed], timeout=_KILL_TIMEOUT_S)
+            kill_on_nodes([process], stacks=True)
         ray.kill(self._actors[number], no_restart=True)
 
     def end_silent(self, *, timeout_s: float) -> None:
@@ -173,6 +167,13 @@ class EngineGroup:
     def resume_sampling(self, *, timeout_s: float) -> None:
         """Engines sample again; dead engines become lost."""
         self._call_living("resume_sampling", timeout_s=timeout_s)
+
+    def start_over(self, *, timeout_s: float) -> None:
+        """Engines forget their weights and await a publish of any version; dead engines become lost.
+
+        Call it while they have no responses.
+        """
+        self._call_living("start_over", timeout_s=timeout_s)
 
     def required(self, *, timeout_s: float) -> list[Required]:
         """The parts of a publish that each rank of an engine receives.

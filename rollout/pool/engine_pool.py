@@ -44,6 +44,8 @@ TRAIN = "train"
 """`PromptGroup.purpose` of groups that are trained on."""
 
 _POLL_S = 0.2
+_CANCEL_TIMEOUT_S = 60.0
+"""Longest wait for engines to abort their responses."""
 
 
 class Batches(Protocol):
@@ -196,6 +198,14 @@ class EnginePool:
             thread.join()
         if failures:
             raise failures[0]
+
+    def cancel(self) -> None:
+        """Give up every group: engines abort their responses. The pool is not used afterwards."""
+        calls = [*self._places.generating, *self._seat_calls, *([] if self._survey is None else [self._survey[0]])]
+        for call in calls:
+            ray.cancel(call)
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=_CANCEL_TIMEOUT_S)
 
     def check_integrity(self) -> None:
         """Assert that every group is in exactly one place and that no engine holds more than its seats allow."""

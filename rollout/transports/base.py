@@ -164,6 +164,11 @@ class Sender(Protocol):
         """Bytes sent to one engine in the last publish; fewer than the bytes of its buckets if deltas travel."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why an engine did not receive the last publish, as far as this end knows; empty if nothing failed."""
+        ...
+
     def abandon(self) -> None:
         """Drop the publish in progress, or the finished one that no engine needs any more."""
         ...

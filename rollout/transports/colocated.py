@@ -221,6 +221,11 @@ class ColocatedSender:
         """Bytes of this rank's own buckets."""
         return sum(bucket.num_bytes for bucket in self._buckets.values())
 
+    @property
+    def fault(self) -> str:
+        """Empty: engines fetch what is shown, and report their own failures."""
+        return ""
+
     def abandon(self) -> None:
         """Release the region, finished or not."""
         self._memory = None

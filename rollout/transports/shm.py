@@ -73,6 +73,11 @@ class ShmSender:
         """Bytes of all buckets."""
         return sum(bucket.num_bytes for bucket in self._buckets.values())
 
+    @property
+    def fault(self) -> str:
+        """Empty: engines fetch what is shown, and report their own failures."""
+        return ""
+
     def abandon(self) -> None:
         """Remove the segment, finished or not. Engines that have it mapped keep their view."""
         self._is_open = False

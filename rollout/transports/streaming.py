@@ -83,6 +83,7 @@ class GroupSender:
         self._payloads = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._flights: list[_Flight] = []
         self._version = WeightVersion(-1)
+        self.fault = ""
 
     def attach(self, engine_id: int, channel: GroupChannel) -> None:
         """Join the channel of one engine incarnation, after leaving the engine's earlier channel."""
@@ -105,6 +106,7 @@ class GroupSender:
             self._baselines = {}
         self._num_publishes += 1
         self.sent_bytes = 0
+        self.fault = ""
         self._flights = []
         size = max((bucket.num_bytes for bucket in buckets), default=0)
         if self._payloads[0].numel() < size:
@@ -118,9 +120,8 @@ class GroupSender:
     def commit(self, index: int) -> None:
         """Seal a bucket and start to send it to every engine's ranks that require it; the last bucket has arrived then.
 
-        Raises:
-            RuntimeError: naming the engine ranks that did not receive the last bucket in time or have ended. Their
-                channel is left; sending can continue to the other engines.
+        If engine ranks did not receive the last bucket in time, or have ended, `fault` names them, and their channel is
+        left. That is no error of this rank, whose peers would lose the trainer by it.
         """
         payload = self.buffer(index)
         seal(payload, self._version, run_id=self._run_id, index=index)
@@ -155,9 +156,9 @@ class GroupSender:
             self.detach(engine_id)
         if self._delta:
             self._engine_versions |= {(engine_id, flight.index): self._version for engine_id in self._groups}
-        if late:
+        if late and not self.fault:
             named = ", ".join(f"engine {engine_id} rank {rank}" for engine_id, rank in late)
-            raise DeadlineError(
+            self.fault = (
                 f"trainer rank {self._rank} waited in vain ({self._timeout_s:g} s for a publish) for {named} to take "
                 f"bucket {flight.index} of weight version {self._version}"
             )
@@ -173,11 +174,7 @@ class GroupSender:
         return version, encode(baseline, payload)
 
     def finish(self) -> str:
-        """Wait for the last bucket to arrive; returns an empty address.
-
-        Raises:
-            RuntimeError: as `commit` does.
-        """
+        """Wait for the last bucket to arrive; returns an empty address."""
         while self._flights:
             self._await_oldest()
         self._buckets = {}

@@ -1,5 +1,6 @@
 """What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
 
+import faulthandler
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from rollout.planning.plan import GroupForecast, RolloutPlan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
-from rollout.processes import ProcessId
+from rollout.processes import STACKS_SIGNAL, ProcessId
 from rollout.types import FinishReason, Score, ScoreStatus
 from tests.support.deadline import DEADLINE_S
 from tests.support.scored_groups import scored_group
@@ -27,8 +28,13 @@ pytestmark = pytest.mark.usefixtures("running")
 
 @ray.remote(num_cpus=0)
 class Rank:
-    def __init__(self, rank):
+    def __init__(self, rank, log=""):
         self.rank = rank
+        if log:
+            faulthandler.register(STACKS_SIGNAL, file=os.open(log, os.O_WRONLY | os.O_CREAT), all_threads=True)
+
+    def process(self):
+        return ProcessId.of_this_process(ray.get_runtime_context().get_node_id())
 
     def echo(self, value):
         return self.rank, value
@@ -138,6 +144,28 @@ def test_a_late_rank_is_named_and_the_group_is_killed():
         group.call("sleep_if", 1, timeout_s=1)
     with pytest.raises(ProcessLostError, match=r"trainer\.echo failed on rank"):
         group.call("echo", 0)
+
+
+def test_late_ranks_write_their_stacks_and_have_ended_when_the_call_returns(tmp_path):
+    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    actors = [Rank.remote(rank, str(log)) for rank, log in enumerate(logs)]
+    group = SpmdGroup("trainer", actors, timeout_s=60)
+    group.learn_processes()
+    processes = ray.get([actor.process.remote() for actor in actors])
+    assert group.node_ids == [process.node_id for process in processes]
+    with pytest.raises(DeadlineError):
+        group.call("sleep_if", 1, timeout_s=1)
+    assert "in sleep_if" in logs[1].read_text()
+    assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+def test_a_killed_group_has_ended_when_the_caller_continues():
+    actors = [Rank.remote(rank) for rank in range(2)]
+    group = SpmdGroup("trainer", actors, timeout_s=60)
+    group.learn_processes()
+    processes = ray.get([actor.process.remote() for actor in actors])
+    group.kill_and_wait()
+    assert not any(psutil.pid_exists(process.pid) for process in processes)
 
 
 def test_a_rank_that_raises_because_its_peer_died_is_not_blamed():

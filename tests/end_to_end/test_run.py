@@ -58,6 +58,27 @@ def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(uninterrupted, in
 
 
 @pytest.mark.slow
+def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterrupted, trainer_killed):
+    print(f"kill points drawn with seed {trainer_killed.seed}")
+    run_dir, restarts = trainer_killed.run_dir, ("trainer/restarts", "trainer/repeated_steps")
+    steps = metrics(run_dir)
+    assert [row["step"] for row in steps] == list(range(NUM_STEPS))
+    assert steps[-1]["trainer/restarts"] == 2 and 1 <= steps[-1]["trainer/repeated_steps"] <= 3
+    without = [
+        [{k: v for k, v in row.items() if k not in restarts} for row in metrics(path)]
+        for path in (run_dir, uninterrupted)
+    ]
+    assert without[0] == without[1]
+    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
+    assert whole == again
+    for step in range(NUM_STEPS):
+        name = f"step-{step}.jsonl"
+        assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
+    assert trainer_killed.output.count("the trainer starts again, because it failed") == 2
+    assert "Traceback" not in trainer_killed.output and trainer_killed.left_behind == set()
+
+
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_stays_within_its_staleness_after_a_freeze_and_a_death_of_its_engine(ahead):
     steps = rows(ahead / "metrics.jsonl")
     assert [row["step"] for row in steps] == list(range(NUM_STEPS))

@@ -154,7 +154,7 @@ PACKING = View(
         figures={
             "ms": goal(f"{_LARGE}: median duration"),
             "fill": goal(f"{_LARGE}: fill", scale=100.0),
-            "imbalance": goal(f"{_LARGE}: dearest rank over the mean, minus 1", scale=100.0),
+            "imbalance": goal(f"{_LARGE}: costliest rank over the mean, minus 1", scale=100.0),
         },
     ),
     notes=(

@@ -141,7 +141,7 @@ def test_a_pipeline_gets_more_and_smaller_micro_batches_if_that_is_faster():
     deep = CostModel(parity_tokens=30_720, pipeline=4)
     staged = placed(lengths, num_ranks=2, max_tokens=32_000, costs=deep)
     assert len(flat[0]) == 1
-    # by hand: 32 samples a rank, 3 more times the dearest, 256 tokens of overhead: 16 of two samples each are best
+    # by hand: 32 samples a rank, 3 more times the costliest, 256 tokens of overhead: 16 of two samples each are best
     assert len(staged[0]) == 16
     assert max(rank_times(staged, lengths, deep)) < 0.6 * max(rank_times(flat, lengths, deep))
 

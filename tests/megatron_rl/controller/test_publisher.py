@@ -1,23 +1,27 @@
 """The protocol of a publish: its order, and the fence of an engine that fails verification."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_rl.controller.delivery import DeliveryReport
+from megatron_rl.controller.delivery import DeliveryReport, StreamingDelivery
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.trainer.results import ProbeResult, StagedWeights
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.engine.state import UpdateTimes
+from rollout.failures import DeadlineError
 from rollout.weights.fingerprint_sums import NUM_GROUPS
 from rollout.weights.format import WeightFormat
 from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConfig
 
 CODES = QuantizationStats(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
 SUMS = np.ones((2, 1, NUM_GROUPS))
+STAGED = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, fault="", codes={0: CODES})
+TIMES = UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=0.5, num_in_flight=2, num_recomputed_tokens=30)
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
@@ -65,12 +69,8 @@ class Delivery:
     def deliver(self, manifest):
         manifest.check()
         self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
-        staged = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, codes={0: CODES})
-        times = [
-            UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=seconds, num_in_flight=2, num_recomputed_tokens=30)
-            for seconds in (0.5, 0.75)
-        ]
-        return DeliveryReport(staged=(staged,), updates=tuple(times))
+        times = [replace(TIMES, apply_s=seconds) for seconds in (0.5, 0.75)]
+        return DeliveryReport(staged=(STAGED,), updates=tuple(times))
 
 
 def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, tensor="w", **more) -> Publisher:
@@ -114,6 +114,20 @@ def test_requests_in_flight_are_reported_and_drained_before_the_transfer_if_conf
     assert log[:3] == ["check", "drain", "deliver 3 of run"]
     assert (report.num_in_flight, report.num_recomputed_tokens) == (4, 60)
     assert report.metrics()["publish/recomputed_tokens"] == 60
+
+
+def test_an_engine_that_takes_no_bucket_is_reported_as_its_own_failure_and_the_trainer_lives_on():
+    engines = SimpleNamespace(
+        alive=(0,), begin_update=lambda manifest, addresses: "update", wait=lambda call, *, timeout_s: {0: TIMES}
+    )
+    trainer = SimpleNamespace(stage=lambda version, *, timeout_s: [STAGED, replace(STAGED, fault="gone")])
+    delivery = StreamingDelivery(trainer, engines, source_ranks=(0, 1), timeout_s=1)
+    manifest = SimpleNamespace(weight_version=3)
+    with pytest.raises(DeadlineError, match="gone") as caught:
+        delivery.deliver(manifest)
+    assert caught.value.place.role == "engine"
+    trainer.stage = lambda version, *, timeout_s: [STAGED]
+    assert delivery.deliver(manifest).updates == (TIMES,)
 
 
 MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))

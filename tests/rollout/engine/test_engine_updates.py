@@ -149,6 +149,26 @@ def test_a_failed_probe_fences_the_engine_and_the_next_publish_heals_it(serving_
     assert_serves(serving_a, loop, oracle, "A")
 
 
+def test_an_engine_that_starts_over_serves_nothing_until_a_publish_of_any_version(serving_a, loop, oracle):
+    live = serving_a
+    version = live.engine.state().weight_version
+    loop.run(cancelled_group(live))
+    loop.run(live.engine.pause_sampling())
+    loop.run(live.engine.start_over())
+    assert live.engine.stats().num_running == 0
+    assert live.engine.state().status is EngineStatus.FENCED and live.engine.state().weight_version == -1
+    assert loop.run(live.engine.ended_at_least(0)) == 0
+    loop.run(live.push("B"))
+    assert version > 0 and live.engine.state().weight_version == 0
+    assert_serves(live, loop, oracle, "B")
+
+
+async def cancelled_group(live) -> None:
+    job = asyncio.create_task(live.sample(seeds=(5,), max_response_tokens=100))
+    await live.until_emitted(5)
+    job.cancel()
+
+
 async def updated_in_mid_response(live, num_updates: int):
     """Sample long responses while weights change B, A, B, ...; returns the group and vLLM's own version spans."""
     theirs: list[list[tuple[int, int]]] = []

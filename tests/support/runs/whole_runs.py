@@ -157,6 +157,32 @@ def run_killed_once(example: Path) -> Killed:
     return Killed(run_dir, seed, during_save, output, abandoned() - before)
 
 
+@dataclass(frozen=True)
+class TrainerKilled:
+    """A run that lost a trainer rank twice."""
+
+    run_dir: Path
+    seed: int
+    """Of the points at which they were killed."""
+    output: str
+    left_behind: set[str]
+    """Shared memory of processes that have ended."""
+
+
+def run_whose_trainer_is_killed(example: Path) -> TrainerKilled:
+    """The run of `run_to_its_end`, of whose trainer a rank is killed (-9) within two seconds after two of its steps."""
+    run_dir, before = example / "trainer-killed", abandoned()
+    seed = random.randrange(1 << 30)
+    generator = random.Random(seed)
+    process = start(configuration(example, checkpoint={"every": 2}), run_dir)
+    for step in (0, 2):
+        wait_for(lambda step=step: any(row["step"] == step for row in rows(run_dir / "metrics.jsonl")), process)
+        time.sleep(generator.uniform(0, 2.0))
+        send(process, "ray::TrainerActor", signal.SIGKILL, generator.choice([0, 1]))
+    output = finish(process)
+    return TrainerKilled(run_dir, seed, output, abandoned() - before)
+
+
 def stop(run_dir: Path, process: subprocess.Popen) -> Stopped:
     """Ask a run to stop, wait for its end and ask for its status."""
     finish(command("stop", str(run_dir)))
@@ -270,12 +296,12 @@ def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None
     send(process, title, signal.SIGKILL)
 
 
-def send(process: subprocess.Popen, title: str, number: signal.Signals) -> None:
-    """Send a signal to all descendants with that title."""
+def send(process: subprocess.Popen, title: str, number: signal.Signals, only: int | None = None) -> None:
+    """Send a signal to all descendants with that title, or only to one of them."""
     descendants = psutil.Process(process.pid).children(recursive=True)
     targets = [process for process in descendants if (process.cmdline() or [""])[0].startswith(title)]
     assert targets, f"no {title} among the descendants"
-    for target in targets:
+    for target in targets if only is None else [targets[only]]:
         target.send_signal(number)
 
 

@@ -1,0 +1,77 @@
+"""Replaces a trainer that failed: ends its processes, and brings the engines into the state of a start.
+
+All ranks are lost together, because the peers of a lost rank wait for it in collectives. The caller starts new ranks
+from the newest checkpoint. Engines and history stay. Responses in flight are given up, because the steps since the
+checkpoint are sampled again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launcher.cluster.engine_restarts import LostEngines
+from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from megatron_rl.controller.colocation import DeviceSharing
+from megatron_rl.controller.controller import Repeated
+from megatron_rl.trainer.group import TrainerGroup
+from rollout.failures import PlacedError
+from rollout.pool.engine_pool import EnginePool
+from rollout.pool.history_client import HistoryClient
+from rollout.transports.shm_files import sweep
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerRestarts:
+    """The trainers of a run."""
+
+    running: Processes
+    lost_engines: LostEngines
+    history: HistoryClient | None
+    update_timeout_s: float
+    """For which an engine may wait for weights that a dead trainer does not send (`engine.update_timeout_s`)."""
+    max_restarts: int
+    say: Callable[[str], None]
+    repeated: Repeated = field(default=Repeated(), init=False)
+
+    def check(self, error: PlacedError) -> None:
+        """Raise `error` if the trainer cannot be replaced: another role failed, or too often, or a node is gone."""
+        if error.place.role != "trainer":
+            raise error
+        if self.repeated.num_restarts >= self.max_restarts:
+            if self.max_restarts:
+                error.add_note(f"the trainer was restarted `trainer.max_restarts` = {self.max_restarts} times before")
+            raise error
+        if gone := self.running.gone_nodes():
+            self.say(f"the trainer is not restarted, because nodes have left the Ray cluster: {', '.join(gone)}")
+            raise error
+
+    def clear(self, trainer: TrainerGroup, pool: EnginePool | None, sharing: DeviceSharing | None) -> None:
+        """End what is left of the trainer, empty the engines, and restart those that died with it.
+
+        Args:
+            trainer: the ranks that failed.
+            pool: the pool that has given groups to the engines; None if none was begun.
+            sharing: state of the devices; None if trainer and engines stay in memory together.
+
+        Raises:
+            EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
+        """
+        trainer.ranks.kill_and_wait()
+        if trainer in self.running.trainers:
+            self.running.end_trainer(trainer)
+        sweep()
+        if pool is not None:
+            pool.cancel()
+        engines = self.lost_engines.engines
+        engines.check_alive(timeout_s=START_TIMEOUT_S)
+        engines.start_over(timeout_s=self.update_timeout_s + START_TIMEOUT_S)
+        if self.lost_engines.find(hung=True):
+            self.lost_engines.start_again(sharing)
+            if self.history is not None:
+                self.history.connect()
+        if sharing is not None:
+            sharing.to_new_trainer()
+
+    def count(self, num_steps: int) -> None:
+        """A trainer is about to start again; `num_steps` finished steps are repeated."""
+        before = self.repeated
+        self.repeated = Repeated(num_restarts=before.num_restarts + 1, num_steps=before.num_steps + num_steps)

@@ -1,0 +1,81 @@
+"""Which failures of a trainer are repaired, and in which order the rest of the run is made ready."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from launcher.cluster.trainer_restarts import TrainerRestarts
+from launcher.commands.assembly import may_pass
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
+
+TRAINER = Place(role="trainer", ranks=(1,))
+
+
+def restarts(log=None, *, max_restarts=2, gone=(), lost=()) -> TrainerRestarts:
+    log = [] if log is None else log
+
+    def note(text, answer=None):
+        return lambda *args, **kwargs: (log.append(text), answer)[1]
+
+    engines = SimpleNamespace(check_alive=note("engines alive?"), start_over=note("engines start over"))
+    return TrainerRestarts(
+        running=SimpleNamespace(gone_nodes=lambda: list(gone), trainers=["the trainer"], end_trainer=note("forget it")),
+        lost_engines=SimpleNamespace(
+            engines=engines, find=note("engines lost?", lost), start_again=note("lost engines start")
+        ),
+        history=SimpleNamespace(connect=note("history connects")),
+        update_timeout_s=5.0,
+        max_restarts=max_restarts,
+        say=log.append,
+    )
+
+
+@pytest.mark.parametrize("kind", [ProcessLostError, DeadlineError, CallError])
+def test_a_failure_of_the_trainer_is_repaired_so_often_and_no_more(kind):
+    error, some = kind("gone", TRAINER), restarts()
+    for num_steps in (3, 0):
+        some.check(error)
+        some.count(num_steps)
+    assert (some.repeated.num_restarts, some.repeated.num_steps) == (2, 3)
+    with pytest.raises(kind) as caught:
+        some.check(error)
+    assert "`trainer.max_restarts` = 2" in caught.value.__notes__[0]
+
+
+def test_other_failures_and_lost_nodes_end_the_run():
+    with pytest.raises(ProcessLostError):
+        restarts().check(ProcessLostError("gone", Place(role="engine", ranks=(0,))))
+    with pytest.raises(ProcessLostError):
+        restarts(max_restarts=0).check(ProcessLostError("gone", TRAINER))
+    log = []
+    with pytest.raises(DeadlineError):
+        restarts(log, gone=["node3"]).check(DeadlineError("late", TRAINER))
+    assert "node3" in log[0]
+
+
+def test_devices_are_free_and_engines_empty_before_a_trainer_starts():
+    log = []
+    ranks = SimpleNamespace(kill_and_wait=lambda: log.append("ranks end"))
+    pool = SimpleNamespace(cancel=lambda: log.append("groups end"))
+    sharing = SimpleNamespace(to_new_trainer=lambda: log.append("engines sleep"))
+    restarts(log, lost=(1,)).clear(SimpleNamespace(ranks=ranks), pool, sharing)
+    assert log == [
+        *("ranks end", "groups end", "engines alive?", "engines start over", "engines lost?", "lost engines start"),
+        *("history connects", "engines sleep"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "num_trained", "passes"),
+    [
+        (ProcessLostError("gone", TRAINER), 0, True),
+        (DeadlineError("late", TRAINER), 0, True),
+        (CallError("NCCL error: unhandled system error", TRAINER), 1, True),
+        (CallError("the loss is a fish", TRAINER), 0, False),
+        (CallError("CUDA out of memory", TRAINER), 3, False),
+        (CallError("No space left on device", TRAINER), 3, False),
+    ],
+)
+def test_an_error_that_would_come_again_is_not_tried_again(error, num_trained, passes):
+    assert may_pass(error, SimpleNamespace(num_trained=num_trained)) is passes
+    assert may_pass(error, None) is not isinstance(error, CallError)
