@@ -31,7 +31,7 @@ BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation lear
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast test-slow setup quickstart test test-long test-bench test-cluster faults check bench records test-gpu
+.PHONY: help test-fast test-engines test-slow setup quickstart test test-long test-bench test-cluster faults check bench records test-gpu
 .DELETE_ON_ERROR:
 
 setup: $(STAMP) ## the environment .venv from the locks
@@ -58,18 +58,21 @@ ANYWHERE := not gpu and not long and not bench and not multinode and not sandbox
 # `make check` runs these.
 CHECKED := --ignore=tests/test_layering.py --ignore=tests/test_packaging.py
 
-# Beside the other tests, test-fast prints what it has to say at its end.
-PRINTED = > $(VENV)/test-fast.log 2>&1; code=$$$$?; cat $(VENV)/test-fast.log; exit $$$$code
+# Beside the other tests, a part prints what it has to say at its end.
+PRINTED = > $(VENV)/$$@.log 2>&1; code=$$$$?; cat $(VENV)/$$@.log; exit $$$$code
 AT_THE_END :=
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
 	$(RUN) -m pytest -q tests $(CHECKED) -m "$(ANYWHERE) and not slow" $(PYTEST_ARGS) $(AT_THE_END)
 
-test-slow: $(STAMP) ## the other tests of make test: Ray, trainer processes, vLLM engines
-	$(RUN) -m pytest tests $(CHECKED) -m "$(ANYWHERE) and slow" $(PYTEST_ARGS)
+test-engines: $(STAMP) ## tests of the engines of make test: vLLM
+	$(RUN) -m pytest tests/rollout -m "$(ANYWHERE) and slow" $(PYTEST_ARGS) $(AT_THE_END)
+
+test-slow: $(STAMP) ## the other tests of make test: Ray, trainer processes
+	$(RUN) -m pytest tests $(CHECKED) --ignore=tests/rollout -m "$(ANYWHERE) and slow" $(PYTEST_ARGS)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
-	@$(MAKE) --no-print-directory -j2 test-slow test-fast AT_THE_END='$(PRINTED)'
+	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-fast AT_THE_END='$(PRINTED)'
 
 test-long: $(STAMP) ## whole runs, engines of two ranks, proof that drafts lose nothing
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)

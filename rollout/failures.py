@@ -4,6 +4,7 @@
      +- CallError            a process raised an error in a call; the error is the cause
      +- ProcessLostError     a process ended
      +- EnginesLostError     engines ended more often than the run allows, or none is left
+     |   +- StepLostError    the engine of a deterministic run ended; the step must be taken again
      +- DeadlineError        an answer did not come in time
      +- RewardBrokenError    the reward function fails for every response
      +- PublishRefusedError  engines refused a publish (`megatron_rl.controller.publish_refusal`)
@@ -65,6 +66,13 @@ class ProcessLostError(PlacedError):
 
 class EnginesLostError(PlacedError):
     """Engines ended more often than the run allows, or none is left."""
+
+
+class StepLostError(EnginesLostError):
+    """The engine of a deterministic run ended while it sampled.
+
+    The groups cannot be continued: which responses are computed together must not depend on a death.
+    """
 
 
 class DeadlineError(PlacedError):

@@ -13,7 +13,7 @@ from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.controller import Repeated
 from megatron_rl.trainer.group import TrainerGroup
-from rollout.failures import PlacedError
+from rollout.failures import PlacedError, StepLostError
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.history_client import HistoryClient
 from rollout.transports.shm_files import sweep
@@ -33,15 +33,17 @@ class TrainerRestarts:
     repeated: Repeated = field(default=Repeated(), init=False)
 
     def check(self, error: PlacedError) -> None:
-        """Raise `error` if the trainer cannot be replaced: another role failed, or too often, or a node is gone."""
-        if error.place.role != "trainer":
+        """Raise `error` unless a return to the checkpoint repairs it: too many failures, or another's, or a lost node."""
+        if error.place.role != "trainer" and not isinstance(error, StepLostError):
             raise error
         if self.repeated.num_restarts >= self.max_restarts:
             if self.max_restarts:
                 error.add_note(f"the trainer was restarted `trainer.max_restarts` = {self.max_restarts} times before")
             raise error
         if gone := self.running.gone_nodes():
-            self.say(f"the trainer is not restarted, because nodes have left the Ray cluster: {', '.join(gone)}")
+            self.say(
+                f"the run does not go back to its checkpoint, because nodes have left the Ray cluster: {', '.join(gone)}"
+            )
             raise error
 
     def clear(self, trainer: TrainerGroup, pool: EnginePool | None, sharing: DeviceSharing | None) -> None:

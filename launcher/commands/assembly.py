@@ -158,7 +158,7 @@ def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> Trainer
             if not may_pass(error, attempt.controller):
                 raise
             parts.restarts.check(error)
-            parts.shown.progress.say(f"the trainer starts again, because it failed: {error}")
+            parts.shown.progress.say(f"the trainer starts again from the newest checkpoint: {error}")
             failed = True
         else:
             return attempt.workers.trainer

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import ray
 
-from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, brief, node_of
+from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
 from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
@@ -328,13 +328,13 @@ class EnginePool:
         self._seats.report(engine, num_ended)
 
     def _lose(self, engine: int, error: Exception) -> None:
-        """Mark an engine as lost; EnginesLostError in a deterministic run, which has no other engine."""
+        """Mark an engine as lost; StepLostError in a deterministic run."""
+        self._engines.mark_lost(engine, brief(error))
         if self._whole_step:
-            raise EnginesLostError(
-                f"engine {engine} died, and a deterministic run has no other: {brief(error)}",
+            raise StepLostError(
+                f"engine {engine} died, and a deterministic run samples the whole step again: {brief(error)}",
                 Place(role="engine", ranks=(engine,), node=node_of(error)),
             ) from error
-        self._engines.mark_lost(engine, brief(error))
         self._follow_lost_engines()
 
     def _follow_lost_engines(self) -> None:

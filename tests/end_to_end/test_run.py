@@ -74,7 +74,7 @@ def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterr
     for step in range(NUM_STEPS):
         name = f"step-{step}.jsonl"
         assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
-    assert trainer_killed.output.count("the trainer starts again, because it failed") == 2
+    assert trainer_killed.output.count("the trainer starts again from the newest checkpoint") == 2
     assert "Traceback" not in trainer_killed.output and trainer_killed.left_behind == set()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.cluster.trainer_restarts import TrainerRestarts
 from launcher.commands.assembly import may_pass
-from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, StepLostError
 
 TRAINER = Place(role="trainer", ranks=(1,))
 
@@ -51,6 +51,10 @@ def test_other_failures_and_lost_nodes_end_the_run():
     with pytest.raises(DeadlineError):
         restarts(log, gone=["node3"]).check(DeadlineError("late", TRAINER))
     assert "node3" in log[0]
+
+
+def test_a_deterministic_step_that_lost_its_engine_is_taken_again():
+    restarts().check(StepLostError("engine 0 died", Place(role="engine", ranks=(0,))))
 
 
 def test_devices_are_free_and_engines_empty_before_a_trainer_starts():

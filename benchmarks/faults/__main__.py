@@ -1,0 +1,78 @@
+"""Kills and freezes processes of small runs, and records whether each run ended as if nothing had happened.
+
+`python -m benchmarks.faults --json OUT [--only TEXT] [--seed N] [--resume]` disturbs a run for each cell of the table
+(`benchmarks.faults.cells`), about a minute each. A run whose exit code asks for it is started again, as SLURM would.
+Nothing else may run on the machine: files in shared memory are counted.
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.faults.cells import Cell, RunKind, cells
+from benchmarks.faults.example import make_example, write_config
+from benchmarks.faults.inject import run_disturbed
+from benchmarks.faults.outcome import is_repaired, outcome
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
+
+QUICK = ("exact: kill trainer rank in train", "exact: kill engine core in rollout")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Disturb a run for each chosen cell and write the record."""
+    parser = arguments("Deaths and freezes of every kind of process in every phase.")
+    parser.add_argument("--only", default="", help="cells whose name contains this text")
+    parser.add_argument("--seed", type=int, default=0, help="of the moment within a phase")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of an existing record")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/faults"))
+    options = parser.parse_args(argv)
+    rows = rows_before(options.json, resume=options.resume)
+    known = {row["cell"] for row in rows}
+    chosen = [cell for cell in cells() if options.only in cell.name and cell.name not in known]
+    if options.quick:
+        chosen = [cell for cell in chosen if cell.name in QUICK]
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    make_example(options.work)
+    calm = {kind: _undisturbed(options.work, kind) for kind in dict.fromkeys(cell.run for cell in chosen)}
+    for number, cell in enumerate(chosen):
+        row = _disturbed(options.work, cell, calm[cell.run], seed=options.seed + number)
+        rows.append(row)
+        print(f"{cell.name}: {'as promised' if is_repaired(row) else 'NOT as promised'}  {row}", flush=True)
+        _write(options.json, rows)
+    return 0
+
+
+def _undisturbed(work: Path, kind: RunKind) -> float:
+    """Seconds of a run to which nothing happens."""
+    ended = run_disturbed(write_config(work, kind), work / kind, None, seed=0)
+    if ended.codes != (0,):
+        raise SystemExit((work / f"{kind}.log").read_text(encoding="utf-8")[-3000:])
+    return ended.seconds
+
+
+def _disturbed(work: Path, cell: Cell, undisturbed_s: float, *, seed: int) -> Row:
+    run_dir = work / cell.name.replace(": ", "-").replace(" ", "-")
+    ended = run_disturbed(work / f"{cell.run}.yaml", run_dir, cell, seed=seed)
+    row = outcome(cell, run_dir, work / cell.run, ended, undisturbed_s)
+    if is_repaired(row):
+        shutil.rmtree(run_dir)
+    return row
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    goals = [
+        Goal(
+            name="runs that ended as promised",
+            value=sum(map(is_repaired, rows)) / len(rows),
+            bound=1.0,
+            direction="at least",
+            unit="share of the cells",
+        )
+    ]
+    write(path, rows=rows, goals=goals, not_measured=["any GPU", "more than one node (`make faults`)"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

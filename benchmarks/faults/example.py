@@ -1,0 +1,71 @@
+"""The runs that are disturbed: three steps of the arithmetic example's untrained model."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from benchmarks.faults.cells import RunKind
+
+NUM_STEPS = 3
+PROMPTS, SAMPLES = 4, 4
+
+_COMMON: Mapping[str, object] = {
+    "num_steps": NUM_STEPS,
+    "sampling": {"temperature": 1.0, "max_response_tokens": 48},
+    "algorithm": {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "drop_zero_variance": False},
+    "reward": {"timeout_s": 5.0},
+    "publish": {"timeout_s": 60.0},
+    "checkpoint": {"every": 1},
+    "wandb": {"mode": "disabled"},
+}
+_ENGINE = {"max_num_seqs": 64, "kv_cache_bytes": 64 << 20, "progress_timeout_s": 20.0, "update_timeout_s": 60.0}
+_TRAINER = {
+    "dtype": "fp32",
+    "max_micro_batch_tokens": 512,
+    "optimizer": {"learning_rate": 1e-3},
+    "timeout_s": 60.0,
+}
+
+
+def make_example(work: Path) -> None:
+    """Write data and an untrained model below `work`."""
+    sizes = ["--train", "64", "--held-out", "16", "--warm-start", "512"]
+    for module, folder, more in (("make_data", "data", sizes), ("make_model", "model", [])):
+        line = [sys.executable, "-m", f"examples.arithmetic.{module}", "--out", str(work / folder), *more]
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def write_config(work: Path, kind: RunKind) -> Path:
+    """The configuration of a kind of run, in a file below `work`."""
+    sets = {"held_out": {"path": str(work / "data" / "held_out.jsonl"), "max_response_tokens": 32, "limit": 8}}
+    config = {
+        **_COMMON,
+        "model": str(work / "model"),
+        "run_dir": "",
+        "data": {"train": [{"path": str(work / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
+        "evaluation": {"bf16_before_after": False, "sets": sets},
+        **_OF_KIND[kind],
+    }
+    path = work / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+_OF_KIND: Mapping[RunKind, Mapping[str, object]] = {
+    "exact": {
+        "deterministic": True,
+        "engine": {**_ENGINE, "format": "bf16"},
+        "trainer": {**_TRAINER, "parallel": {"tensor": 2}},
+    },
+    "ahead": {
+        "engine": {**_ENGINE, "max_num_seqs": 12, "format": "int8"},
+        "trainer": {**_TRAINER, "parallel": {"data": 2}},
+        "placement": {"mode": "disaggregated"},
+        "planner": {"overlap": 1, "max_staleness": 1},
+        "publish": {"timeout_s": 60.0, "delta": True},
+    },
+    "drafting": {"engine": {**_ENGINE, "format": "int8"}, "trainer": _TRAINER},
+}

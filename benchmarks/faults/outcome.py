@@ -1,0 +1,76 @@
+"""Compares a disturbed run with an undisturbed one, and looks for what it left behind."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from benchmarks.faults.cells import Cell
+from benchmarks.faults.example import NUM_STEPS, PROMPTS, SAMPLES
+from benchmarks.faults.inject import Ended
+from benchmarks.harness.example_run import read_metrics
+from benchmarks.harness.record import Row
+
+NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
+REPAIRS = (
+    "trainer/restarts",
+    "trainer/repeated_steps",
+    "engine/restarts",
+    "engine/hung",
+    "engine/reissued_groups",
+    "publish/repeated",
+)
+_SHM = re.compile(r"\.?mrl-.+")
+
+
+def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undisturbed_s: float) -> Row:
+    """One row of the record."""
+    steps = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    complete = [step["batch/responses"] == PROMPTS * SAMPLES for step in steps] == [True] * NUM_STEPS
+    row: dict[str, str | int | float | bool] = {
+        "cell": cell.name,
+        "exit_codes": ", ".join(map(str, ended.codes)),
+        "was_hit": ended.was_hit,
+        "extra_s": round(ended.seconds - undisturbed_s, 1),
+        "starts": len(ended.codes),
+        "trainer_restarts": steps[-1].get("trainer/restarts", 0) if steps else 0,
+        "engine_restarts": steps[-1].get("engine/restarts", 0) if steps else 0,
+        "repeated_steps": _abandoned(run_dir),
+        "same_groups": complete,
+        "left_behind": len(_left_behind()),
+    }
+    if cell.run == "exact":
+        row["same_metrics"] = _comparable(run_dir) == _comparable(undisturbed)
+        row["same_weights"] = _weights(run_dir) == _weights(undisturbed)
+    return row
+
+
+def is_repaired(row: Row) -> bool:
+    """Whether the run ended well, with all that was promised."""
+    promises = ("same_groups", "same_metrics", "same_weights")
+    ended = str(row["exit_codes"]).rsplit(", ", 1)[-1] == "0"
+    return ended and all(row.get(name, True) for name in promises) and row["left_behind"] == 0
+
+
+def _abandoned(run_dir: Path) -> int:
+    path = run_dir / "metrics.abandoned.jsonl"
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+
+def _comparable(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [
+        {name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE) and name not in REPAIRS}
+        for row in rows
+    ]
+
+
+def _weights(run_dir: Path) -> str:
+    path = run_dir / "policy" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def _left_behind() -> list[Path]:
+    """Shared memory of runs; no run is alive."""
+    return [path for path in Path("/dev/shm").iterdir() if _SHM.fullmatch(path.name)]
