@@ -123,6 +123,8 @@ class RewardConfig(Config):
     """Number of scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for scoring one response."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How many times the scorer's own process is restarted after it died or hung. Its groups are scored again."""
     failure_score: float | None = None
     """Reward of a response whose scoring failed or exceeded the time limit. Without it the response leaves its group:
     it is not trained on, and has no part in the baseline. Both are counted. In an evaluation it scores 0."""

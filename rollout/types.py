@@ -14,6 +14,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from rollout.processes import ProcessId
+
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 
@@ -180,6 +182,16 @@ class Score:
     """One line for `ERROR` and `TIMEOUT`."""
     is_left_out: bool = False
     """Whether the response leaves its group: scoring failed, and no substitute is configured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerAnswer:
+    """A scorer's answer for one group."""
+
+    scores: tuple[Score, ...]
+    """[G], in the order of the responses."""
+    process: ProcessId
+    """The scorer's process; another one than before means that the scorer died and was restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,19 @@ from rollout.planning.admission import FixedBatches, FlexibleBatches
 from rollout.planning.policies import plan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
+from rollout.processes import ProcessId
 from rollout.tracing.forwards import Forwards
-from rollout.types import EngineSlot, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, Score, ScoreStatus
+from rollout.types import (
+    EngineSlot,
+    GroupId,
+    Prompt,
+    PromptGroup,
+    PromptId,
+    SamplingSpec,
+    Score,
+    ScorerAnswer,
+    ScoreStatus,
+)
 
 NUM_ENGINES, NUM_SLOTS, WAVES = 2, 16, 2
 PROMPT_TOKENS = 8
@@ -68,10 +79,11 @@ SCHEMES = {
 class Scorer:
     """Scores every response with 0."""
 
-    def score(self, group: PromptGroup, columns: object) -> tuple[Score, ...]:
+    def score(self, group: PromptGroup, columns: object) -> ScorerAnswer:
         """One score per response."""
         del columns
-        return tuple(Score(reward=0.0, status=ScoreStatus.OK) for _ in group.seeds)
+        scores = tuple(Score(reward=0.0, status=ScoreStatus.OK) for _ in group.seeds)
+        return ScorerAnswer(scores=scores, process=ProcessId.of_this_process(""))
 
 
 @dataclass(slots=True, kw_only=True)

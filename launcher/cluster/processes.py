@@ -68,6 +68,7 @@ class Processes:
         variables = self._variables(self.environment.single_threaded(), "scorer-0")
         text_actor = actor_class.options(
             num_cpus=self._num_cpus,
+            max_restarts=config.max_restarts,
             runtime_env={"env_vars": variables},
             scheduling_strategy=self._strategy(self.nodes[0].name),
         ).remote(model, config)
@@ -244,3 +245,4 @@ def processes(
     finally:
         running.close()
         ray.shutdown()
+        sweep()  # processes of an earlier, killed command may have outlived the sweep above for a moment

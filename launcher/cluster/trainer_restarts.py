@@ -33,7 +33,10 @@ class TrainerRestarts:
     repeated: Repeated = field(default=Repeated(), init=False)
 
     def check(self, error: PlacedError) -> None:
-        """Raise `error` unless a return to the checkpoint repairs it: too many failures, or another's, or a lost node."""
+        """Raise `error` unless a return to the checkpoint repairs it.
+
+        It does not repair another role's failure, a lost node, or too many failures.
+        """
         if error.place.role != "trainer" and not isinstance(error, StepLostError):
             raise error
         if self.repeated.num_restarts >= self.max_restarts:
@@ -41,9 +44,7 @@ class TrainerRestarts:
                 error.add_note(f"the trainer was restarted `trainer.max_restarts` = {self.max_restarts} times before")
             raise error
         if gone := self.running.gone_nodes():
-            self.say(
-                f"the run does not go back to its checkpoint, because nodes have left the Ray cluster: {', '.join(gone)}"
-            )
+            self.say(f"the run ends, because nodes have left the Ray cluster: {', '.join(gone)}")
             raise error
 
     def clear(self, trainer: TrainerGroup, pool: EnginePool | None, sharing: DeviceSharing | None) -> None:

@@ -11,6 +11,7 @@ _REWARD: tuple[Row, ...] = (
     ("reward/max", "reward", "max over responses", "Highest reward.", ""),
     ("reward/min", "reward", "min over responses", "Lowest reward.", ""),
     ("reward/errors", "responses", "sum", "Calls of the reward function that failed.", "0"),
+    ("reward/scorer_restarts", "restarts", "total", "Restarts of the scorer's own process.", "0"),
     ("reward/timeouts", "responses", "sum", "Calls of the reward function that were late.", "0"),
     ("response_length/mean", "tokens", "mean over responses", "Length of the responses.", ""),
     ("response_length/max", "tokens", "max over responses", "Longest response.", ""),

@@ -24,6 +24,7 @@ from launcher.run_dir.step_timeline import StepTimeline
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.evaluation import EvaluationRow
+from rollout.failures import DeadlineError, Place
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.tracing.draft_savings import seconds_saved
@@ -42,6 +43,9 @@ HISTORY = "history"
 
 TRACE_TIMEOUT_S = 120.0
 """Deadline for engines to return their forwards."""
+
+WRITE_TIMEOUT_S = 300.0
+"""Longest time in which the text actor writes a step's samples."""
 
 
 class RunRecorder:
@@ -135,10 +139,31 @@ class RunRecorder:
         """Wait for samples that are being written, and log their step to wandb."""
         if self._pending is None or self._unlogged is None:
             return
-        rows: list[dict[str, object]] = ray.get(self._pending)
+        rows = self._written(self._pending)
         step, metrics = self._unlogged
         self._tracker.log_step(step, metrics, rows)
         self._pending = self._unlogged = None
+
+    def _written(self, writing: ray.ObjectRef) -> list[dict[str, object]]:
+        """The result of the text actor. One that hangs is restarted once, and Ray repeats the call.
+
+        Raises:
+            DeadlineError: the samples are not written after the second try.
+        """
+        for is_last in (False, True):
+            try:
+                rows: list[dict[str, object]] = ray.get(writing, timeout=WRITE_TIMEOUT_S)
+            except ray.exceptions.GetTimeoutError as error:
+                if is_last:
+                    raise DeadlineError(
+                        f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the scorer to write samples",
+                        Place(role="scorer", ranks=(0,)),
+                    ) from error
+                self._progress.say(f"the scorer has not written samples for {WRITE_TIMEOUT_S:.0f} s and is restarted")
+                ray.kill(self._text_actor, no_restart=False)
+            else:
+                return rows
+        raise AssertionError
 
     def finish(self) -> None:
         """Log what no later step would log: the samples of the last step, and the evaluation after it."""

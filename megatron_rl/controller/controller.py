@@ -210,6 +210,7 @@ class Controller:
         metrics["trainer/repeated_steps"] = float(self.repeated.num_steps)
         metrics["engine/restarts"] = float(self.restarter.num_restarts)
         metrics["engine/hung"] = float(self.pool.num_hung)
+        metrics["reward/scorer_restarts"] = float(self.pool.num_scorer_restarts)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)

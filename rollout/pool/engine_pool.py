@@ -166,6 +166,11 @@ class EnginePool:
         """Engines that were ended because they did nothing."""
         return self._engines.num_hung
 
+    @property
+    def num_scorer_restarts(self) -> int:
+        """Scorers that died or hung, and were restarted."""
+        return self._scorers.num_restarts
+
     @contextmanager
     def run_in_background(self) -> Iterator[None]:
         """While the body runs, engines are given waiting groups, and finished groups are scored.

@@ -1,5 +1,10 @@
-"""Scorers in turn: each finished group goes to the next scorer."""
+"""Scorers in turn: each finished group goes to the next scorer.
 
+Ray restarts a scorer that dies, and repeats its calls (`rollout.rewards.text_actor`). A scorer that hangs is killed, so
+that the same happens. Both are counted.
+"""
+
+import logging
 import time
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +12,6 @@ import ray
 
 from rollout.failures import (
     CallError,
-    DeadlineError,
     Place,
     PlacedError,
     ProcessLostError,
@@ -16,7 +20,11 @@ from rollout.failures import (
     node_of,
 )
 from rollout.pool.group_places import Scoring
-from rollout.types import ColumnsRef, PromptGroup, Score, ScoredGroup
+from rollout.processes import ProcessId
+from rollout.remote_kill import kill_on_nodes
+from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer
+
+_log = logging.getLogger(__name__)
 
 _MARGIN_S = 120.0
 """Time of a scorer for a group beside its calls of the reward function: new workers, decoding."""
@@ -38,6 +46,10 @@ class ScorerPool:
         self._scorers = tuple(scorers)
         self._next = 0
         self._timeout_s = timeout_s
+        self._processes: dict[int, ProcessId] = {}
+        """By scorer, the process that answered last."""
+        self.num_restarts = 0
+        """Scorers that died or hung, and answered again."""
         self._num_pending = [0] * len(self._scorers)
         self._waiting_since = [0.0] * len(self._scorers)
 
@@ -63,32 +75,37 @@ class ScorerPool:
         self._num_pending[item.scorer] -= 1
         self._waiting_since[item.scorer] = time.monotonic()
         try:
-            scores: tuple[Score, ...] = ray.get(ref)
+            answer: ScorerAnswer = ray.get(ref)
         except ray.exceptions.RayError as error:
             place = Place(role="scorer", ranks=(item.scorer,), node=node_of(error))
             raise _kind(error)(f"scoring of group {item.group.group_id} failed: {brief(error)}", place) from error
+        before = self._processes.get(item.scorer, answer.process)
+        self.num_restarts += answer.process != before
+        self._processes[item.scorer] = answer.process
         return ScoredGroup(
             group=item.group,
             summary=item.sampled.summary,
-            rewards=tuple(score.reward for score in scores),
-            scores=scores,
+            rewards=tuple(score.reward for score in answer.scores),
+            scores=answer.scores,
             columns=item.sampled.columns,
         )
 
     def check(self) -> None:
-        """Call it while groups are waited for, after those that have ended are finished.
-
-        Raises:
-            DeadlineError: a scorer hangs.
-        """
+        """Kill scorers that hang. Call it while groups are waited for, after those that have ended are finished."""
         now = time.monotonic()
         for number, num_pending in enumerate(self._num_pending):
-            if num_pending and now - self._waiting_since[number] > self._timeout_s:
-                raise DeadlineError(
-                    f"the controller waited for scorer {number}, which has {num_pending} groups and has finished none "
-                    f"for {self._timeout_s:.0f} s, although `reward.timeout_s` limits every response",
-                    Place(role="scorer", ranks=(number,)),
-                )
+            if not num_pending or now - self._waiting_since[number] <= self._timeout_s:
+                continue
+            _log.warning(
+                "scorer %d has %d groups and has finished none for %.0f s, although `reward.timeout_s` limits every "
+                "response; the scorer is restarted, and its log has the stacks of its threads",
+                *(number, num_pending, self._timeout_s),
+            )
+            if number in self._processes:
+                kill_on_nodes([self._processes[number]], stacks=True)
+            else:  # it has never answered
+                ray.kill(self._scorers[number], no_restart=False)
+            self._waiting_since[number] = time.monotonic()
 
 
 def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:

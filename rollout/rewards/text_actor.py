@@ -4,6 +4,9 @@
     ResponseScorer    a finished group  ->  its scores
     SampleWriter      the scored groups of a step  ->  its files of samples and traces
 
+If its process dies, Ray restarts it under the same handle and repeats the calls that it had (`Processes.
+start_text_actor`). So every call may be the first of a process, and may come twice.
+
 All three need the tokenizer. `transformers` imports torch, which the controller must not load, so they share a process
 of their own. The parts are plain classes; Ray is used here only.
 """
@@ -17,10 +20,10 @@ import ray
 from rollout.config import RewardConfig
 from rollout.data.prompts import LoadedPrompts, Overlong, PromptLoader
 from rollout.data.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
-from rollout.processes import redirect_output
+from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
 from rollout.rewards.scorer import ResponseScorer
-from rollout.types import GroupColumns, PromptGroup, Score, ScoredGroup
+from rollout.types import GroupColumns, PromptGroup, ScoredGroup, ScorerAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +62,10 @@ class TextActor:
         self._parts: TextParts | None = None
 
     def start(self) -> TokenizerFacts:
-        """See `TextParts.start`; idempotent. Comes before every other call but `close`."""
-        redirect_output()
-        if self._parts is None:
-            self._parts = TextParts.start(self._directory, self._config)
-        return self._parts.tokenizer
+        """See `TextParts.start`; idempotent."""
+        return self._started().tokenizer
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     def load_prompts(
         self, path: str, *, max_prompt_tokens: int, name: str = "", overlong: Overlong = "refuse", limit: int = 0
     ) -> LoadedPrompts:
@@ -73,10 +74,15 @@ class TextActor:
             path, max_prompt_tokens=max_prompt_tokens, name=name, overlong=overlong, limit=limit
         )
 
-    def score(self, group: PromptGroup, columns: GroupColumns) -> tuple[Score, ...]:
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    def score(self, group: PromptGroup, columns: GroupColumns) -> ScorerAnswer:
         """See `ResponseScorer.score`."""
-        return self._started().scorer.score(group, columns)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return ScorerAnswer(
+            scores=self._started().scorer.score(group, columns), process=ProcessId.of_this_process(node_id)
+        )
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     def write_samples(
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
     ) -> list[SampleRow]:
@@ -95,5 +101,8 @@ class TextActor:
             self._parts.scorer.close()
 
     def _started(self) -> TextParts:
-        assert self._parts is not None, "`start` comes before every other call"
+        if self._parts is None:
+            redirect_output()
+            write_stacks_on_signal()
+            self._parts = TextParts.start(self._directory, self._config)
         return self._parts

@@ -21,7 +21,7 @@ from rollout.pool.engine_watch import EngineWatch
 from rollout.processes import STACKS_SIGNAL, ProcessId
 from rollout.types import FinishReason, Score, ScoreStatus
 from tests.support.deadline import DEADLINE_S
-from tests.support.scored_groups import scored_group
+from tests.support.scored_groups import scored_group, scorer_answer
 
 pytestmark = pytest.mark.usefixtures("running")
 
@@ -114,7 +114,28 @@ class Engine:
 @ray.remote(num_cpus=0)
 class Scorer:
     def score(self, group, columns):
-        return tuple(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
+        return scorer_answer(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
+
+
+@ray.remote(num_cpus=0, max_restarts=5)
+class BadScorer:
+    """Hangs or dies with its second group, but only once."""
+
+    def __init__(self, fault, folder):
+        self.fault = fault
+        self.first = folder / "first"
+        self.num_calls = 0
+
+    @ray.method(max_task_retries=-1)
+    def score(self, group, columns):
+        self.num_calls += 1
+        if self.num_calls == 2 and not self.first.exists():
+            self.first.touch()
+            if self.fault == "dies":
+                os._exit(1)
+            time.sleep(3600)
+        scores = (Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
+        return scorer_answer(scores, ray.get_runtime_context().get_node_id())
 
 
 @ray.remote(num_cpus=0)
@@ -284,9 +305,23 @@ def test_a_scorer_that_hangs_is_named():
         engines, [Scorer.remote(), HungScorer.remote()], seats_per_engine=8, watch=watch, scoring_timeout_s=2
     )
     pool.admit(groups(2))
-    with pytest.raises(DeadlineError, match="scorer 1, which has 1 groups and has finished none for 2 s") as late:
+    with pytest.raises(ProcessLostError, match="scoring of group 1 failed") as lost:
         pool.take("train", 0)
-    assert late.value.place.role == "scorer" and late.value.place.ranks == (1,)
+    assert lost.value.place.role == "scorer" and lost.value.place.ranks == (1,)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_scorer_that_dies_or_hangs_is_restarted_and_scores_its_groups_again(tmp_path, fault):
+    engines = group_of(Engine.remote())
+    watch = EngineWatch(engines, timeout_s=600)
+    pool = EnginePool(
+        engines, [BadScorer.remote(fault, tmp_path)], seats_per_engine=8, watch=watch, scoring_timeout_s=2
+    )
+    pool.admit(groups(5))
+    taken = pool.take("train", 0)
+    assert [scored.group.group_id for scored in taken] == list(range(5))
+    assert all(scored.rewards == tuple(float(n) for n in scored.summary.lengths) for scored in taken)
+    assert pool.num_scorer_restarts >= 1  # a restart may take longer than the limit of this test
 
 
 class Batches:

@@ -16,7 +16,7 @@ from rollout.pool import scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import FinishReason, GroupId, Score, ScoreStatus
-from tests.support.scored_groups import scored_group
+from tests.support.scored_groups import scored_group, scorer_answer
 
 TEMPLATE = scored_group(0)
 SIZE = len(TEMPLATE.group.seeds)
@@ -222,7 +222,7 @@ class World:
         if self.scores and (draw < 0.1 or not busy):
             ref = self.scores.pop(self.generator.randrange(len(self.scores)))
             ref.is_ready = True
-            ref.value = (Score(reward=1.0, status=ScoreStatus.OK),) * SIZE
+            ref.value = scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
         elif busy and draw < 0.996:
             self.generator.choice(busy).end_one()
         elif busy and draw < 0.998:

@@ -1,7 +1,10 @@
 """Random scored groups whose columns are in this process."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from rollout.processes import ProcessId
 from rollout.types import (
     ColumnsRef,
     FinishReason,
@@ -14,6 +17,7 @@ from rollout.types import (
     SamplingSpec,
     Score,
     ScoredGroup,
+    ScorerAnswer,
     ScoreStatus,
     WeightSpan,
     WeightVersion,
@@ -62,3 +66,8 @@ def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
         scores=tuple(Score(reward=r, status=ScoreStatus.OK) for r in rewards),
         columns=ColumnsRef(columns),
     )
+
+
+def scorer_answer(scores: Iterable[Score], node_id: str = "") -> ScorerAnswer:
+    """What a scorer in this process, on a node of Ray's, answers."""
+    return ScorerAnswer(scores=tuple(scores), process=ProcessId.of_this_process(node_id))

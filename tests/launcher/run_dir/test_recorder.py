@@ -57,7 +57,7 @@ def evaluation(step: int, average: float) -> EvaluationRow:
 
 
 def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda ref: [])
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: [])
     run = WandbRun()
     with RunDirectory(str(tmp_path / "run")) as directory:
         (directory.path / "wandb").mkdir(exist_ok=True)

@@ -34,6 +34,7 @@ from rollout.types import (
 )
 from rollout.weights.format import WeightFormat
 from tests.support.deadline import DEADLINE_S
+from tests.support.scored_groups import scorer_answer
 
 RUN_ID = "ring"
 NUM_ENGINES = 2
@@ -50,7 +51,7 @@ class LastTokenScorer:
 
     def score(self, group, columns):
         last = columns.response_ids[columns.offsets[1:] - 1]
-        return tuple(Score(reward=float(token), status=ScoreStatus.OK) for token in last)
+        return scorer_answer(Score(reward=float(token), status=ScoreStatus.OK) for token in last)
 
 
 @dataclass
