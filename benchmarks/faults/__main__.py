@@ -5,6 +5,7 @@
 Nothing else may run on the machine: files in shared memory are counted.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,14 +23,14 @@ QUICK = ("exact: kill trainer rank in train", "exact: kill engine core in rollou
 def main(argv: Sequence[str] | None = None) -> int:
     """Disturb a run for each chosen cell and write the record."""
     parser = arguments("Deaths and freezes of every kind of process in every phase.")
-    parser.add_argument("--only", default="", help="cells whose name contains this text")
+    parser.add_argument("--only", default="", help="cells whose name this regular expression finds")
     parser.add_argument("--seed", type=int, default=0, help="of the moment within a phase")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an existing record")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/faults"))
     options = parser.parse_args(argv)
     rows = rows_before(options.json, resume=options.resume)
     known = {row["cell"] for row in rows}
-    chosen = [cell for cell in cells() if options.only in cell.name and cell.name not in known]
+    chosen = [cell for cell in cells() if re.search(options.only, cell.name) and cell.name not in known]
     if options.quick:
         chosen = [cell for cell in chosen if cell.name in QUICK]
     shutil.rmtree(options.work, ignore_errors=True)
