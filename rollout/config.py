@@ -123,6 +123,10 @@ class RewardConfig(Config):
     """Number of scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for scoring one response."""
+    memory_bytes: int = Field(default=8 << 30, gt=0)
+    """Most memory of a reward worker, and of each process that it starts. A call that needs more fails."""
+    max_file_bytes: int = Field(default=1 << 30, gt=0)
+    """Largest file that a reward worker may write. A call that writes more fails."""
     max_restarts: int = Field(default=3, ge=0)
     """How many times the scorer's own process is restarted after it died or hung. Its groups are scored again."""
     failure_score: float | None = None

@@ -54,16 +54,28 @@ def load_reward(function: str) -> Callable[..., object]:
     return _loaded(function)
 
 
-def begin_worker(function: str) -> None:
-    """Prepare a worker process: without core dumps, without Ray's variables, in a process group of its own.
+def begin_worker(function: str, memory_bytes: int, file_bytes: int) -> None:
+    """Prepare a worker process: limits, without Ray's variables, in a process group of its own.
 
     One of Ray's variables holds the secret of the run. The time limit of a call terminates the worker, and with it the
-    processes that the reward function has started.
+    processes that the reward function has started. A limit on their number would count all processes of the user.
+
+    Args:
+        function: dotted path of the reward function.
+        memory_bytes: most private memory of the worker, and of each process that it starts.
+        file_bytes: largest file that they may write.
 
     Raises:
         ValueError: there is no such function.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_DATA, memory_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+    ):
+        _, allowed = resource.getrlimit(limit)
+        most = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        resource.setrlimit(limit, (most, most))
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.setpgid(0, 0)

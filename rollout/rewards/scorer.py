@@ -60,7 +60,7 @@ class ResponseScorer:
         return ProcessPool(
             max_workers=self._config.num_workers,
             initializer=begin_worker,
-            initargs=(self._config.function,),
+            initargs=(self._config.function, self._config.memory_bytes, self._config.max_file_bytes),
             context=_worker_context(self._config.function),
         )
 

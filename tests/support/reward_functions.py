@@ -28,6 +28,10 @@ def moody(data_source, solution_str, ground_truth, extra_info):
         raise KeyboardInterrupt
     if solution_str == "environment":
         return float(any(name.startswith("RAY_") for name in os.environ))
+    if solution_str == "memory":
+        return float(len(bytearray(3 << 30)))
+    if solution_str.startswith("file "):
+        Path(solution_str.removeprefix("file ")).write_bytes(bytes(2 << 20))
     if solution_str.startswith("child "):
         child = subprocess.Popen(["sleep", "3600"])
         Path(solution_str.removeprefix("child ")).write_text(str(child.pid))

@@ -112,6 +112,13 @@ def test_a_worker_has_no_variables_of_ray_and_ends_with_the_processes_that_it_st
         time.sleep(0.1)
 
 
+def test_a_call_over_the_limit_of_memory_or_file_size_fails_and_the_next_one_succeeds(scorer_of, tmp_path):
+    scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=30.0, memory_bytes=2 << 30, max_file_bytes=1 << 20)
+    scores = scorer.score(*group_of(scorer, ["memory", f"file {tmp_path / 'large'}", "fine"]))
+    assert [score.error.partition(":")[0] for score in scores] == ["MemoryError", "OSError", ""]
+    assert (tmp_path / "large").stat().st_size <= 1 << 20
+
+
 class BrokenWorkers:
     """Workers that have given up: every call ends with their error."""
 
