@@ -101,7 +101,7 @@ def execute(
     status.phase("engines and trainer", "start")
     workers = start_workers(checked, running, resume, run_id, progress)
     history = _history_client(inputs.history, workers.engines)
-    tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"))
+    tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"), say=progress.say)
     recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
     lost_engines = LostEngines(
         running=running,

@@ -4,18 +4,23 @@
 skips logged steps, because wandb keeps the first value of a step. The step is saved before it is logged: a kill between
 the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the step in either case.
 
-Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection.
+Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
+online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
 """
 
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
 from launcher.config.schema import WandbConfig
+from launcher.errors import ConfigError
 from launcher.run_dir.atomic_files import replace_text
+
+CONNECT_TIMEOUT_S = 60.0
+"""For which the start of a run waits for wandb's server."""
 
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
@@ -40,8 +45,21 @@ class Tracker:
         """The same after every resume; empty when disabled."""
 
     @classmethod
-    def start(cls, config: WandbConfig, run_dir: Path, settings: Mapping[str, object]) -> Self:
-        """Starts or continues the wandb run of `run_dir`; `settings` is the resolved configuration."""
+    def start(
+        cls,
+        config: WandbConfig,
+        run_dir: Path,
+        settings: Mapping[str, object],
+        *,
+        say: Callable[[str], None] = print,
+    ) -> Self:
+        """Starts or continues the wandb run of `run_dir`; `settings` is the resolved configuration.
+
+        `say` receives a line if the server cannot be reached.
+
+        Raises:
+            ConfigError: `wandb.mode` = online without a key, or with one that the server refuses.
+        """
         state_path = run_dir / "wandb" / "tracking.json"
         if config.mode == "disabled":
             return cls(None, state_path, -1, "")
@@ -49,7 +67,7 @@ class Tracker:
         run_id = state.get("run_id") or secrets.token_hex(4)
         tracker = cls(None, state_path, state.get("last_step", -1), run_id)
         tracker._save()
-        tracker._run = _start_run(config, run_dir, run_id, settings)
+        tracker._run = _start_run(config, run_dir, run_id, settings, say)
         return tracker
 
     def log_step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> bool:
@@ -72,7 +90,30 @@ class Tracker:
         replace_text(self._state_path, json.dumps({"run_id": self.run_id, "last_step": self._last_step}) + "\n")
 
 
-def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
+def _start_run(
+    config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object], say: Callable[[str], None]
+) -> _WandbRun:
+    """A wandb run; offline if the server of an online one cannot be reached."""
+    import wandb
+
+    if config.mode == "online":
+        try:
+            return _begin(config, run_dir, run_id, settings)
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ConfigError(
+                f"`wandb.mode` = online: {str(error).splitlines()[0]}; run `wandb login`, set WANDB_API_KEY, or set "
+                "`wandb.mode` = offline"
+            ) from error
+        except wandb.errors.CommError as error:
+            wandb.teardown()  # its service would keep the run's id in use
+            say(
+                f"wandb cannot be reached ({str(error).splitlines()[0]}): the run logs offline; upload it later by "
+                f"`wandb sync {run_dir / 'wandb'}/offline-run-*`"
+            )
+    return _begin(config.model_copy(update={"mode": "offline"}), run_dir, run_id, settings)
+
+
+def _begin(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # a wandb service inherited from a parent process outlives this one and keeps the id of a killed run in use
     os.environ.pop("WANDB_SERVICE", None)
@@ -88,6 +129,7 @@ def _start_run(config: WandbConfig, run_dir: Path, run_id: str, settings: Mappin
         config=dict(settings),
         settings=wandb.Settings(
             silent=config.mode == "offline",
+            init_timeout=CONNECT_TIMEOUT_S,
             console="off",
             disable_git=True,
             save_code=False,

@@ -4,9 +4,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from wandb.errors import AuthenticationError, UsageError
 from wandb.proto import wandb_internal_pb2
 
 from launcher.config.schema import WandbConfig
+from launcher.errors import ConfigError
+from launcher.run_dir import wandb as tracking
 from launcher.run_dir.wandb import Tracker
 
 BLOCK_BYTES, HEADER = 32768, struct.Struct("<IHB")
@@ -58,6 +62,30 @@ def test_an_offline_run_resumed_keeps_its_id_and_logs_no_step_twice(tmp_path: Pa
     tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json"))
     assert len(tables) == 3
     assert json.loads(tables[0].read_text())["columns"][:4] == ["step", "prompt", "response", "reward"]
+
+
+def test_a_run_whose_server_cannot_be_reached_goes_on_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    said: list[str] = []
+    tracker = Tracker.start(WandbConfig(mode="online"), tmp_path, {}, say=said.append)
+    assert len(said) == 1 and "wandb cannot be reached" in said[0] and "wandb sync" in said[0]
+    assert tracker.log_step(0, {"reward/mean": 1.0})
+    tracker.finish()
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("refusal", [UsageError("No API key configured."), AuthenticationError("the key is wrong")])
+def test_an_online_run_without_a_good_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(tracking, "_begin", refuse)
+    with pytest.raises(ConfigError, match=rf"`wandb\.mode` = online: {refusal}.*wandb login"):
+        Tracker.start(WandbConfig(mode="online"), tmp_path / "run", {})
 
 
 def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
