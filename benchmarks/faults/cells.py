@@ -32,7 +32,7 @@ PHASES = {
     "train": ("train", 1),
     "publish": ("publish", 1),
     "checkpoint": ("checkpoint", 2),
-    "end": ("end processes", 3),
+    "end": ("checkpoint", 3),
 }
 """Name of each phase in `status.json`, and the number of finished steps at which the fault happens."""
 

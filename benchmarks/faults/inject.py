@@ -21,7 +21,7 @@ AGAIN = (Ending.DEADLINE.code, Ending.PROCESS_LOST.code, -9)
 MAX_STARTS = 3
 LIMIT_S = 900.0
 """Of one start: a run that hangs is killed, and its exit code is None."""
-MAX_DELAY_S = 0.2
+MAX_DELAY_S = 0.1
 """Most time between the begin of the phase and the signal."""
 _POLL_S = 0.002
 

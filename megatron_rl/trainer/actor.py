@@ -14,7 +14,7 @@ from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows
-from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, end_forks_with_this_process, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weights.fingerprint_sums import Fingerprint
@@ -36,6 +36,7 @@ class TrainerActor:
 
         redirect_output()
         write_stacks_on_signal()
+        end_forks_with_this_process()  # Megatron forks the writers of a checkpoint
         shim.install()
         self._spec = spec
         self._rank = rank
