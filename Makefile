@@ -24,7 +24,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
-BENCHMARKS := drafting drafting.store_soak drafting.trees learning.ablation learning.example_epochs \
+BENCHMARKS := drafting drafting.store_soak drafting.trees faults learning.ablation learning.example_epochs \
     learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
     publish.delta publish.over_nodes rollout rollout.sampling rollout.step_time
 
@@ -84,7 +84,8 @@ test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sand
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
 	$(SUDO) $(RUN) -m pytest -m "(multinode and not faults) or sandbox" tests/launcher/cluster tests/rollout/rewards $(PYTEST_ARGS)
 
-faults: $(STAMP) ## more on the test cluster: nodes die or are cut off in each phase, a run by srun; needs root
+faults: $(STAMP) ## every process is killed and frozen in every phase, nodes of the test cluster too; hours; needs root
+	$(RUN) -m benchmarks.faults --json runs/bench/faults.json
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
 	$(SUDO) $(RUN) -m pytest -m faults tests/launcher/cluster $(PYTEST_ARGS)
 

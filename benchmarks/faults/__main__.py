@@ -1,7 +1,8 @@
 """Kills and freezes processes of small runs, and records whether each run ended as if nothing had happened.
 
-`python -m benchmarks.faults --json OUT [--only TEXT] [--seed N] [--resume]` disturbs a run for each cell of the table
-(`benchmarks.faults.cells`), about a minute each. A run whose exit code asks for it is started again, as SLURM would.
+`python -m benchmarks.faults --json OUT [--only PATTERN] [--seed N] [--resume]` disturbs a run for each cell of the
+table (`benchmarks.faults.cells`), about a minute each. `--only` chooses cells by a regular expression. A run whose exit
+code asks for it is started again, as SLURM would do.
 Nothing else may run on the machine: files in shared memory are counted.
 """
 
@@ -14,10 +15,10 @@ from pathlib import Path
 from benchmarks.faults.cells import Cell, RunKind, cells
 from benchmarks.faults.example import make_example, write_config
 from benchmarks.faults.inject import run_disturbed
-from benchmarks.faults.outcome import is_repaired, outcome
+from benchmarks.faults.outcome import outcome
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 
-QUICK = ("exact: kill trainer rank in train", "exact: kill engine core in rollout")
+QUICK = ("exact: kill trainer rank in train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, cell in enumerate(chosen):
         row = _disturbed(options.work, cell, calm[cell.run], seed=options.seed + number)
         rows.append(row)
-        print(f"{cell.name}: {'as promised' if is_repaired(row) else 'NOT as promised'}  {row}", flush=True)
+        print(f"{cell.name}: {'as promised' if row['as_promised'] else 'NOT as promised'}  {row}", flush=True)
         _write(options.json, rows)
     return 0
 
@@ -57,7 +58,7 @@ def _disturbed(work: Path, cell: Cell, undisturbed_s: float, *, seed: int) -> Ro
     run_dir = work / cell.name.replace(": ", "-").replace(" ", "-")
     ended = run_disturbed(work / f"{cell.run}.yaml", run_dir, cell, seed=seed)
     row = outcome(cell, run_dir, work / cell.run, ended, undisturbed_s)
-    if is_repaired(row):
+    if row["as_promised"]:
         shutil.rmtree(run_dir)
     return row
 
@@ -66,7 +67,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     goals = [
         Goal(
             name="runs that ended as promised",
-            value=sum(map(is_repaired, rows)) / len(rows),
+            value=sum(bool(row["as_promised"]) for row in rows) / len(rows),
             bound=1.0,
             direction="at least",
             unit="share of the cells",

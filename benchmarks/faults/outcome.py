@@ -29,6 +29,10 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undistur
     complete = [step["batch/responses"] == PROMPTS * SAMPLES for step in steps] == [True] * NUM_STEPS
     row: dict[str, str | int | float | bool] = {
         "cell": cell.name,
+        "role": cell.role,
+        "fault": cell.fault,
+        "phase": cell.phase,
+        "run": cell.run,
         "exit_codes": ", ".join(map(str, ended.codes)),
         "was_hit": ended.was_hit,
         "extra_s": round(ended.seconds - undisturbed_s, 1),
@@ -42,11 +46,11 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undistur
     if cell.run == "exact":
         row["same_metrics"] = _comparable(run_dir) == _comparable(undisturbed)
         row["same_weights"] = _weights(run_dir) == _weights(undisturbed)
+    row["as_promised"] = _is_as_promised(row)
     return row
 
 
-def is_repaired(row: Row) -> bool:
-    """Whether the run ended well, with all that was promised."""
+def _is_as_promised(row: Row) -> bool:
     promises = ("same_groups", "same_metrics", "same_weights")
     ended = str(row["exit_codes"]).rsplit(", ", 1)[-1] == "0"
     return ended and all(row.get(name, True) for name in promises) and row["left_behind"] == 0

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
-from benchmarks.harness.record_views import drafting, learning, planning, publishing, rollout
+from benchmarks.harness.record_views import drafting, faults, learning, planning, publishing, rollout
 from benchmarks.harness.record_views.view import View
 
 VIEWS: Mapping[str, View] = {
     "ablation": learning.ABLATION,
     "draft_trees": drafting.DRAFT_TREES,
     "drafting": drafting.DRAFTING,
+    "faults": faults.FAULTS,
     "history_example": drafting.HISTORY_EXAMPLE,
     "history_soak": drafting.HISTORY_SOAK,
     "mismatch": learning.MISMATCH,

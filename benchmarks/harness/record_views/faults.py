@@ -1,0 +1,43 @@
+"""The page of the record of deaths and freezes."""
+
+from benchmarks.harness.record_answers import Answer, goal
+from benchmarks.harness.record_tables import Column, Table
+from benchmarks.harness.record_views.view import View, percent
+
+_LINES = {"role": "process", "fault": "fault", "run": "run"}
+
+FAULTS = View(
+    question="Does a run end as promised when one of its processes is killed or frozen?",
+    answer=Answer(
+        text="{share} % of the disturbed runs did.",
+        figures={"share": goal("runs that ended as promised", scale=100.0)},
+    ),
+    notes=(
+        "Promised is: the run ends, each step has all its groups, and nothing stays in shared memory. A deterministic "
+        "run (`exact`) also ends with the metrics and the weights of an undisturbed one.",
+        "`ahead`: engines sample beside the trainer and receive INT8 weights over sockets. `drafting`: engines draft "
+        "from the history.",
+        "A run whose controller was killed, or whose exit code asks for it, was started again, as SLURM would do.",
+        "Deadlines are short in these runs: 60 s for a call to the trainer, 20 s without a token of an engine.",
+        "Seconds are those of the whole run, less those of an undisturbed one. A negative number is noise.",
+    ),
+    tables=(
+        Table(
+            title="Additional seconds, by the phase in which the process was killed or frozen",
+            lines=_LINES,
+            across="phase",
+            columns=(Column(field="extra_s", title="additional seconds"),),
+        ),
+        Table(
+            title="What was repeated",
+            lines=_LINES,
+            columns=(
+                percent("as_promised", "ended as promised"),
+                Column(field="starts", title="starts, most", reduce="most"),
+                Column(field="trainer_restarts", title="trainer restarts, most", reduce="most"),
+                Column(field="engine_restarts", title="engine restarts, most", reduce="most"),
+                Column(field="repeated_steps", title="repeated steps, most", reduce="most"),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,77 @@
+"""The table of faults, the verdict over a disturbed run, and a random cell of the table in earnest."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import outcome as verdict
+from benchmarks.faults.cells import PHASES, ROLES, Cell, cells
+from benchmarks.faults.example import NUM_STEPS, make_example, write_config
+from benchmarks.faults.inject import Ended, run_disturbed
+
+CELL = Cell(role="trainer rank", fault="kill", phase="train", run="exact")
+SAMPLED = [cell for cell in cells() if cell.fault == "kill" and cell.run == "exact" and cell.role != "controller"]
+"""Cells that need no deadline."""
+
+
+def run_dir(folder: Path, *, responses: int = 16, weights: bytes = b"w", loss: float = 1.0) -> Path:
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "model.safetensors").write_bytes(weights)
+    steps = [{"step": step, "batch/responses": responses, "actor/loss": loss} for step in range(NUM_STEPS)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return folder
+
+
+def test_the_table_has_every_process_in_every_phase_once() -> None:
+    names = [cell.name for cell in cells()]
+    assert len(names) == len(set(names))
+    assert {cell.role for cell in cells()} == set(ROLES)
+    of_trainer = {(cell.fault, cell.phase) for cell in cells() if cell.role == "trainer rank" and cell.run == "exact"}
+    assert of_trainer == {(fault, phase) for fault in ("kill", "freeze") for phase in PHASES}
+
+
+@pytest.mark.parametrize(
+    ("codes", "changes", "is_as_promised"),
+    [
+        ((0,), {}, True),
+        ((-9, 0), {}, True),
+        ((9, 9, 9), {}, False),
+        ((None,), {}, False),
+        ((0,), {"responses": 15}, False),
+        ((0,), {"loss": 1.001}, False),
+        ((0,), {"weights": b"v"}, False),
+    ],
+)
+def test_a_run_is_as_promised_if_it_ended_and_equals_the_undisturbed_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codes: tuple[int | None, ...],
+    changes: dict[str, object],
+    is_as_promised: bool,
+) -> None:
+    monkeypatch.setattr(verdict, "_left_behind", list)
+    calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found", **changes)
+    ended = Ended(codes=codes, seconds=3.0, was_hit=True)
+    row = verdict.outcome(CELL, found, calm, ended, 2.0)
+    assert row["as_promised"] is is_as_promised and row["extra_s"] == 1.0
+    monkeypatch.setattr(verdict, "_left_behind", lambda: [Path("mrl-x")])
+    assert not verdict.outcome(CELL, found, calm, ended, 2.0)["as_promised"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(1 << 30)
+    cell = random.Random(seed).choice(SAMPLED)
+    print(f"{cell.name}, drawn with seed {seed}")
+    monkeypatch.setattr(verdict, "_left_behind", list)  # other tests have shared memory
+    make_example(tmp_path)
+    config = write_config(tmp_path, "exact")
+    calm = run_disturbed(config, tmp_path / "calm", None, seed=seed)
+    ended = run_disturbed(config, tmp_path / "disturbed", cell, seed=seed)
+    row = verdict.outcome(cell, tmp_path / "disturbed", tmp_path / "calm", ended, calm.seconds)
+    assert row["as_promised"], (row, (tmp_path / "disturbed.log").read_text()[-4000:])
+    shutil.rmtree(tmp_path)
