@@ -34,6 +34,8 @@ _MEMORY_TEXTS = (
 )
 _MEMORY_CLASSES = {"MemoryError", "OutOfMemoryError", "ObjectStoreFullError"}
 _DEATH_CLASSES = {"RayActorError", "WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OwnerDiedError"}
+_DEATH_TEXTS = ("Engine core initialization failed",)
+"""vLLM's, if its core process ended during the start."""
 
 
 class Ending(Enum):
@@ -193,6 +195,11 @@ def _is_deadline(error: BaseException) -> bool:
     return is_late or "DeadlineError: " in str(error)
 
 
+def _is_death(error: BaseException) -> bool:
+    is_lost = isinstance(error, ProcessLostError) or _is_named(error, _DEATH_CLASSES)
+    return is_lost or any(text in str(error) for text in _DEATH_TEXTS)
+
+
 _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.TERMINATED: lambda error: isinstance(error, Terminated),
@@ -204,6 +211,6 @@ _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.ENGINES_LOST: lambda error: isinstance(error, EnginesLostError),
     Ending.DEADLINE: _is_deadline,
     Ending.PUBLISH_REFUSED: lambda error: isinstance(error, PublishRefusedError),
-    Ending.PROCESS_LOST: lambda error: isinstance(error, ProcessLostError) or _is_named(error, _DEATH_CLASSES),
+    Ending.PROCESS_LOST: _is_death,
 }
 """Condition of each kind, in the order in which kinds are tried."""

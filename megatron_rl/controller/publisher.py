@@ -28,8 +28,7 @@ from megatron_rl.weights.reshard_plan import ReshardPlan
 from rollout.failures import CallError, Place
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import add_up, difference
-from rollout.weights.manifest import stack_of
+from rollout.weights.fingerprint_sums import Lenience, add_up
 
 
 def probe_tokens(vocab_size: int, num_tokens: int) -> list[int]:
@@ -81,9 +80,10 @@ class Publisher:
         self._delivery = delivery
         self._plan = plan
         layout = plan.format.layout
-        self._expert_codes = {
+        expert_codes = {
             tensor.name for tensor in plan.tensors if tensor.is_stack and layout and tensor.dtype == layout.dtype
         }
+        self._lenience = Lenience(stacks=frozenset(expert_codes), factor=EXPERT_LENIENCY)
         self._run_id = run_id
         self._probe_tokens = probe_tokens(vocab_size, probe_length)
         self._max_probe_gap = max_probe_gap
@@ -141,10 +141,11 @@ class Publisher:
 
     def _compare(self, version: WeightVersion) -> tuple[float, ...]:
         """Compare each engine's weight sums with the trainer's; returns the largest difference of each engine."""
-        summing = self._engines.begin_loaded_fingerprint()
+        summing = self._engines.begin_sum_weights()
         expected = add_up(self._trainer.published_fingerprint(timeout_s=self._timeout_s))
-        loaded = self._engines.wait(summing, timeout_s=self._timeout_s)
-        judged = {engine: difference(sums, expected, leniency=self._leniency) for engine, sums in loaded.items()}
+        self._engines.wait(summing, timeout_s=self._timeout_s)
+        comparing = self._engines.begin_weight_gap(expected, self._lenience)
+        judged = self._engines.wait(comparing, timeout_s=self._timeout_s)
         faults = {
             engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
             "the bound"
@@ -154,9 +155,6 @@ class Publisher:
         if faults:
             self._fence(faults)
         return tuple(gap for gap, _ in judged.values())
-
-    def _leniency(self, name: str) -> float:
-        return EXPERT_LENIENCY if stack_of(name) in self._expert_codes else 1.0
 
     def _fence(self, faults: Mapping[int, str]) -> NoReturn:
         self._engines.fence(faults, timeout_s=self._timeout_s)

@@ -21,7 +21,7 @@ from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
-from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
 MAX_CONCURRENCY = 1 << 16
@@ -123,9 +123,13 @@ class EngineActor:
         """See `EngineWeights.drain`."""
         await self._engine.weights.drain()
 
-    async def loaded_fingerprint(self) -> Fingerprint:
-        """See `EngineWeights.loaded_fingerprint`."""
-        return await self._engine.weights.loaded_fingerprint()
+    async def sum_weights(self) -> None:
+        """See `EngineWeights.sum_weights`."""
+        await self._engine.weights.sum_weights()
+
+    async def weight_gap(self, expected: Fingerprint, lenience: Lenience) -> tuple[float, str]:
+        """See `EngineWeights.weight_gap`."""
+        return self._engine.weights.weight_gap(expected, lenience)
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """See `EngineWeights.probe`."""

@@ -28,7 +28,7 @@ from rollout.engine.state import EngineFencedError, EngineStatus, UpdateTimes, W
 from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weights.checkpoint_tensors import check_manifest
-from rollout.weights.fingerprint_sums import add_up
+from rollout.weights.fingerprint_sums import Fingerprint, Lenience, add_up, difference
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import vllm_compat
 from rollout.worker.receiver import UpdateOrder
@@ -67,6 +67,7 @@ class EngineWeights:
         self._asleep: set[str] = set()
         """Parts whose memory the engine has released."""
         self._updating = asyncio.Lock()
+        self._sums: Fingerprint | None = None
 
     async def begin(self, expected: tuple[TensorSpec, ...]) -> None:
         """Set up after vLLM's start; `expected` are the tensors of a publish, empty if vLLM has loaded a directory."""
@@ -299,6 +300,23 @@ class EngineWeights:
                 raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed only after an update")
             answers = await self._handle.ranks("loaded_fingerprint", pickle.dumps(self._counted()))
             return add_up(pickle.loads(answer) for answer in answers if isinstance(answer, bytes))
+
+    async def sum_weights(self) -> None:
+        """Compute `loaded_fingerprint` and keep it for `weight_gap`."""
+        self._sums = await self.loaded_fingerprint()
+
+    def weight_gap(self, expected: Fingerprint, lenience: Lenience) -> tuple[float, str]:
+        """Compare the sums with those of the trainer (`rollout.weights.fingerprint_sums.difference`).
+
+        The engine compares, because the sums of a large model are many megabytes.
+
+        Raises:
+            RuntimeError: `sum_weights` does not precede this call.
+        """
+        if self._sums is None:
+            raise RuntimeError(f"{self.spec.name} has no sums to compare; call `sum_weights` first")
+        sums, self._sums = self._sums, None
+        return difference(sums, expected, leniency=lenience.of)
 
     def _counted(self) -> list[set[tuple[str, Box]]]:
         """The parts that each rank sums: a part of several ranks belongs to the first of them."""

@@ -22,7 +22,7 @@ from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
-from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class EngineGroup:
         self._actors = list(actors)
         self._lost: dict[int, str] = {}
         self._processes: dict[int, ProcessId | None] = {}
+        self._manifest: tuple[WeightManifest, ray.ObjectRef] | None = None
         self.num_ranks = num_ranks
         self.num_hung = 0
         """Engines that were ended because they did nothing."""
@@ -199,7 +200,7 @@ class EngineGroup:
 
     def check(self, manifest: WeightManifest, *, timeout_s: float) -> None:
         """Every engine checks the metadata of a publish, and raises if it refuses."""
-        self.wait(self._begin("check", NoneType, manifest), timeout_s=timeout_s)
+        self.wait(self._begin("check", NoneType, self._shared(manifest)), timeout_s=timeout_s)
 
     def drain(self, *, timeout_s: float) -> None:
         """Engines finish the responses that are in flight."""
@@ -209,12 +210,23 @@ class EngineGroup:
         self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]]
     ) -> EngineCall[UpdateTimes]:
         """Apply a publish; `addresses` are by engine, then in the form of its transport."""
-        calls = {number: (manifest, dict(of_engine)) for number, of_engine in addresses.items()}
+        shared = self._shared(manifest)
+        calls = {number: (shared, dict(of_engine)) for number, of_engine in addresses.items()}
         return self._begin_each("update", UpdateTimes, calls)
 
-    def begin_loaded_fingerprint(self) -> "EngineCall[Fingerprint]":
-        """Fingerprint of all weights that each engine has loaded."""
-        return self._begin("loaded_fingerprint", dict)
+    def _shared(self, manifest: WeightManifest) -> ray.ObjectRef:
+        """The manifest in the object store, written once for all engines and calls of a publish."""
+        if self._manifest is None or self._manifest[0] is not manifest:
+            self._manifest = manifest, ray.put(manifest)
+        return self._manifest[1]
+
+    def begin_sum_weights(self) -> EngineCall[None]:
+        """Every engine sums all weights that it has loaded, and keeps the sums."""
+        return self._begin("sum_weights", NoneType)
+
+    def begin_weight_gap(self, expected: Fingerprint, lenience: Lenience) -> EngineCall[tuple[float, str]]:
+        """Every engine compares its sums with the expected ones: largest difference, and where."""
+        return self._begin("weight_gap", tuple, ray.put(expected), lenience)
 
     def begin_probe(self, token_ids: Sequence[int]) -> EngineCall[list[float]]:
         """Log-probabilities of the probe prompt in each engine."""

@@ -1,10 +1,13 @@
 """Adds up and compares fingerprints of the two sides, made by `rollout.weights.fingerprint`. Pure: no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from rollout.weights.manifest import stack_of
 
 NUM_GROUPS: Final = 64
 NUM_VECTORS: Final = 4
@@ -12,6 +15,19 @@ NUM_VECTORS: Final = 4
 Fingerprint = Mapping[str, npt.NDArray[np.float64]]
 """By tensor: sums and sums of squares over the boxes that one rank holds, [2, NUM_VECTORS, NUM_GROUPS]; for a vector
 [2, 1, NUM_GROUPS]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lenience:
+    """Tensors whose sums may differ more than those of others."""
+
+    stacks: frozenset[str] = frozenset()
+    """Names of stacks of experts (`rollout.weights.manifest.stack_of`)."""
+    factor: float = 1.0
+
+    def of(self, name: str) -> float:
+        """Factor of the bound for a tensor."""
+        return self.factor if stack_of(name) in self.stacks else 1.0
 
 
 def add_up(fingerprints: Iterable[Fingerprint]) -> dict[str, npt.NDArray[np.float64]]:

@@ -81,6 +81,7 @@ def controller(
         pool=StandIn(
             num_reissued=0,
             num_hung=0,
+            num_scorer_restarts=0,
             migration=StandIn(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),

@@ -14,7 +14,7 @@ from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.engine.state import UpdateTimes
 from rollout.failures import DeadlineError
-from rollout.weights.fingerprint_sums import NUM_GROUPS
+from rollout.weights.fingerprint_sums import NUM_GROUPS, difference
 from rollout.weights.format import WeightFormat
 from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConfig
 
@@ -30,9 +30,10 @@ class Engines:
 
     def __init__(self, log, probes, sums):
         self.log = log
-        self.answers = {"probe": dict(enumerate(probes)), "loaded_fingerprint": dict(enumerate(sums))}
+        self.answers = {"probe": dict(enumerate(probes)), "sum_weights": {}}
+        self.sums = sums
         self.begin_probe = lambda token_ids: self.begin("probe")
-        self.begin_loaded_fingerprint = lambda: self.begin("loaded_fingerprint")
+        self.begin_sum_weights = lambda: self.begin("sum_weights")
         self.check = lambda manifest, *, timeout_s: log.append("check")
         self.drain = lambda *, timeout_s: log.append("drain")
         self.resume = lambda *, timeout_s: log.append("resume")
@@ -40,6 +41,11 @@ class Engines:
     def begin(self, method):
         self.log.append(f"{method} begins")
         return method
+
+    def begin_weight_gap(self, expected, lenience):
+        gaps = [difference(sums, expected, leniency=lenience.of) for sums in self.sums]
+        self.answers["weight_gap"] = dict(enumerate(gaps))
+        return self.begin("weight_gap")
 
     def wait(self, method, *, timeout_s):
         self.log.append(f"{method} ends")
@@ -96,9 +102,11 @@ def test_engines_accept_the_manifest_before_any_byte_is_sent_and_serve_only_afte
     assert log == [
         "check",
         "deliver 3 of run",
-        "loaded_fingerprint begins",
+        "sum_weights begins",
         "trainer sums up",
-        "loaded_fingerprint ends",
+        "sum_weights ends",
+        "weight_gap begins",
+        "weight_gap ends",
         "probe begins",
         "trainer probes 8 tokens",
         "probe ends",

@@ -1,0 +1,204 @@
+"""Stand-ins for engines, trainer ranks, scorers and history: they answer at once, with answers of the real sizes.
+
+A few Ray processes hold all stand-ins. A handle sends the number of its stand-in with each call, so every call of the
+controller passes through Ray as in a run.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import ray
+
+from history.drafting.stats import DraftStats
+from history.store.actors import ReaderReport, ShardReport
+from history.store.prompt_store import StoreStats
+from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.weights.quantization_stats import QuantizationStats
+from rollout.engine.state import UpdateTimes
+from rollout.processes import ProcessId
+from rollout.tracing.forwards import FORWARD
+from rollout.types import (
+    FinishReason,
+    GroupSummary,
+    PromptGroup,
+    Score,
+    ScorerAnswer,
+    ScoreStatus,
+    WeightSpan,
+    WeightVersion,
+)
+from rollout.weights.fingerprint_sums import NUM_GROUPS, NUM_VECTORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of the answers."""
+
+    matrices: Sequence[str]
+    """Names of the model's tensors that a proof sums."""
+    layers: int
+    mean_response_tokens: int
+    num_forwards: int
+    """Forwards of an engine in a step."""
+
+
+@ray.remote(num_cpus=0)
+class Host:
+    """Holds many stand-ins; each method is that of one role, called with the number of the stand-in."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._ended: dict[int, int] = {}
+        self._version: dict[int, int] = {}
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    async def generate_group(self, engine: int, group: PromptGroup, *_: object) -> tuple[GroupSummary, str]:
+        """All responses of a group, of lognormal lengths."""
+        generator = np.random.default_rng(group.group_id)
+        mean, size = self._sizes.mean_response_tokens, len(group.seeds)
+        lengths = np.maximum(generator.lognormal(np.log(mean) - 0.32, 0.8, size), 1).astype(int).tolist()
+        self._ended[engine] = self._ended.get(engine, 0) + size
+        version = self._version.get(engine, 0)
+        summary = GroupSummary(
+            group_id=group.group_id,
+            engine_id=engine,
+            num_prompt_tokens=len(group.prompt.token_ids),
+            lengths=tuple(lengths),
+            finish_reasons=(FinishReason.STOP,) * size,
+            weight_spans=tuple((WeightSpan(weight_version=WeightVersion(version), num_tokens=n),) for n in lengths),
+            started_at_s=time.time(),
+            finished_at_s=time.time(),
+        )
+        return summary, "columns"
+
+    async def ended_at_least(self, engine: int, count: int) -> int:
+        """Responses that have ended; the stand-in ends a group when it gets it."""
+        return max(self._ended.get(engine, 0), count)
+
+    async def in_flight(self, engine: int) -> list[object]:
+        """Nothing runs between two calls."""
+        del engine
+        return []
+
+    async def check(self, engine: int, manifest: object) -> None:
+        """The manifest has travelled."""
+
+    async def update(self, engine: int, manifest: object, segments: object) -> UpdateTimes:
+        """A publish is applied."""
+        self._version[engine] = manifest.weight_version  # type: ignore[attr-defined]
+        return UpdateTimes(arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0)
+
+    async def sum_weights(self, engine: int) -> None:
+        """The engine has summed its weights."""
+
+    async def weight_gap(self, engine: int, expected: object, lenience: object) -> tuple[float, str]:
+        """The sums have travelled."""
+        return 0.0, ""
+
+    async def resume(self, engine: int) -> None:
+        """The engine serves."""
+
+    async def drain_trace(self, engine: int) -> np.ndarray:
+        """Forwards since the last step."""
+        forwards = np.zeros(self._sizes.num_forwards, dtype=FORWARD)
+        forwards["started_at_s"] = time.time() + np.linspace(-1.0, 0.0, len(forwards))
+        forwards["num_running"] = forwards["num_scheduled_tokens"] = np.linspace(64, 1, len(forwards))
+        forwards["num_context_tokens"] = forwards["num_running"].astype(np.int64) * 7000
+        forwards["seconds"] = 0.01 + 1e-5 * forwards["num_running"]
+        return forwards
+
+    async def draft_stats(self, engine: int) -> DraftStats:
+        """Draft counters."""
+        return DraftStats()
+
+    async def lost_history_calls(self, engine: int) -> int:
+        """No call was lost."""
+        return 0
+
+    async def fault(self, engine: int) -> str:
+        """The engine lives."""
+        return ""
+
+    async def train(self, rank: int, batch: object) -> StepResult:
+        """One step."""
+        return StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0)
+
+    async def stage(self, rank: int, version: int) -> StagedWeights:
+        """One publish."""
+        codes = {layer: QuantizationStats(signal=1.0, noise=1e-4, num_codes=1) for layer in range(self._sizes.layers)}
+        return StagedWeights(
+            rank=rank, path=f"/dev/shm/{rank}", num_bytes=1, scales_s=0.0, pack_s=0.0, send_s=0.0, fault="", codes=codes
+        )
+
+    async def unstage(self, rank: int) -> None:
+        """The publish is over."""
+
+    async def published_fingerprint(self, rank: int) -> dict[str, np.ndarray]:
+        """Sums of the first rank, which holds everything here; others hold none."""
+        return self._sums() if rank == 0 else {}
+
+    async def probe(self, number: int, token_ids: list[int], published: bool | None = None) -> object:
+        """Log-probabilities: of an engine, or of a trainer rank (`published` is given)."""
+        logprobs = [-1.0] * (len(token_ids) - 1)
+        if published is None:
+            return logprobs
+        return ProbeResult(logprobs=np.asarray(logprobs, dtype=np.float32)) if number == 0 else None
+
+    async def score(self, scorer: int, group: PromptGroup, columns: object) -> ScorerAnswer:
+        """Two kinds of rewards."""
+        scores = tuple(Score(reward=float(sample % 2), status=ScoreStatus.OK) for sample in range(len(group.seeds)))
+        return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, created_s=0.0))
+
+    async def write_samples(self, scorer: int, groups: object, **_: object) -> list[object]:
+        """The samples are written."""
+        return []
+
+    async def publish(self, reader: int, prompt_keys: object, shards: object) -> None:
+        """A reader publishes segments."""
+
+    async def note_rewards(self, shard: int, step: int, rewards: object) -> None:
+        """A shard stores rewards."""
+
+    async def mark_filled(self, number: int) -> None:
+        """A shard or reader is ready."""
+
+    async def report(self, number: int) -> ShardReport | ReaderReport:
+        """Counters; readers have negative numbers."""
+        if number < 0:
+            return ReaderReport(is_filled=True)
+        return ShardReport(is_filled=True, stats=StoreStats(), returns=())
+
+    def _sums(self) -> dict[str, np.ndarray]:
+        ones = np.ones((2, NUM_VECTORS, NUM_GROUPS))
+        return {name: ones.copy() for name in self._sizes.matrices}
+
+
+def start_host(sizes: Sizes) -> ray.actor.ActorHandle:
+    """A process for stand-ins."""
+    host: ray.actor.ActorClass = Host
+    return host.remote(sizes)
+
+
+class Handle:
+    """Looks like the handle of an actor, and calls a stand-in."""
+
+    def __init__(self, host: ray.actor.ActorHandle, number: int) -> None:
+        self._host = host
+        self._number = number
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        remote, number = getattr(self._host, method), self._number
+
+        def call(*arguments: object, **named: object) -> object:
+            return remote.remote(number, *arguments, **named)
+
+        def options(**changes: object) -> SimpleNamespace:
+            changed = remote.options(**changes)
+            return SimpleNamespace(remote=lambda *arguments: changed.remote(number, *arguments))
+
+        return SimpleNamespace(remote=call, options=options)
