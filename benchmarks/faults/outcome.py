@@ -19,6 +19,7 @@ REPAIRS = (
     "engine/hung",
     "engine/reissued_groups",
     "publish/repeated",
+    "reward/scorer_restarts",
 )
 _SHM = re.compile(r"\.?mrl-.+")
 

@@ -83,9 +83,18 @@ class ResponseScorer:
 
     def _call(self, group: PromptGroup, text: str) -> "_Call":
         assert self._workers is not None, "`start` comes before `score`"
+        if not self._workers.active:
+            self._replace(self._workers, "a worker died between two calls")
         request = self._request(group, text)
         outcome = self._workers.schedule(call_reward, args=(request,), timeout=self._config.timeout_s)
         return _Call(workers=self._workers, outcome=outcome)
+
+    def _replace(self, workers: ProcessPool, reason: object) -> None:
+        """Start new workers, because these have given up; nothing if that has happened before."""
+        if workers is self._workers:
+            _LOG.warning("the workers of %s gave up (%s) and are replaced", self._config.function, reason)
+            self._workers = self._new_workers()
+            _end(workers)
 
     def _request(self, group: PromptGroup, text: str) -> RewardRequest:
         return RewardRequest(
@@ -101,10 +110,7 @@ class ResponseScorer:
             outcome = call.outcome.result()
         except BrokenProcessPool as error:
             # pebble gives up all calls if a worker dies before the worker has said which call it runs
-            if call.workers is self._workers:
-                _LOG.warning("the workers of %s gave up (%s) and are replaced", self._config.function, error)
-                self._workers = self._new_workers()
-                _end(call.workers)
+            self._replace(call.workers, error)
             if not is_repeated:
                 return self._score(group, text, self._call(group, text), is_repeated=True)
             return self._failed(group, text, ScoreStatus.ERROR, f"its process died: {error}")

@@ -28,6 +28,8 @@ def moody(data_source, solution_str, ground_truth, extra_info):
         raise KeyboardInterrupt
     if solution_str == "environment":
         return float(any(name.startswith("RAY_") for name in os.environ))
+    if solution_str == "pid":
+        return float(os.getpid())
     if solution_str == "memory":
         return float(len(bytearray(3 << 30)))
     if solution_str.startswith("file "):

@@ -81,6 +81,7 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (PublishRefusedError("engine 0: rank 0: DeadlineError: engine rank 0 waited in vain"), Ending.DEADLINE),
         (ProcessLostError("trainer.train failed on rank 1", TRAINER), Ending.PROCESS_LOST),
         (RayActorError(DEATH), Ending.PROCESS_LOST),
+        (CallError("engine 0: start failed: RuntimeError: Engine core initialization failed."), Ending.PROCESS_LOST),
         (ray.exceptions.RayActorError(), Ending.PROCESS_LOST),
         (caused(EnginesLostError("engines have died 4 times"), RayActorError(DEATH)), Ending.ENGINES_LOST),
         (StopRequestedError(3), Ending.STOPPED),

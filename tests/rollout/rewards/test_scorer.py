@@ -1,6 +1,8 @@
 """Scoring in watched worker processes, and the start of the text actor's parts; no Ray."""
 
 import logging
+import os
+import signal
 import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -119,8 +121,21 @@ def test_a_call_over_the_limit_of_memory_or_file_size_fails_and_the_next_one_suc
     assert (tmp_path / "large").stat().st_size <= 1 << 20
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_an_idle_worker_that_is_killed_is_replaced(scorer_of, wait_s):
+    scorer = scorer_of(f"{FUNCTIONS}.moody")
+    for _ in range(2):
+        (score,) = scorer.score(*group_of(scorer, ["pid"]))
+        os.kill(int(score.reward), signal.SIGKILL)
+        time.sleep(wait_s)
+    scores = scorer.score(*group_of(scorer, ["fine", "fine"]))
+    assert [score.status for score in scores] == [ScoreStatus.OK] * 2
+
+
 class BrokenWorkers:
     """Workers that have given up: every call ends with their error."""
+
+    active = True
 
     def __init__(self):
         self.log = []
