@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from benchmarks.harness.record_views import drafting, faults, learning, planning, publishing, rollout
+from benchmarks.harness.record_views import control_plane, drafting, faults, learning, planning, publishing, rollout
 from benchmarks.harness.record_views.view import View
 
 VIEWS: Mapping[str, View] = {
     "ablation": learning.ABLATION,
+    "control_plane": control_plane.CONTROL_PLANE,
     "draft_trees": drafting.DRAFT_TREES,
     "drafting": drafting.DRAFTING,
     "faults": faults.FAULTS,
