@@ -75,7 +75,7 @@ class Fleet:
         self._hosts = [start_host(sizes) for _ in range(2)]
         self.engines = EngineGroup(self._handles(range(load.num_engines)), num_ranks=TENSOR)
         ranks = SpmdGroup("trainer", self._handles(range(load.num_ranks)), timeout_s=TIMEOUT_S)
-        self.trainer = TrainerGroup(ranks)
+        self.trainer = TrainerGroup(ranks, data_ranks=[rank // TENSOR for rank in range(load.num_ranks)])
         self.scorer = Handle(self._hosts[0], 0)
         shards, readers = self._handles(range(4)), self._handles(range(-load.num_engines * TENSOR // 8, 0))
         service = HistoryService(shards, readers, directory="", fingerprint="", log=logging.warning)

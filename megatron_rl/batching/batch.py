@@ -114,6 +114,27 @@ class BatchCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankMiniBatch:
+    """Samples of one optimizer step on one data-parallel rank."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_sequences: int
+    """Over all ranks."""
+    num_response_tokens: int
+    """Over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """One step's training data of one data-parallel rank, as handles."""
+
+    mini_batches: tuple[RankMiniBatch, ...]
+    """One epoch, in order."""
+    max_staleness: int
+    """Of all ranks' samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """One step's training data, as handles."""
 
@@ -122,6 +143,24 @@ class TrainBatch:
     mini_batches: tuple[MiniBatch, ...]
     """One epoch, in order; the trainer repeats it `num_epochs` times."""
     counts: BatchCounts
+
+    def of_rank(self, data_rank: int) -> RankBatch:
+        """The part of one data-parallel rank.
+
+        A rank that got the whole batch would hold a reference to every group's tokens, and the owner of the tokens, the
+        controller, would have to know each of these references.
+        """
+        return RankBatch(
+            mini_batches=tuple(
+                RankMiniBatch(
+                    micro_batches=mini.micro_batches[data_rank],
+                    num_sequences=mini.num_sequences,
+                    num_response_tokens=mini.num_response_tokens,
+                )
+                for mini in self.mini_batches
+            ),
+            max_staleness=self.counts.max_staleness,
+        )
 
 
 def build_batch(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
@@ -94,7 +94,7 @@ class TrainerActor:
 
         return layer_names() == "te"
 
-    def train(self, batch: TrainBatch) -> StepResult:
+    def train(self, batch: RankBatch) -> StepResult:
         """See `Trainer.train`."""
         return self._joined.train(batch, _fetch)
 

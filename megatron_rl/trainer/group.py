@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
+from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
@@ -62,7 +63,11 @@ class SpmdGroup:
 
     def begin(self, method: str, *args: object) -> list[ray.ObjectRef]:
         """Start `method(*args)` on every rank without waiting; pass the result to `wait`."""
-        return [getattr(actor, method).remote(*args) for actor in self._actors]
+        return self.begin_each(method, [args] * len(self._actors))
+
+    def begin_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[ray.ObjectRef]:
+        """The same with arguments for each rank."""
+        return [getattr(actor, method).remote(*given) for actor, given in zip(self._actors, args, strict=True)]
 
     def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float | None = None) -> list[object]:
         """Results of a call that `begin` started, in rank order; errors as for `call`."""
@@ -138,8 +143,10 @@ Result = TypeVar("Result")
 class TrainerGroup:
     """All trainer ranks of a run; errors of any call kill the group (see `SpmdGroup`)."""
 
-    def __init__(self, ranks: SpmdGroup) -> None:
+    def __init__(self, ranks: SpmdGroup, *, data_ranks: Sequence[int]) -> None:
+        """`data_ranks`: the data-parallel rank of each rank."""
         self.ranks = ranks
+        self._data_ranks = tuple(data_ranks)
         self._unstaging: Sequence[ray.ObjectRef] = ()
 
     def uses_te_layer_names(self) -> bool:
@@ -148,8 +155,9 @@ class TrainerGroup:
 
     def train(self, batch: TrainBatch) -> StepResult:
         """Train on the batch of one step. Returns the result of the last rank, which is on the last pipeline stage."""
-        handle = ray.put(batch)
-        return _results(self.ranks.call("train", handle), StepResult)[-1]
+        parts = {rank: ray.put(batch.of_rank(rank)) for rank in set(self._data_ranks)}
+        training = self.ranks.begin_each("train", [(parts[rank],) for rank in self._data_ranks])
+        return _results(self.ranks.wait(training, "train"), StepResult)[-1]
 
     def load_rows(self, rows: ray.ObjectRef) -> None:
         """Give every rank the rows of SFT (an `SftRows` in the object store)."""
@@ -244,7 +252,8 @@ def start_trainer(
     (address, *_) = group.call("rendezvous")
     assert isinstance(address, tuple)
     group.call("join", *address)
-    return TrainerGroup(group)
+    ranks = trainer_ranks(spec.config.parallel, cpu_threads=1)
+    return TrainerGroup(group, data_ranks=[rank.data_rank for rank in ranks])
 
 
 def _results(results: Sequence[object], kind: type[Result]) -> list[Result]:

@@ -40,7 +40,7 @@ from megatron_rl.algorithm.loss import (
     sft_loss,
 )
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
-from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.cost_model import MeasuredTimes
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.model.logprobs import TokenScores
@@ -96,7 +96,6 @@ class Learner:
         algorithm: AlgorithmConfig,
         temperature: float,
         max_response_tokens: int,
-        data_rank: int,
         row_multiple: int,
         device: torch.device,
     ) -> None:
@@ -109,7 +108,6 @@ class Learner:
         self._algorithm = algorithm
         self._temperature = temperature
         self._max_response_tokens = max_response_tokens
-        self._data_rank = data_rank
         self._row_multiple = row_multiple
         self._device = device
         self._loss = load_loss(algorithm.loss)
@@ -126,12 +124,12 @@ class Learner:
         self._is_warm = False
         """True after the first optimizer step, which includes one-time work (allocations, choice of kernels)."""
 
-    def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
+    def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
-        totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.counts.max_staleness))
+        totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.max_staleness))
         mini_batches = [
-            load_mini_batch(mini, self._data_rank, fetch, multiple_of=self._row_multiple, device=self._device)
+            load_mini_batch(mini, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
         ]
         if len(mini_batches) == algorithm.num_epochs == 1 and not self._loss_needs_all_logprobs:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.correction import PackedLogprobs
-from megatron_rl.batching.batch import MicroBatch, MiniBatch
+from megatron_rl.batching.batch import MicroBatch, RankMiniBatch
 from megatron_rl.model.packed_batch import PackedBatch, pack_batch
 from rollout.types import ColumnsRef, GroupColumns, GroupId
 
@@ -59,10 +59,10 @@ class LoadedMiniBatch:
 
 
 def load_mini_batch(
-    batch: MiniBatch, data_rank: int, fetch: FetchColumns, *, multiple_of: int, device: torch.device
+    batch: RankMiniBatch, fetch: FetchColumns, *, multiple_of: int, device: torch.device
 ) -> LoadedMiniBatch:
-    """Fetch and pack the micro batches of one data-parallel rank."""
-    micro_batches = batch.micro_batches[data_rank]
+    """Fetch and pack the micro batches of this rank."""
+    micro_batches = batch.micro_batches
     refs = {sample.group_id: sample.columns for micro in micro_batches for sample in micro.samples}
     columns = dict(zip(refs, fetch(list(refs.values())), strict=True))
     return LoadedMiniBatch(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.model import fp8_compute
 from megatron_rl.model.build import ModelOptions, build, layer_names
@@ -97,7 +97,6 @@ class Trainer:
             algorithm=self.spec.algorithm,
             temperature=self.spec.temperature,
             max_response_tokens=self.spec.max_response_tokens,
-            data_rank=self._position.data,
             row_multiple=self.row_multiple,
             device=device(),
         )
@@ -142,8 +141,13 @@ class Trainer:
         tensor = self.spec.config.parallel.tensor
         return fp8_compute.row_multiple(self.spec.config.fp8, tensor=tensor) if torch.cuda.is_available() else tensor
 
-    def train(self, batch: TrainBatch, fetch: FetchColumns) -> StepResult:
-        """One step of policy learning. Metrics are complete on the last pipeline stage only."""
+    @property
+    def data_rank(self) -> int:
+        """Data-parallel rank: the part of a batch that this rank trains on."""
+        return self._position.data
+
+    def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
+        """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only."""
         return self._learner.train(batch, fetch)
 
     def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:

@@ -64,7 +64,7 @@ def through_a_step(position, parallel, directory, work, batch):
         assert held == sum(one.numel() for one in primaries(trainer).values()) or parallel.data > 1
 
         before = contents(trainer)
-        trainer.train(batch, lambda refs: refs)
+        trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
         assert not same(contents(trainer), before)
         sender, after = MemorySender(), contents(trainer)
         trainer.plan_publishes(())

@@ -81,7 +81,7 @@ def train_and_publish(position, parallel, spec, batches):
 
     trainer = Trainer(spec, position)
     trainer.plan_publishes(())
-    results = [trainer.train(batch, lambda refs: refs) for batch in batches]
+    results = [trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs) for batch in batches]
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
     probe = trainer.probe(list(range(1, 13)))
@@ -275,9 +275,9 @@ def train_on_a_poisoned_batch(position, parallel, spec, batch):
     parameters = dict(trainer._model.named_parameters())
     before = {name: p.detach().clone() for name, p in parameters.items()}
     poisoned = replace_samples(batch, lambda sample: replace(sample, advantage=float("inf")))
-    first = trainer.train(poisoned, lambda refs: refs)
+    first = trainer.train(poisoned.of_rank(trainer.data_rank), lambda refs: refs)
     after = {name: p.detach().clone() for name, p in parameters.items()}
-    return before, after, (first, trainer.train(batch, lambda refs: refs))
+    return before, after, (first, trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs))
 
 
 def replace_samples(batch, new):
@@ -347,7 +347,7 @@ def rates_of(position, parallel, spec, batches):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
-    return [trainer.train(batch, lambda refs: refs).metrics["actor/lr"] for batch in batches]
+    return [trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs).metrics["actor/lr"] for batch in batches]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def train_save_train(position, parallel, spec, batch, path):
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
-    trainer.train(batch, lambda refs: refs)
+    trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
     trainer.save(str(path))
     return finish_with(trainer, batch)
 
@@ -423,7 +423,7 @@ def load_and_train(position, parallel, spec, batch, path):
 
 
 def finish_with(trainer, batch):
-    results = [trainer.train(batch, lambda refs: refs)]
+    results = [trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)]
     trainer.plan_publishes(())
     sender = MemorySender()
     trainer.stage(WeightVersion(1), sender)
@@ -486,7 +486,7 @@ def train_with_moves(position, parallel, spec, batches, moves):
     trainer = Trainer(spec, position)
     freed = []
     for batch in batches:
-        trainer.train(batch, lambda refs: refs)
+        trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
         if moves:
             freed.append(trainer.offload(moves))
             emptied = [p.untyped_storage().nbytes() for p in trainer._model.parameters()]

@@ -6,6 +6,8 @@ import torch
 class MemorySender:
     """Sender and inbox of one or many ranks; its memory is not zero initially."""
 
+    fault = ""
+
     def __init__(self):
         self.buckets = {}
 
