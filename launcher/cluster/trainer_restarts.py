@@ -43,22 +43,30 @@ class TrainerRestarts:
             if self.max_restarts:
                 error.add_note(f"the trainer was restarted `trainer.max_restarts` = {self.max_restarts} times before")
             raise error
+        self._check_nodes(error)
+
+    def _check_nodes(self, error: PlacedError) -> None:
         if gone := self.running.gone_nodes():
             self.say(f"the run ends, because nodes have left the Ray cluster: {', '.join(gone)}")
             raise error
 
-    def clear(self, trainer: TrainerGroup, pool: EnginePool | None, sharing: DeviceSharing | None) -> None:
+    def clear(
+        self, error: PlacedError, trainer: TrainerGroup, pool: EnginePool | None, sharing: DeviceSharing | None
+    ) -> None:
         """End what is left of the trainer, empty the engines, and restart those that died with it.
 
         Args:
+            error: the failure.
             trainer: the ranks that failed.
             pool: the pool that has given groups to the engines; None if none was begun.
             sharing: state of the devices; None if trainer and engines stay in memory together.
 
         Raises:
             EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
+            PlacedError: `error`, because a node has left the Ray cluster.
         """
         trainer.ranks.kill_and_wait()
+        self._check_nodes(error)  # again: Ray needs some seconds to know that a node is gone
         if trainer in self.running.trainers:
             self.running.end_trainer(trainer)
         sweep()

@@ -145,11 +145,11 @@ def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> Trainer
     If the trainer fails, another one goes on from the newest checkpoint, at most `trainer.max_restarts` times.
     """
     sharing = device_sharing(parts.checked.config, workers.trainer, workers.engines)
-    attempt, failed = _Attempt(workers=workers, sharing=sharing), False
+    attempt, failure = _Attempt(workers=workers, sharing=sharing), None
     while True:
         try:
-            if failed:
-                attempt, resume = _start_again(parts, attempt)
+            if failure is not None:
+                attempt, resume = _start_again(parts, attempt, failure)
             attempt = _with_controller(parts, attempt, resume)
             assert attempt.controller is not None
             attempt.controller.run()
@@ -159,7 +159,7 @@ def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> Trainer
                 raise
             parts.restarts.check(error)
             parts.shown.progress.say(f"the trainer starts again from the newest checkpoint: {error}")
-            failed = True
+            failure = error
         else:
             return attempt.workers.trainer
 
@@ -172,12 +172,12 @@ def may_pass(error: PlacedError, controller: Controller | None) -> bool:
     return has_trained and judge(error).ending is Ending.DEFECT
 
 
-def _start_again(parts: _Parts, attempt: _Attempt) -> tuple[_Attempt, ResumePoint]:
+def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tuple[_Attempt, ResumePoint]:
     """Replace a trainer that failed by one that continues from the newest checkpoint."""
     checked, workers = parts.checked, attempt.workers
     parts.shown.status.phase("trainer", "start again")
     pool = None if attempt.controller is None else attempt.controller.pool
-    parts.restarts.clear(workers.trainer, pool, attempt.sharing)
+    parts.restarts.clear(failure, workers.trainer, pool, attempt.sharing)
     parts.recorder.flush()
     resume = resume_point(parts.directory)
     num_repeated = 0 if resume.lost is None else resume.lost.num_steps

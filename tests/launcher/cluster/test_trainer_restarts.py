@@ -62,11 +62,20 @@ def test_devices_are_free_and_engines_empty_before_a_trainer_starts():
     ranks = SimpleNamespace(kill_and_wait=lambda: log.append("ranks end"))
     pool = SimpleNamespace(cancel=lambda: log.append("groups end"))
     sharing = SimpleNamespace(to_new_trainer=lambda: log.append("engines sleep"))
-    restarts(log, lost=(1,)).clear(SimpleNamespace(ranks=ranks), pool, sharing)
+    error = ProcessLostError("gone", TRAINER)
+    restarts(log, lost=(1,)).clear(error, SimpleNamespace(ranks=ranks), pool, sharing)
     assert log == [
         *("ranks end", "groups end", "engines alive?", "engines start over", "engines lost?", "lost engines start"),
         *("history connects", "engines sleep"),
     ]
+
+
+def test_a_node_that_is_missed_after_the_ranks_have_ended_ends_the_run():
+    log = []
+    ranks = SimpleNamespace(kill_and_wait=lambda: log.append("ranks end"))
+    with pytest.raises(ProcessLostError):
+        restarts(log, gone=["node3"]).clear(ProcessLostError("gone", TRAINER), SimpleNamespace(ranks=ranks), None, None)
+    assert log[0] == "ranks end" and "node3" in log[1] and len(log) == 2
 
 
 @pytest.mark.parametrize(
