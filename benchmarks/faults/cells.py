@@ -19,8 +19,8 @@ ROLES = {
     "engine core": "VLLM::EngineCore",
     "scorer": "ray::TextActor",
     "reward worker": "",
-    "history shard": "ray::HistoryShard",
-    "history reader": "ray::HistoryReader",
+    "history shard": "ray::Shard",
+    "history reader": "ray::Reader",
 }
 """Title of the processes of each kind; empty for kinds that are found otherwise."""
 

@@ -64,7 +64,7 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
         time.sleep(_POLL_S)
     time.sleep(generator.uniform(0.0, MAX_DELAY_S))
     targets = _targets(process, cell.role)
-    while not targets and cell.phase == "start" and process.poll() is None:  # it has not started yet
+    while not targets and _is_in_phase(run_dir, cell) and process.poll() is None:  # it has not started yet
         time.sleep(_POLL_S)
         targets = _targets(process, cell.role)
     if not targets:

@@ -54,7 +54,7 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undistur
 def _is_as_promised(row: Row) -> bool:
     promises = ("same_groups", "same_metrics", "same_weights")
     ended = str(row["exit_codes"]).rsplit(", ", 1)[-1] == "0"
-    return ended and all(row.get(name, True) for name in promises) and row["left_behind"] == 0
+    return ended and bool(row["was_hit"]) and all(row.get(name, True) for name in promises) and row["left_behind"] == 0
 
 
 def _abandoned(run_dir: Path) -> int:

@@ -61,6 +61,12 @@ def test_a_run_is_as_promised_if_it_ended_and_equals_the_undisturbed_one(
     assert not verdict.outcome(CELL, found, calm, ended, 2.0)["as_promised"]
 
 
+def test_a_cell_whose_process_was_not_there_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "_left_behind", list)
+    calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found")
+    assert not verdict.outcome(CELL, found, calm, Ended(codes=(0,), seconds=3.0, was_hit=False), 2.0)["as_promised"]
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
