@@ -204,7 +204,17 @@ def end_forks_with_this_process() -> None:
     An orphan would keep the connections of a killed process open, so that Ray would not notice the death.
     """
     prctl = ctypes.CDLL(None).prctl
-    os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    parent = [os.getpid()]
+
+    def note_parent() -> None:
+        parent[0] = os.getpid()
+
+    def end_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent[0]:  # the parent ended before the kernel knew
+            os._exit(1)
+
+    os.register_at_fork(before=note_parent, after_in_child=end_with_parent)
 
 
 _POLL_S = 1.0
