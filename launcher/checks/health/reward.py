@@ -23,7 +23,9 @@ def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, l
     check_reward(config.function, timeout_s=config.timeout_s)
     problems: list[str] = []
     means = []
-    with ProcessPool(max_workers=1, initializer=begin_worker, initargs=(config.function,)) as workers:
+    with ProcessPool(
+        max_workers=1, initializer=begin_worker, initargs=(config.function, config.memory_bytes, config.max_file_bytes)
+    ) as workers:
         for kind in ("ground truth", "empty text"):
             rewards = []
             for row in rows:
