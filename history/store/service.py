@@ -9,6 +9,7 @@ never responses: sampling does not wait for the history.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from history.types import HistoryPlaces
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
+
+HANG_S = 120.0
+"""An actor that has not answered for so long hangs; it is killed, and Ray restarts it."""
 
 SAVE_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
@@ -51,6 +55,8 @@ class _Actor:
     name: str
     handle: ray.actor.ActorHandle
     last: ShardReport | ReaderReport | None = None
+    silent_since: float | None = None
+    """When it first did not answer in time (`time.monotonic`); None if it has answered since."""
 
 
 class HistoryService:
@@ -136,8 +142,14 @@ class HistoryService:
         )
 
     def save(self, folder: Path) -> None:
-        """Create `folder` and write a snapshot into it. On a failure, log it and remove the folder."""
+        """Create `folder` and write a snapshot into it. On a failure, log it and remove the folder.
+
+        Nothing is written while an actor does not answer: a shard that hangs would be waited for.
+        """
         self.report()
+        if silent := [actor.name for actor in self._actors if actor.silent_since is not None]:
+            self._record_loss(f"the history is not saved, because {', '.join(silent)} does not answer")
+            return
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
         try:
@@ -187,14 +199,28 @@ class HistoryService:
         """Return the report if it arrived in time; refill a restarted actor."""
         try:
             report: ShardReport | ReaderReport = ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            self._note_silence(actor)
+            return None
         except ray.exceptions.RayError as error:
             self._record_loss(f"{actor.name} does not answer ({_line(error)})")
             return None
-        actor.last = report
+        actor.last, actor.silent_since = report, None
         if not report.is_filled:
             self._record_loss(f"{actor.name} died and was restarted")
             self._refill(actor)
         return report
+
+    def _note_silence(self, actor: _Actor) -> None:
+        """An actor has not answered in time; one that hangs is killed, and the next report finds it restarted."""
+        now = time.monotonic()
+        actor.silent_since = actor.silent_since or now
+        if now - actor.silent_since < HANG_S:
+            self._record_loss(f"{actor.name} does not answer (for {now - actor.silent_since:.0f} s)")
+            return
+        self._record_loss(f"{actor.name} has not answered for {HANG_S:.0f} s and is restarted")
+        actor.silent_since = None
+        ray.kill(actor.handle, no_restart=False)
 
     def _refill(self, actor: _Actor) -> None:
         if isinstance(actor.last, ReaderReport):

@@ -95,17 +95,27 @@ def _append(paths: Sequence[Path], text: str) -> str:
 
 @contextmanager
 def termination_raises() -> Iterator[None]:
-    """Raises `Terminated` in the body on the first SIGTERM, so that processes are ended as after an error."""
+    """Raises `Terminated` on the first SIGTERM, so that processes are ended as after an error.
+
+    The body itself sees a KeyboardInterrupt: it is the only exception of a signal that leaves a waiting call of Ray.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    signals: list[int] = []
+
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+        signals.append(number)
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if signals:
+            raise Terminated from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)

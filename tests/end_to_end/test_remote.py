@@ -4,6 +4,7 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ import psutil
 import pytest
 import ray
 
+from launcher.endings.conclusion import termination_raises
+from launcher.errors import Terminated
 from megatron_rl.trainer.group import SpmdGroup
 from rollout.engine.state import EngineProgress
 from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
@@ -484,3 +487,14 @@ def test_without_anybody_to_bring_an_engine_the_end_of_the_last_one_is_an_error(
     pool.admit(groups(2, step=0))
     with pytest.raises(EnginesLostError, match="2 groups wait"):
         pool.take("train", 0)
+
+
+def test_a_termination_ends_a_wait_for_ray_at_once():
+    rank = Rank.remote(0)
+    ray.get(rank.echo.remote(0))
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    with pytest.raises(Terminated), termination_raises():
+        ray.get(rank.sleep_if.remote(0))
+    assert time.monotonic() - began < 30  # the call takes 60 s
+    ray.kill(rank)

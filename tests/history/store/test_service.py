@@ -13,6 +13,7 @@ import ray
 from history.config import HistoryConfig
 from history.index.segment import attach_segment
 from history.index.segments_dir import segments_dir, sweep_segments
+from history.store import service as history_service
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, start_history
 from history.store.snapshot import SnapshotError, read_manifest
@@ -77,9 +78,9 @@ def published_step(service: HistoryService, key: int) -> int:
     return found[0].step
 
 
-def kill(actor: ray.actor.ActorHandle) -> None:
+def kill(actor: ray.actor.ActorHandle, number: signal.Signals = signal.SIGKILL) -> None:
     pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_removed(started, log_lines):
@@ -128,6 +129,26 @@ def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_sna
     service.note_rewards(2, {KEYS[0]: [1.0] * 4})
     service.publish_segments(KEYS[:1])
     until(lambda: published_step(service, KEYS[0]) == 2)
+
+
+def test_a_shard_that_hangs_delays_no_save_and_is_restarted(started, log_lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(history_service, "REPORT_TIMEOUT_S", 1.0)
+    service = started("hung", num_shards=1)
+    remember(service, 0)
+    service.save(tmp_path / "history")
+    service.saved(tmp_path / "history")
+    kill(service.shards[0], signal.SIGSTOP)
+    service.save(tmp_path / "next")
+    assert not (tmp_path / "next").exists()
+    assert any("not saved, because history shard 0 does not answer" in line for line in log_lines)
+    monkeypatch.setattr(history_service, "HANG_S", 0.0)
+    service.report()
+    monkeypatch.setattr(history_service, "HANG_S", 3600.0)
+    monkeypatch.setattr(history_service, "REPORT_TIMEOUT_S", 5.0)
+    assert any("has not answered for 0 s and is restarted" in line for line in log_lines)
+    until(lambda: service.report().stats.num_prompts == len(KEYS) and any("died and was" in line for line in log_lines))
+    service.save(tmp_path / "next")
+    assert (tmp_path / "next" / "manifest.json").exists()
 
 
 def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, log_lines, tmp_path):

@@ -199,6 +199,11 @@ def test_an_interruption_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "run" / "logs" / "driver-0.log").exists()
 
 
+def test_an_interrupt_by_a_person_is_no_termination() -> None:
+    with pytest.raises(KeyboardInterrupt), termination_raises():
+        raise KeyboardInterrupt
+
+
 def test_a_termination_signal_raises_in_the_body_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated), termination_raises():
