@@ -32,35 +32,34 @@ class Ended:
 
     codes: tuple[int | None, ...]
     """Exit code of each start."""
-    seconds: float
-    """From the first start to the last end."""
-    was_hit: bool
-    """Whether the process lived when the phase began."""
+    hit_at_s: float | None
+    """Time of the signal, wall clock; None if the process was not there."""
+    ended_at_s: float
+    """End of the last start, wall clock."""
 
 
 def run_disturbed(config: Path, run_dir: Path, cell: Cell | None, *, seed: int) -> Ended:
     """Execute a run to its end, and start it again where a batch system would."""
     codes: list[int | None] = []
-    was_hit = cell is None
-    began = time.monotonic()
+    hit_at_s: float | None = None
     with run_dir.with_suffix(".log").open("wb") as log:
         while len(codes) < MAX_STARTS:
             line = [sys.executable, "-m", "launcher", "run", str(config), f"run_dir={run_dir}"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            if cell is not None and not was_hit:
-                was_hit = _disturb(process, run_dir, cell, random.Random(seed))
+            if cell is not None and hit_at_s is None:
+                hit_at_s = _disturb(process, run_dir, cell, random.Random(seed))
             codes.append(_wait(process))
             if codes[-1] not in AGAIN:
                 break
-    return Ended(codes=tuple(codes), seconds=time.monotonic() - began, was_hit=was_hit)
+    return Ended(codes=tuple(codes), hit_at_s=hit_at_s, ended_at_s=time.time())
 
 
-def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, generator: random.Random) -> bool:
-    """Send the signal of a cell; False if the run ended before."""
+def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, generator: random.Random) -> float | None:
+    """Send the signal of a cell; returns its time. None if the run or the phase ended before."""
     while not _is_in_phase(run_dir, cell):
         if process.poll() is not None:
-            return False
+            return None
         time.sleep(_POLL_S)
     time.sleep(generator.uniform(0.0, MAX_DELAY_S))
     targets = _targets(process, cell.role)
@@ -68,9 +67,9 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
         time.sleep(_POLL_S)
         targets = _targets(process, cell.role)
     if not targets:
-        return False
+        return None
     generator.choice(targets).send_signal(SIGNALS[cell.fault])
-    return True
+    return time.time()
 
 
 def _is_in_phase(run_dir: Path, cell: Cell) -> bool:

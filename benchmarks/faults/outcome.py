@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.faults.cells import Cell
+from benchmarks.faults.cells import PHASES, Cell
 from benchmarks.faults.example import NUM_STEPS, PROMPTS, SAMPLES
 from benchmarks.faults.inject import Ended
 from benchmarks.harness.example_run import read_metrics
@@ -24,7 +25,7 @@ REPAIRS = (
 _SHM = re.compile(r"\.?mrl-.+")
 
 
-def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undisturbed_s: float) -> Row:
+def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended) -> Row:
     """One row of the record."""
     steps = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
     complete = [step["batch/responses"] == PROMPTS * SAMPLES for step in steps] == [True] * NUM_STEPS
@@ -35,8 +36,8 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undistur
         "phase": cell.phase,
         "run": cell.run,
         "exit_codes": ", ".join(map(str, ended.codes)),
-        "was_hit": ended.was_hit,
-        "extra_s": round(ended.seconds - undisturbed_s, 1),
+        "was_hit": ended.hit_at_s is not None,
+        **_until_next_step(cell, steps, ended),
         "starts": len(ended.codes),
         "trainer_restarts": steps[-1].get("trainer/restarts", 0) if steps else 0,
         "engine_restarts": steps[-1].get("engine/restarts", 0) if steps else 0,
@@ -49,6 +50,18 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended, undistur
         row["same_weights"] = _weights(run_dir) == _weights(undisturbed)
     row["as_promised"] = _is_as_promised(row)
     return row
+
+
+def _until_next_step(cell: Cell, steps: Sequence[Mapping[str, float]], ended: Ended) -> dict[str, float]:
+    """Seconds from the signal to the end of the step that was under way, or to the end of the run after the last step.
+
+    The row of a step that was repeated has the time of the repetition.
+    """
+    if ended.hit_at_s is None:
+        return {}
+    _, step = PHASES[cell.phase]
+    ends = [row["time_s"] for row in steps if row["step"] == step and row["time_s"] > ended.hit_at_s]
+    return {"until_next_step_s": round((ends[0] if ends else ended.ended_at_s) - ended.hit_at_s, 1)}
 
 
 def _is_as_promised(row: Row) -> bool:

@@ -19,14 +19,15 @@ FAULTS = View(
         "from the history.",
         "A run whose controller was killed, or whose exit code asks for it, was started again, as SLURM would do.",
         "Deadlines are short in these runs: 60 s for a call to the trainer, 20 s without a token of an engine.",
-        "Seconds are those of the whole run, less those of an undisturbed one. A negative number is noise.",
+        "Seconds count from the signal to the end of the step that was under way, or to the end of the run after the "
+        "last step. Without a fault they are one or two.",
     ),
     tables=(
         Table(
-            title="Additional seconds, by the phase in which the process was killed or frozen",
+            title="Seconds until the step was done, by the phase in which the process was killed or frozen",
             lines=_LINES,
             across="phase",
-            columns=(Column(field="extra_s", title="additional seconds"),),
+            columns=(Column(field="until_next_step_s", title="seconds"),),
         ),
         Table(
             title="What was repeated",

@@ -20,7 +20,10 @@ SAMPLED = [cell for cell in cells() if cell.fault == "kill" and cell.run == "exa
 def run_dir(folder: Path, *, responses: int = 16, weights: bytes = b"w", loss: float = 1.0) -> Path:
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "model.safetensors").write_bytes(weights)
-    steps = [{"step": step, "batch/responses": responses, "actor/loss": loss} for step in range(NUM_STEPS)]
+    steps = [
+        {"step": step, "batch/responses": responses, "actor/loss": loss, "time_s": 100.0 + 6 * step}
+        for step in range(NUM_STEPS)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return folder
 
@@ -54,17 +57,18 @@ def test_a_run_is_as_promised_if_it_ended_and_equals_the_undisturbed_one(
 ) -> None:
     monkeypatch.setattr(verdict, "_left_behind", list)
     calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found", **changes)
-    ended = Ended(codes=codes, seconds=3.0, was_hit=True)
-    row = verdict.outcome(CELL, found, calm, ended, 2.0)
-    assert row["as_promised"] is is_as_promised and row["extra_s"] == 1.0
+    ended = Ended(codes=codes, hit_at_s=101.0, ended_at_s=110.0)
+    row = verdict.outcome(CELL, found, calm, ended)
+    assert row["as_promised"] is is_as_promised
+    assert row["until_next_step_s"] == 5.0  # the second step ended 106 s after the begin
     monkeypatch.setattr(verdict, "_left_behind", lambda: [Path("mrl-x")])
-    assert not verdict.outcome(CELL, found, calm, ended, 2.0)["as_promised"]
+    assert not verdict.outcome(CELL, found, calm, ended)["as_promised"]
 
 
 def test_a_cell_whose_process_was_not_there_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "_left_behind", list)
     calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found")
-    assert not verdict.outcome(CELL, found, calm, Ended(codes=(0,), seconds=3.0, was_hit=False), 2.0)["as_promised"]
+    assert not verdict.outcome(CELL, found, calm, Ended(codes=(0,), hit_at_s=None, ended_at_s=9.0))["as_promised"]
 
 
 @pytest.mark.slow
@@ -76,8 +80,8 @@ def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(verdict, "_left_behind", list)  # other tests have shared memory
     make_example(tmp_path)
     config = write_config(tmp_path, "exact")
-    calm = run_disturbed(config, tmp_path / "calm", None, seed=seed)
+    run_disturbed(config, tmp_path / "calm", None, seed=seed)
     ended = run_disturbed(config, tmp_path / "disturbed", cell, seed=seed)
-    row = verdict.outcome(cell, tmp_path / "disturbed", tmp_path / "calm", ended, calm.seconds)
+    row = verdict.outcome(cell, tmp_path / "disturbed", tmp_path / "calm", ended)
     assert row["as_promised"], (row, (tmp_path / "disturbed.log").read_text()[-4000:])
     shutil.rmtree(tmp_path)
