@@ -73,7 +73,9 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
             unit="share of the cells",
         )
     ]
-    write(path, rows=rows, goals=goals, not_measured=["any GPU", "more than one node (`make faults`)"])
+    missing = len(cells()) - len(rows)
+    not_measured = ["any GPU", "nodes (`make faults`)", *([f"{missing} of {len(cells())} cells"] if missing else [])]
+    write(path, rows=rows, goals=goals, not_measured=not_measured)
 
 
 if __name__ == "__main__":
