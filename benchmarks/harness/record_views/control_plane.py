@@ -8,8 +8,8 @@ CONTROL_PLANE = View(
     question="What does the controller of a large run cost?",
     answer=Answer(
         text=(
-            "At 512 engines and trainer ranks the controller takes {share} % of a 300 s step; its seconds grow with the "
-            "power {exponent} of the scale."
+            "At 512 engines and trainer ranks the controller takes {share} % of a 300 s step; its seconds grow with "
+            "the power {exponent} of the scale."
         ),
         figures={
             "share": goal("controller at 512 engines and ranks, share of a step of 300 s", scale=100.0),
