@@ -135,6 +135,7 @@ class BadScorer:
         if self.num_calls == 2 and not self.first.exists():
             self.first.touch()
             if self.fault == "dies":
+                time.sleep(1)  # the answer to the first call must have left the process, or it is repeated, too
                 os._exit(1)
             time.sleep(3600)
         scores = (Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
