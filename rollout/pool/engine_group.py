@@ -49,6 +49,7 @@ class EngineGroup:
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int) -> None:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks."""
         self._actors = list(actors)
+        self._incarnations = [0] * len(self._actors)
         self._lost: dict[int, str] = {}
         self._processes: dict[int, ProcessId | None] = {}
         self._manifest: tuple[WeightManifest, ray.ObjectRef] | None = None
@@ -63,6 +64,11 @@ class EngineGroup:
     def actors(self) -> tuple[ray.actor.ActorHandle, ...]:
         """Handles by engine number, lost engines included."""
         return tuple(self._actors)
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """By engine number, how often the engine was replaced."""
+        return tuple(self._incarnations)
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -85,6 +91,7 @@ class EngineGroup:
     def replace(self, number: int, group: "EngineGroup") -> None:
         """The only engine of `group`, which has started, takes the number of a lost one."""
         (self._actors[number],) = group._actors
+        self._incarnations[number] += 1
         self._processes[number] = group._processes.get(0)
         self._lost.pop(number, None)
 

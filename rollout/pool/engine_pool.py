@@ -32,7 +32,7 @@ from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
-from rollout.pool.group_places import GroupPlaces, Sampled
+from rollout.pool.group_places import Generating, GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup
@@ -104,6 +104,8 @@ class EnginePool:
         self._places = GroupPlaces()
         self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
         self._dispatcher = Dispatcher(len(engines))
+        self._incarnations = engines.incarnations
+        """Engines as this pool knows them."""
         self._closed: set[int] = set()
         """Lost engines whose queues are closed."""
         self._seat_calls: dict[ray.ObjectRef, int] = {}
@@ -242,7 +244,13 @@ class EnginePool:
         continued = () if sampled is None else (sampled.summary, sampled.columns)
         call = self._engines.actors[engine].generate_group.options(num_returns=2)
         summary, columns = call.remote(group, *continued)
-        self._places.start(group.group_id, summary, engine=engine, columns=ColumnsRef(columns))
+        self._places.start(
+            group.group_id,
+            summary,
+            engine=engine,
+            columns=ColumnsRef(columns),
+            incarnation=self._engines.incarnations[engine],
+        )
         self._seats.begin(engine, len(group.seeds))
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
@@ -254,6 +262,7 @@ class EnginePool:
 
     def _advance(self, timeout_s: float | None = None) -> None:
         """Wait for calls, at most `timeout_s`, and act on those that have ended."""
+        self._follow_lost_engines()
         calls = self._calls()
         if not calls and not self._engines.alive and self._revive is not None:
             self._revive()
@@ -342,16 +351,28 @@ class EnginePool:
             ) from error
         self._follow_lost_engines()
 
+    def _lose_caller(self, item: Generating, error: Exception) -> None:
+        """The engine of a group has died; nothing if another one has taken its number since."""
+        if self._engines.incarnations[item.engine] == item.incarnation:
+            self._lose(item.engine, error)
+        else:
+            self._follow_lost_engines()
+
     def _follow_lost_engines(self) -> None:
-        """Close the queues of engines that are lost, and open those of engines that serve again."""
-        lost = set(self._engines.lost)
-        for engine in lost - self._closed:
+        """Close the queues of engines that are lost, and open those of engines that serve again.
+
+        An engine may have been lost and replaced since the last call.
+        """
+        lost, now = set(self._engines.lost), self._engines.incarnations
+        replaced = {engine for engine, known in enumerate(self._incarnations) if now[engine] != known}
+        self._incarnations = now
+        for engine in (lost | replaced) - self._closed:
             self._dispatcher.close(engine)
             self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
             self._seats.reset(engine)
             if self.migration.lost(engine):
                 self._survey = None
-        for engine in self._closed - lost:
+        for engine in (self._closed | replaced) - lost:
             self._dispatcher.open(engine)
         self._closed = lost
 
@@ -363,7 +384,7 @@ class EnginePool:
             summary: GroupSummary = ray.get(ref)
         except ray.exceptions.RayActorError as error:
             self.migration.returned(group_id, resumable=False)
-            self._lose(item.engine, error)
+            self._lose_caller(item, error)
             self._reissue(ref, group_id, None)
             return
         except ray.exceptions.RayError as error:
@@ -371,7 +392,7 @@ class EnginePool:
         sampled = Sampled(summary=summary, columns=item.columns)
         target = self.migration.returned(group_id, resumable=summary.is_unfinished and not summary.fault)
         if summary.fault:
-            self._lose(item.engine, ProcessLostError(summary.fault))
+            self._lose_caller(item, ProcessLostError(summary.fault))
             if summary.is_unfinished:
                 self._reissue(ref, group_id, sampled)
                 return

@@ -42,6 +42,8 @@ class Generating:
 
     group: PromptGroup
     engine: int
+    incarnation: int
+    """Of the engine (`EngineGroup.incarnations`): a call may fail after its engine was replaced."""
     columns: ColumnsRef
 
 
@@ -82,10 +84,10 @@ class GroupPlaces:
         """Groups wait from now on."""
         self.waiting.update((group.group_id, Waiting(group=group)) for group in groups)
 
-    def start(self, group_id: GroupId, call: Call, *, engine: int, columns: ColumnsRef) -> None:
+    def start(self, group_id: GroupId, call: Call, *, engine: int, columns: ColumnsRef, incarnation: int = 0) -> None:
         """An engine begins or continues a waiting group."""
         item = self.waiting.pop(group_id)
-        self.generating[call] = Generating(group=item.group, engine=engine, columns=columns)
+        self.generating[call] = Generating(group=item.group, engine=engine, incarnation=incarnation, columns=columns)
 
     def interrupt(self, call: Call, sampled: Sampled | None = None) -> None:
         """A group waits again; without `sampled` it begins again at the prompt."""

@@ -1,5 +1,6 @@
 """What the controller does with remote processes: SPMD calls with a deadline, groups through the pool."""
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -480,6 +481,25 @@ def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():
     pool.admit(groups(8, step=0))
     assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
     assert len(brought) == 1 and engines.lost == ()
+    pool.check_integrity()
+
+
+def until_dead(engine):
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(engine.what_was_begun.remote())
+
+
+def test_an_engine_that_was_replaced_before_the_pool_noticed_its_death_is_not_lost():
+    first = Mortal.remote(2, True)  # has seats for two groups
+    engines = group_of(first)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=8)
+    pool.admit(groups(8, step=0))
+    until_dead(first)
+    engines.mark_lost(0, "silent")
+    engines.replace(0, group_of(Mortal.remote(1000, True)))
+    assert [scored.group.group_id for scored in pool.take("train", 0)] == list(range(8))
+    assert engines.lost == () and pool.num_reissued > 0
     pool.check_integrity()
 
 
