@@ -84,8 +84,10 @@ def test_a_run_that_samples_ahead_stays_within_its_staleness_after_a_freeze_and_
     assert [row["step"] for row in steps] == list(range(NUM_STEPS))
     assert [row["batch/responses"] for row in steps] == [16.0] * NUM_STEPS
     assert [row["batch/aborted_responses"] for row in steps] == [0.0] * NUM_STEPS
-    # the first step is sampled under the newest weights, and the others beside the training of the step before
-    assert [row["batch/max_staleness"] for row in steps] == [0, 1, 1, 1]
+    # the first step is sampled under the newest weights, the others beside the training of the step before; groups that
+    # begin again after a freeze in the middle of a publish are sampled under the new weights
+    staleness = [row["batch/max_staleness"] for row in steps]
+    assert staleness[0] == 0 and set(staleness) == {0, 1}
     assert all(0 <= row["rollout_corr/k3_kl"] < 0.02 for row in steps)
     sampled = [rows(ahead / "samples" / f"step-{step}.jsonl") for step in range(NUM_STEPS)]
     assert len({row["prompt_id"] for step in sampled for row in step}) == 4 * NUM_STEPS
