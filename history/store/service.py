@@ -144,12 +144,11 @@ class HistoryService:
     def save(self, folder: Path) -> None:
         """Create `folder` and write a snapshot into it. On a failure, log it and remove the folder.
 
-        Nothing is written while an actor does not answer: a shard that hangs would be waited for.
+        An actor that does not answer is waited for until it counts as hanging.
         """
         self.report()
-        if silent := [actor.name for actor in self._actors if actor.silent_since is not None]:
-            self._record_loss(f"the history is not saved, because {', '.join(silent)} does not answer")
-            return
+        while any(actor.silent_since is not None for actor in self._actors):
+            self.report()
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
         try:
