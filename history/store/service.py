@@ -213,9 +213,10 @@ class HistoryService:
     def _note_silence(self, actor: _Actor) -> None:
         """An actor has not answered in time; one that hangs is killed, and the next report finds it restarted."""
         now = time.monotonic()
-        actor.silent_since = actor.silent_since or now
+        if actor.silent_since is None:
+            actor.silent_since = now
+            self._record_loss(f"{actor.name} does not answer")
         if now - actor.silent_since < HANG_S:
-            self._record_loss(f"{actor.name} does not answer (for {now - actor.silent_since:.0f} s)")
             return
         self._record_loss(f"{actor.name} has not answered for {HANG_S:.0f} s and is restarted")
         actor.silent_since = None

@@ -72,9 +72,7 @@ class TrainerRestarts:
         sweep()
         if pool is not None:
             pool.cancel()
-        engines = self.lost_engines.engines
-        engines.check_alive(timeout_s=START_TIMEOUT_S)
-        engines.start_over(timeout_s=self.update_timeout_s + START_TIMEOUT_S)
+        self.lost_engines.engines.start_over(timeout_s=self.update_timeout_s + START_TIMEOUT_S)
         if self.lost_engines.find(hung=True):
             self.lost_engines.start_again(sharing)
             if self.history is not None:

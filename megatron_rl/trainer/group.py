@@ -94,7 +94,7 @@ class SpmdGroup:
             ray.get(refs[rank])
         except ray.exceptions.RayError as error:
             failed, reason = self._first_death(refs, rank, error)
-            self.kill()
+            self.kill_and_wait()
             kind = ProcessLostError if isinstance(reason, ray.exceptions.RayActorError) else CallError
             raise kind(
                 f"{self._name}.{method} failed on rank {failed} of {self.num_ranks}: {brief(reason)}",

@@ -18,7 +18,6 @@ An engine without work, while no group waits, may take over a running group of a
 """
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from rollout.failures import CallError, EnginesLostError, Place, ProcessLostErro
 from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
+from rollout.pool.background_thread import repeated_in_background
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.group_places import Generating, GroupPlaces, Sampled
@@ -84,7 +84,9 @@ class EnginePool:
         watch: EngineWatch | None = None,
         scoring_timeout_s: float = math.inf,
     ) -> None:
-        """`engines` have not sampled for another pool; `scorers` are `rollout.rewards.text_actor.TextActor` handles.
+        """A pool over engines that have just started, or started over (`EngineGroup.start_over`).
+
+        `scorers` are `rollout.rewards.text_actor.TextActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
@@ -180,31 +182,16 @@ class EnginePool:
         Raises:
             RuntimeError: an engine or a scorer died or raised meanwhile; raised at the end of the body.
         """
-        ends, failures = threading.Event(), list[Exception]()
-
-        def work() -> None:
-            try:
-                while not ends.is_set():
-                    self._dispatch()
-                    if self._calls():
-                        self._advance(timeout_s=_POLL_S)
-                    else:
-                        ends.wait(_POLL_S)
-            except Exception as error:  # raised below, in the caller's thread
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="pool", daemon=True)
-        thread.start()
-        try:
+        with repeated_in_background(self._take_turn, name="pool"):
             yield
-        except Exception as error:
-            error.add_note(f"the pool meanwhile: {failures[0] if failures else 'no failure'}")
-            raise
-        finally:
-            ends.set()
-            thread.join()
-        if failures:
-            raise failures[0]
+
+    def _take_turn(self) -> bool:
+        """Start waiting groups and act on calls that end soon; False if no call is pending."""
+        self._dispatch()
+        if not self._calls():
+            return False
+        self._advance(timeout_s=_POLL_S)
+        return True
 
     def cancel(self) -> None:
         """Give up every group: engines abort their responses. The pool is not used afterwards."""

@@ -84,7 +84,7 @@ class GroupPlaces:
         """Groups wait from now on."""
         self.waiting.update((group.group_id, Waiting(group=group)) for group in groups)
 
-    def start(self, group_id: GroupId, call: Call, *, engine: int, columns: ColumnsRef, incarnation: int = 0) -> None:
+    def start(self, group_id: GroupId, call: Call, *, engine: int, incarnation: int, columns: ColumnsRef) -> None:
         """An engine begins or continues a waiting group."""
         item = self.waiting.pop(group_id)
         self.generating[call] = Generating(group=item.group, engine=engine, incarnation=incarnation, columns=columns)

@@ -17,7 +17,7 @@ def restarts(log=None, *, max_restarts=2, gone=(), lost=()) -> TrainerRestarts:
     def note(text, answer=None):
         return lambda *args, **kwargs: (log.append(text), answer)[1]
 
-    engines = SimpleNamespace(check_alive=note("engines alive?"), start_over=note("engines start over"))
+    engines = SimpleNamespace(start_over=note("engines start over"))
     return TrainerRestarts(
         running=SimpleNamespace(gone_nodes=lambda: list(gone), trainers=["the trainer"], end_trainer=note("forget it")),
         lost_engines=SimpleNamespace(
@@ -65,7 +65,7 @@ def test_devices_are_free_and_engines_empty_before_a_trainer_starts():
     error = ProcessLostError("gone", TRAINER)
     restarts(log, lost=(1,)).clear(error, SimpleNamespace(ranks=ranks), pool, sharing)
     assert log == [
-        *("ranks end", "groups end", "engines alive?", "engines start over", "engines lost?", "lost engines start"),
+        *("ranks end", "groups end", "engines start over", "engines lost?", "lost engines start"),
         *("history connects", "engines sleep"),
     ]
 
