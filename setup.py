@@ -36,6 +36,7 @@ PACKAGES = [
     "launcher.endings",
     "launcher.estimate",
     "launcher.metrics",
+    "launcher.recovery",
     "launcher.report",
     "launcher.run_dir",
 ]

@@ -44,7 +44,7 @@ class ProcessEnv:
 
     def trainer_rank(self, *, threads: int) -> dict[str, str]:
         """Environment of one trainer rank with `threads` OpenMP threads."""
-        return self._threads(threads) | self._network() | _OFFLINE
+        return self._threads(threads) | self._network() | _OFFLINE | _MEGATRON
 
     def engine(self, *, threads: int, cores: tuple[tuple[int, ...], ...] = ()) -> dict[str, str]:
         """Environment of one engine and its children.
@@ -103,8 +103,13 @@ HEAP = {
 
 Loading a publish on a CPU allocates every layer twice, in checkpoint layout and repacked, and the kernel provides new
 pages one by one. The thread that receives buckets would get a separate arena, which glibc returns as soon as it is
-empty. Values that the environment of a run sets take precedence.
+empty.
 """
+
+_MEGATRON = {
+    # kernels start in the order of their calls, so communication of tensor parallelism overlaps with products
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -114,7 +119,14 @@ _VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # the engine counts emitted tokens between two turns of its event loop; see `rollout.worker.vllm_compat.drain`
     "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "1048576",
+    # model runner 2, which vLLM >= 0.25 prefers on GPUs, has no `input_batch`, which the sampler and the drafts read
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # DeepGEMM compiles kernels while an engine starts, and may rewrite scales as powers of two when weights are loaded
+    "VLLM_USE_DEEP_GEMM": "0",
 }
+
+OVERRIDABLE = (*HEAP, "VLLM_USE_DEEP_GEMM")
+"""Variables of an engine for which the value in the environment of a run takes precedence."""
 
 
 VARIABLE = "MEGATRON_RL_LOG"

@@ -131,9 +131,16 @@ FLOORS = {
         imports=(
             "history history/store/service.py rollout rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
-            "megatron_rl/controller launcher launcher/config launcher/run_dir/atomic_files.py"
+            "launcher launcher/config launcher/run_dir/atomic_files.py"
         ),
         libraries="ray",
+        loads="ray",
+    ),
+    "launcher/recovery": Floor(
+        imports=(
+            "rollout rollout/transports rollout/pool rollout/engine megatron_rl/trainer megatron_rl/controller "
+            "launcher/cluster"
+        ),
         loads="ray",
     ),
     "launcher/estimate": Floor(
@@ -184,8 +191,9 @@ FLOORS = {
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
-            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/estimate "
-            "launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings launcher/report"
+            "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/recovery "
+            "launcher/estimate launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings "
+            "launcher/report"
         ),
         libraries="ray",
         loads="ray matplotlib",

@@ -77,8 +77,15 @@ class Fleet:
         ranks = SpmdGroup("trainer", self._handles(range(load.num_ranks)), timeout_s=TIMEOUT_S)
         self.trainer = TrainerGroup(ranks, data_ranks=[rank // TENSOR for rank in range(load.num_ranks)])
         self.scorer = Handle(self._hosts[0], 0)
-        shards, readers = self._handles(range(4)), self._handles(range(-load.num_engines * TENSOR // 8, 0))
-        service = HistoryService(shards, readers, directory="", fingerprint="", log=logging.warning)
+        nodes = {f"node {number}": number for number in range(-load.num_engines * TENSOR // 8, 0)}
+        service = HistoryService(
+            self._handles(range(4)),
+            list(nodes),
+            start_reader=lambda node: self._handles([nodes[node]])[0],
+            directory="",
+            fingerprint="",
+            log=logging.warning,
+        )
         self.history = HistoryClient(service, self.engines)
         self.service = service
 
@@ -110,7 +117,7 @@ class Fleet:
                 costs=CostModel(parity_tokens=30000),
                 seed=0,
             ),
-            restarter=SimpleNamespace(num_restarts=0, restart_lost=lambda **_: 0),
+            restarter=SimpleNamespace(num_restarts=0, num_serving=0, num_lost_nodes=0, restart_lost=lambda **_: 0),
             history=meter.wrap(
                 self.history,
                 dict.fromkeys(("prefetch", "begin_rollout", "record_rewards", "metrics"), "history"),

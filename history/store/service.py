@@ -65,34 +65,37 @@ class HistoryService:
     def __init__(
         self,
         shards: Sequence[ray.actor.ActorHandle],
-        readers: Sequence[ray.actor.ActorHandle],
+        nodes: Sequence[str],
         *,
+        start_reader: Callable[[str], ray.actor.ActorHandle],
         directory: str,
         fingerprint: str,
         log: Callable[[str], None],
     ) -> None:
-        """Watch running actors.
+        """Start the readers, and watch them and the shards.
 
         Args:
             shards: in the order of their numbers.
-            readers: one for each node.
+            nodes: Ray's ids of the nodes with a reader.
+            start_reader: starts a reader on a node, by Ray's id.
             directory: folder in which the readers publish.
             fingerprint: of tokenizer and vocabulary.
             log: receives one line about every loss.
         """
         self.shards = tuple(shards)
         self.directory = directory
-        self._readers = tuple(readers)
+        self._start_reader = start_reader
+        self._readers: dict[str, ray.actor.ActorHandle] = {}
         self._fingerprint = fingerprint
         self._log = log
-        self._actors = [
-            *(_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)),
-            *(_Actor(name=f"history reader {number}", handle=reader) for number, reader in enumerate(readers)),
-        ]
-        self._pending: list[ray.ObjectRef] = [actor.handle.mark_filled.remote() for actor in self._actors]
+        self._actors = [_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)]
+        self._pending: list[ray.ObjectRef] = [shard.mark_filled.remote() for shard in shards]
         self._published_keys: list[int] = []
         self._newest = ""
         self._num_lost_calls = 0
+        self._num_readers = 0
+        """Readers that were ever started."""
+        self.move_readers(nodes)
 
     def append(self, batch: ResponseBatch) -> None:
         """Store responses that come from no engine of this run."""
@@ -103,7 +106,24 @@ class HistoryService:
     def publish_segments(self, prompt_keys: Sequence[int]) -> None:
         """Publish the segments of these prompts on every node, in this order, and remove all others."""
         self._published_keys = list(dict.fromkeys(prompt_keys))
-        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers]
+        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers.values()]
+
+    def move_readers(self, nodes: Sequence[str]) -> None:
+        """Have a reader on each of these nodes (Ray's ids) and on no other; a new one publishes what the others do."""
+        for node in self._readers.keys() - set(nodes):
+            handle = self._readers.pop(node)
+            self._actors = [actor for actor in self._actors if actor.handle is not handle]
+            ray.kill(handle, no_restart=True)
+        for node in nodes:
+            if node in self._readers:
+                continue
+            reader = self._readers[node] = self._start_reader(node)
+            actor = _Actor(name=f"history reader {self._num_readers}", handle=reader)
+            self._num_readers += 1
+            self._actors.append(actor)
+            if self._published_keys:
+                self._pending.append(reader.publish.remote(self._published_keys, self.shards))
+            self._pending.append(reader.mark_filled.remote())
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         """Send the rewards of a step's groups to the shards, by prompt key, [G] each."""
@@ -174,9 +194,9 @@ class HistoryService:
 
     def close(self) -> None:
         """Stop all actors and remove the segments."""
-        closing = [reader.close.remote() for reader in self._readers]
+        closing = [reader.close.remote() for reader in self._readers.values()]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        for actor in (*self._readers, *self.shards):
+        for actor in (*self._readers.values(), *self.shards):
             ray.kill(actor, no_restart=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -264,20 +284,29 @@ def start_history(
     everywhere = tuple(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
     shard_nodes = (None,) * config.num_shards if places is None else places.shards
     shards = [
-        HistoryShard.options(**options, scheduling_strategy=_on(node)).remote(
+        HistoryShard.options(**options, scheduling_strategy=_preferring(node)).remote(
             number, config.num_shards, budget_bytes, config.kept_steps
         )
         for number, node in enumerate(shard_nodes)
     ]
-    reader_nodes = everywhere if places is None else places.readers
-    readers = [
-        HistoryReader.options(**options, scheduling_strategy=_on(node)).remote(directory) for node in reader_nodes
-    ]
-    return HistoryService(shards, readers, directory=directory, fingerprint=fingerprint, log=log)
+
+    def start_reader(node: str) -> ray.actor.ActorHandle:
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        return HistoryReader.options(**options, scheduling_strategy=on_node).remote(directory)
+
+    return HistoryService(
+        shards,
+        everywhere if places is None else places.readers,
+        start_reader=start_reader,
+        directory=directory,
+        fingerprint=fingerprint,
+        log=log,
+    )
 
 
-def _on(node_id: str | None) -> NodeAffinitySchedulingStrategy | None:
-    return None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False)
+def _preferring(node_id: str | None) -> NodeAffinitySchedulingStrategy | None:
+    """On that node; on another one if it is lost, because a shard can be refilled anywhere."""
+    return None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
 
 
 def _line(error: BaseException) -> str:

@@ -16,7 +16,14 @@ _RENDERED = {
     **{"--nodes": "nodes", "--gpus-per-node": "gpus_per_node", "--cpus-per-task": "cpus_per_node"},
     **{"--partition": "partition", "--account": "account", "--qos": "qos", "--time": "time"},
     **{"--constraint": "constraint", "--exclude": "exclude", "--job-name": "job_name", "--export": "environment"},
-    **{"--signal": "stop_before_s", "--requeue": "", "--no-requeue": "", "--output": "", "--open-mode": ""},
+    **{
+        "--signal": "stop_before_s",
+        "--requeue": "",
+        "--no-requeue": "",
+        "--no-kill": "",
+        "--output": "",
+        "--open-mode": "",
+    },
     **{"--ntasks-per-node": "", "--ntasks": "", "--array": ""},
 }
 """Options that the script sets itself, and the key that changes them; empty where nothing does."""

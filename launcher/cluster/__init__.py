@@ -1,1 +1,1 @@
-"""Node facts, placement, processes and engine restarts."""
+"""Nodes of a command: their facts, Ray on them, the placement of processes, and the SLURM job."""

@@ -125,6 +125,8 @@ class Choice:
 
     nodes: tuple[str, ...]
     """Empty where too few are healthy."""
+    spares: tuple[str, ...]
+    """Healthy nodes that replace those of the run that die."""
     left_out: tuple[str, ...]
     """A line for each unhealthy node: its name and its problems."""
 
@@ -156,8 +158,10 @@ def choose_nodes(
             "between them, or set `cluster.slurm.interface`"
         )
         healthy.remove(worst)
+    enough = len(healthy) >= num_nodes
     return Choice(
-        nodes=tuple(healthy[:num_nodes]) if len(healthy) >= num_nodes else (),
+        nodes=tuple(healthy[:num_nodes]) if enough else (),
+        spares=tuple(healthy[num_nodes:]) if enough else (),
         left_out=tuple(f"{node}: {'; '.join(found)}" for node, found in by_node.items() if found),
     )
 

@@ -5,11 +5,13 @@
     pairs/NODE.address  where a node listens while nodes try to reach each other; NODE.done after its own tries
     rendezvous   address and port of the all-reduce over nodes
     allocated    names of all nodes of the job, a line each
-    nodes        names of the nodes that the run uses, a line each; Ray's head first
+    nodes        names of the nodes with Ray, a line each: Ray's head, the others of the run, spare nodes
     phases       begin of each phase before the run, a line each
     head.json    address and port of Ray's head
     over         the run has ended: every node ends Ray
-    node_lost    a node ended Ray before the run had ended
+    lost/NODE    a node ended Ray before the run had ended
+    node_lost    the same without its name: the job ends
+    begun        the run has started its processes; from now on it decides what the loss of another node means
     code         exit code of the run
     requeue      the job goes back into the queue
 
@@ -83,20 +85,32 @@ class JobFolder:
         return self.path / "checks" / f"{node}.json"
 
     def nodes(self) -> list[str]:
-        """Nodes that the run uses, Ray's head first."""
+        """Nodes with Ray: its head, the other nodes of the run, spare nodes."""
         return (self.path / "nodes").read_text(encoding="utf-8").split()
 
     def is_over(self) -> bool:
         """Whether the run has ended."""
         return (self.path / "over").exists()
 
-    def lost_a_node(self) -> bool:
-        """Whether a node ended Ray before the run had ended."""
-        return (self.path / "node_lost").exists()
+    def must_end(self) -> bool:
+        """Whether nodes ended Ray before the run had ended, and the run cannot go on without them.
 
-    def note_lost_node(self) -> None:
-        """A node has ended Ray: the others and the run end, too."""
-        (self.path / "node_lost").touch()
+        It cannot without Ray's head. What the loss of another node means, a run that has begun decides itself.
+        """
+        lost = [path.name for path in (self.path / "lost").glob("*")]
+        if (self.path / "node_lost").exists() or self._head_name() in lost:
+            return True
+        return bool(lost) and not (self.path / "begun").exists()
+
+    def note_lost_node(self, node: str = "") -> None:
+        """A node has ended Ray: the others end, too, where they must. Without a name they all do."""
+        if node:
+            (self.path / "lost").mkdir(exist_ok=True)
+        (self.path / "lost" / node if node else self.path / "node_lost").touch()
+
+    def _head_name(self) -> str:
+        path = self.path / "nodes"
+        return path.read_text(encoding="utf-8").split()[0] if path.exists() else ""
 
     def write_head(self, head: Head) -> None:
         """Tell the other nodes where the head listens."""
@@ -110,7 +124,7 @@ class JobFolder:
         """
         deadline = time.monotonic() + timeout_s
         while missing := [path for path in paths if not path.exists()]:
-            if self.is_over() or self.lost_a_node():
+            if self.is_over() or self.must_end():
                 return False
             if time.monotonic() > deadline:
                 raise DeadlineError(f"waited {timeout_s:.0f} s for {missing[0]}: {complaint}")
@@ -128,3 +142,9 @@ class JobFolder:
             return None
         row = json.loads(path.read_text(encoding="utf-8"))
         return Head(address=str(row["address"]), port=int(row["port"]), ready_port=int(row["ready_port"]))
+
+
+def note_begin() -> None:
+    """The run of this process has started its processes; nothing outside a SLURM job."""
+    if folder := os.environ.get(VARIABLE):
+        (Path(folder) / "begun").touch()

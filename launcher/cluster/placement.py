@@ -46,6 +46,8 @@ class Placement:
     """Transport of weights to the engines."""
     notes: tuple[str, ...]
     """Sentences about settings that work, but slowly."""
+    retired: tuple[int, ...] = ()
+    """Numbers of engines that were given up with their node, ascending. Their slots name that node."""
 
     @property
     def num_actors(self) -> int:
@@ -58,6 +60,11 @@ class Placement:
         return dict(Counter([self.nodes[0], *self._slot_nodes]))
 
     @property
+    def serving(self) -> tuple[EngineSlot, ...]:
+        """Slots of the engines that were not given up."""
+        return tuple(slot for slot in self.engines if slot.engine_id not in self.retired)
+
+    @property
     def spans_nodes(self) -> bool:
         """Whether trainer ranks and engines are on more than one node."""
         return len(set(self._slot_nodes)) > 1
@@ -65,12 +72,17 @@ class Placement:
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """By engine and rank, the trainer rank that hands weights over; see `weight_route.homes`."""
-        return weight_route.homes(self.trainers, self.engines)
+        homes: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(self.engines)), ())
+        slots = self.serving
+        homes |= {
+            slot.engine_id: home for slot, home in zip(slots, weight_route.homes(self.trainers, slots), strict=True)
+        }
+        return tuple(homes.values())
 
     @property
     def history(self) -> HistoryPlaces:
         """Nodes of the history's actors: shards take the nodes in turn, and each node with an engine has a reader."""
-        with_engine = {slot.node for slot in self.engines} if self.num_history_shards else set()
+        with_engine = {slot.node for slot in self.serving} if self.num_history_shards else set()
         return HistoryPlaces(
             shards=tuple(self.nodes[number % len(self.nodes)] for number in range(self.num_history_shards)),
             readers=tuple(node for node in self.nodes if node in with_engine),
@@ -98,7 +110,7 @@ class Placement:
 
     @property
     def _slot_nodes(self) -> list[str]:
-        return [*(rank.node for rank in self.trainers), *(slot.node for slot in self.engines)]
+        return [*(rank.node for rank in self.trainers), *(slot.node for slot in self.serving)]
 
     def _trainer_lines(self, node: str) -> list[str]:
         return [

@@ -5,7 +5,7 @@ process, also after an error: a command leaves no process, no shared memory and 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from history.config import HistoryConfig
 from history.store.service import HistoryService, start_history
 from history.types import HistoryPlaces
 from launcher.cluster.node import NodeResources, node_resources
-from launcher.cluster.ray_cluster import Reservation, reserve, start_ray
+from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
 from launcher.config.schema import ClusterConfig
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
@@ -29,7 +29,7 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
-from rollout.processes import HEAP, NODE, ProcessEnv, ProcessId, on_devices
+from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, on_devices
 from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
@@ -163,9 +163,31 @@ class Processes:
         trainer.kill()
         self.trainers.remove(trainer)
 
-    def gone_nodes(self) -> list[str]:
-        """Names of nodes of the command that have left the joined Ray cluster."""
-        return [] if self.reservation is None else self.reservation.gone()
+    def gone_nodes(self, suspects: Collection[str] = ()) -> list[str]:
+        """Names of nodes of the command that have left the joined Ray cluster, or are suspected and do not answer."""
+        gone = [] if self.reservation is None else self.reservation.gone(suspects)
+        return [node.name for node in self.nodes if node.name in gone]
+
+    def other_nodes(self) -> tuple[NodeResources, ...]:
+        """Nodes of the joined Ray cluster that the command does not use and has never used."""
+        return () if self.reservation is None else other_nodes(self.reservation.node_ids)
+
+    def use_nodes(
+        self, nodes: Sequence[NodeResources], placed: Mapping[str, int], history: HistoryPlaces | None
+    ) -> None:
+        """From now on use these nodes; those that are new get a bundle for their `placed` processes.
+
+        Readers of the history follow. Errors as for `reserve`.
+        """
+        assert self.reservation is not None, "a command with a Ray cluster of its own has one node"
+        new = [node for node in nodes if node.name not in self.reservation.node_ids]
+        if new:
+            self.reservation = self.reservation.and_on(reserve(new, placed))
+        self.nodes, self.history = tuple(nodes), history
+        places = self._history_places()
+        for service in self.histories:
+            if places is not None:
+                service.move_readers(places.readers)
 
     def close(self) -> None:
         """End everything."""
@@ -204,7 +226,7 @@ class Processes:
 
     def _variables(self, variables: Mapping[str, str], role: str) -> dict[str, str]:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
-        overridden = {name: os.environ[name] for name in HEAP.keys() & variables.keys() & os.environ.keys()}
+        overridden = {name: os.environ[name] for name in OVERRIDABLE if name in variables and name in os.environ}
         return {**variables, **overridden, **log}
 
 

@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,10 @@ JOIN_TIMEOUT_S = 600.0
 """Longest wait for nodes to join Ray."""
 ANSWER_TIMEOUT_S = 120.0
 """For which a node may take to tell its resources, or to give its bundle."""
+SPARE = "spare"
+"""Label of a spare node of a SLURM job."""
+SILENCE_S = 30.0
+"""For which a node that is under suspicion may take to run an empty task."""
 NODE_ID = "ray.io/node-id"
 """Ray's label of a node's id."""
 _UNREGISTERED = "No node info found"
@@ -120,7 +124,7 @@ def _join(address: str) -> None:
 
 
 def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
-    """Nodes of the running Ray cluster that `cluster.address` names.
+    """Nodes of the running Ray cluster that `cluster.address` names, at most `cluster.max_nodes`.
 
     Joins the cluster, asks every node and leaves again. The command's own node is first; the others follow by name.
 
@@ -130,9 +134,40 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
     """
     start_ray(cluster, num_actors=0)
     try:
-        return _ask_nodes()
+        return ask_nodes(_in_order()[: cluster.max_nodes or None])
     finally:
         ray.shutdown()
+
+
+def other_nodes(names: Collection[str]) -> tuple[NodeResources, ...]:
+    """Nodes of the joined Ray cluster that are alive and not among `names`; errors as for `ask_nodes`."""
+    return ask_nodes([node for node in _in_order() if node.name not in names])
+
+
+def silent_nodes(node_ids: Mapping[str, str]) -> list[str]:
+    """Names of nodes that do not run a task within `SILENCE_S`; `node_ids` has Ray's id of each.
+
+    Ray itself needs longer to miss a node whose network is cut.
+    """
+    ask = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
+    asking = {
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): name
+        for name, node_id in node_ids.items()
+    }
+    done, silent = ray.wait(list(asking), num_returns=len(asking), timeout=SILENCE_S) if asking else ([], [])
+    return [asking[ref] for ref in silent] + [asking[ref] for ref in done if _fails(ref)]
+
+
+def _do_nothing() -> None:
+    """The empty task."""
+
+
+def _fails(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +192,24 @@ class Reservation:
                     "not follow its placement group; compare the versions of Ray on the nodes"
                 )
 
-    def gone(self) -> list[str]:
-        """Names of the nodes that have left the Ray cluster."""
+    def gone(self, suspects: Collection[str] = ()) -> list[str]:
+        """Names of the nodes that have left the Ray cluster, and of `suspects` that do not answer."""
         alive = {node.node_id for node in _alive()}
-        return [name for name, node_id in self.node_ids.items() if node_id not in alive]
+        left = [name for name, node_id in self.node_ids.items() if node_id not in alive]
+        asked = {name: node_id for name, node_id in self.node_ids.items() if name in suspects and name not in left}
+        return [*left, *silent_nodes(asked)]
+
+    def and_on(self, others: "Reservation") -> "Reservation":
+        """These bundles and those of another reservation on other nodes."""
+        return Reservation(
+            node_ids={**self.node_ids, **others.node_ids}, strategies={**self.strategies, **others.strategies}
+        )
 
     def release(self) -> None:
         """Give the bundles back to Ray."""
-        for strategy in list(self.strategies.values())[:1]:
-            remove_placement_group(strategy.placement_group)
+        groups = {strategy.placement_group.id: strategy.placement_group for strategy in self.strategies.values()}
+        for group in groups.values():
+            remove_placement_group(group)
 
 
 def reserve(nodes: Sequence[NodeResources], num_actors: Mapping[str, int]) -> Reservation:
@@ -204,12 +248,27 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _ask_nodes() -> tuple[NodeResources, ...]:
+def _in_order() -> "list[_RayNode]":
+    """Nodes that are alive: the command's own first, the others by name, spare nodes last.
+
+    Raises:
+        RuntimeError: two nodes have the same name.
+    """
     here = ray.get_runtime_context().get_node_id()
-    alive = sorted(_alive(), key=lambda node: (node.node_id != here, natural_order(node.name)))
+    alive = sorted(_alive(), key=lambda node: (node.node_id != here, node.is_spare, natural_order(node.name)))
     names = [node.name for node in alive]
     if len(set(names)) < len(names):
         raise RuntimeError(f"two nodes of the Ray cluster have the same name: {names}; set `ray start --node-name`")
+    return alive
+
+
+def ask_nodes(alive: "Sequence[_RayNode]") -> tuple[NodeResources, ...]:
+    """Resources of these nodes, in their order.
+
+    Raises:
+        DeadlineError: a node did not answer in `ANSWER_TIMEOUT_S`.
+    """
+    names = [node.name for node in alive]
     ask = ray.remote(node_resources)
     answers = [
         ask.options(
@@ -219,7 +278,7 @@ def _ask_nodes() -> tuple[NodeResources, ...]:
         ).remote()
         for node in alive
     ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S)
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S) if answers else ([], [])
     late = [name for name, answer in zip(names, answers, strict=True) if answer not in done]
     if late:
         raise DeadlineError(
@@ -241,6 +300,11 @@ class _RayNode:
     node_id: str
     labels: Mapping[str, str]
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether a SLURM job keeps the node for the loss of another one."""
+        return SPARE in self.labels
+
 
 def _alive() -> list[_RayNode]:
     """Nodes that are alive."""
@@ -252,13 +316,13 @@ def _alive() -> list[_RayNode]:
 
 
 def _wait_for_nodes(num_nodes: int) -> None:
-    """Wait until so many nodes are in the cluster.
+    """Wait until so many nodes are in the cluster, without spare ones.
 
     Raises:
         DeadlineError: they are not after `JOIN_TIMEOUT_S`.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while (joined := len(_alive())) < num_nodes:
+    while (joined := sum(not node.is_spare for node in _alive())) < num_nodes:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"the controller waited {JOIN_TIMEOUT_S:.0f} s for {num_nodes} nodes (`cluster.min_nodes`) to join "

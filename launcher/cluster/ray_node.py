@@ -47,7 +47,7 @@ class RayNode:
     num_gpus: int
     object_store_bytes: int
     labels: Mapping[str, str]
-    """Topology of the node: `rack` and `block`, where known."""
+    """Topology of the node: `rack` and `block`, where known. `spare` for a spare node."""
     temp_dir: Path
     """Of this node and this job alone. Short: paths of sockets have at most 107 bytes."""
 
@@ -96,7 +96,7 @@ def ray_environment(node: RayNode) -> dict[str, str]:
 def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself.
 
-    A node whose Ray has ended tells the others, so that all of them end in the same way.
+    A node whose Ray has ended tells the others, which end too where the run cannot go on without it.
     """
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ends: list[int] = []
@@ -112,11 +112,11 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
             ray_command(node), env=os.environ | ray_environment(node), stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        while ray.poll() is None and not ends and not folder.is_over() and not folder.lost_a_node():
+        while ray.poll() is None and not ends and not folder.is_over() and not folder.must_end():
             time.sleep(_POLL_S)
         if ray.poll() is None:
             return 0
-        folder.note_lost_node()
+        folder.note_lost_node(node.name)
         _keep_logs(node.temp_dir, log.parent)
         return 1
     finally:

@@ -12,15 +12,15 @@ from pathlib import Path
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
-from launcher.cluster.engine_restarts import EngineRestarter, LostEngines
+from launcher.cluster.job_folder import note_begin
 from launcher.cluster.processes import Actor, Processes
-from launcher.cluster.trainer_restarts import TrainerRestarts
 from launcher.commands.build import (
     build_delivery,
     build_publisher,
     device_sharing,
     loop_settings,
     publish_plan,
+    run_places,
     train_phase_policy,
 )
 from launcher.commands.prompts import training_order
@@ -29,8 +29,12 @@ from launcher.commands.specs import sampling_spec
 from launcher.commands.startup import Inputs, Workers, read_inputs, start_trainer, start_workers
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending, judge
+from launcher.recovery.engines import EngineRestarter, LostEngines
+from launcher.recovery.nodes import LostNodes
+from launcher.recovery.trainer import TrainerRestarts
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.places import write_places
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch
@@ -76,6 +80,11 @@ class _Parts:
     lost_engines: LostEngines
     restarts: TrainerRestarts
 
+    @property
+    def placed(self) -> CheckedRun:
+        """The run with the present places of its processes."""
+        return replace(self.checked, placement=self.lost_engines.nodes.placement)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
@@ -100,14 +109,21 @@ def execute(
     inputs = read_inputs(config, running, resume, run_id, progress)
     status.phase("engines and trainer", "start")
     workers = start_workers(checked, running, resume, run_id, progress)
+    note_begin()
     history = _history_client(inputs.history, workers.engines)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"), say=progress.say)
     recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
+    lost_nodes = LostNodes(
+        running=running,
+        placement=checked.placement,
+        say=progress.say,
+        on_change=lambda placement: write_places(directory.path, run_places(placement)),
+    )
     lost_engines = LostEngines(
         running=running,
         engines=workers.engines,
         specs=workers.specs,
-        slots=checked.placement.engines,
+        nodes=lost_nodes,
         max_restarts=config.engine.max_restarts,
         say=progress.say,
     )
@@ -174,7 +190,7 @@ def may_pass(error: PlacedError, controller: Controller | None) -> bool:
 
 def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tuple[_Attempt, ResumePoint]:
     """Replace a trainer that failed by one that continues from the newest checkpoint."""
-    checked, workers = parts.checked, attempt.workers
+    workers = attempt.workers
     parts.shown.status.phase("trainer", "start again")
     pool = None if attempt.controller is None else attempt.controller.pool
     parts.restarts.clear(failure, workers.trainer, pool, attempt.sharing)
@@ -186,14 +202,14 @@ def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tupl
         f"the trainer continues after step {resume.first_step}; {num_repeated} finished step(s) are repeated"
     )
     parts.shown.status.step = resume.first_step
-    trainer = start_trainer(checked, parts.running, resume, workers.run_id)
-    sharing = device_sharing(checked.config, trainer, workers.engines)
+    trainer = start_trainer(parts.placed, parts.running, resume, workers.run_id)
+    sharing = device_sharing(parts.checked.config, trainer, workers.engines)
     return _Attempt(workers=replace(workers, trainer=trainer), sharing=sharing), resume
 
 
 def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _Attempt:
     """Connect the trainer with the engines, and build the loop over them."""
-    checked, config, workers, sharing = parts.checked, parts.checked.config, attempt.workers, attempt.sharing
+    checked, config, workers, sharing = parts.placed, parts.checked.config, attempt.workers, attempt.sharing
     engines, recorder = workers.engines, parts.recorder
     plan = publish_plan(checked, workers)
     delivery = build_delivery(checked, workers, plan)
@@ -221,6 +237,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
         first_step=resume.first_step,
         repeated=parts.restarts.repeated,
         stop_requested=StopWatch(run_dir=parts.directory.path),
+        check_places=parts.lost_engines.nodes.check_trainer,
     )
     return replace(attempt, controller=controller)
 
@@ -307,7 +324,8 @@ def _end(engines: EngineGroup, trainer: TrainerGroup, inputs: Inputs, running: P
     running.end_trainer(trainer)
     if inputs.history is not None:
         running.end_history(inputs.history)
-    running.end([*engines.actors, inputs.text_actor])
+    kept = [actor for number, actor in enumerate(engines.actors) if number not in engines.retired]
+    running.end([*kept, inputs.text_actor])
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:

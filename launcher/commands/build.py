@@ -1,8 +1,10 @@
 """Builds the parts of a run that publish weights and share devices, from the facts in `CheckedRun`."""
 
 from launcher.checks.check import CheckedRun
+from launcher.cluster.placement import Placement
 from launcher.commands.startup import Workers
 from launcher.config.schema import RunConfig
+from launcher.run_dir.places import Places
 from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
 from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
@@ -101,4 +103,11 @@ def loop_settings(checked: CheckedRun) -> LoopSettings:
         data_parallel=config.trainer.parallel.data,
         costs=checked.costs,
         seed=config.seed,
+    )
+
+
+def run_places(placement: Placement) -> Places:
+    """Nodes of engines and trainer ranks, for the run directory."""
+    return Places(
+        engines=tuple(slot.node for slot in placement.engines), trainers=tuple(rank.node for rank in placement.trainers)
     )

@@ -43,7 +43,7 @@ def check(config: RunConfig, folder: JobFolder) -> int:
 
 
 def choose(config: RunConfig, folder: JobFolder) -> int:
-    """Name the nodes of the run; the first one becomes Ray's head."""
+    """Name the nodes of the run and its spare nodes; the first one becomes Ray's head."""
     slurm = config.cluster.slurm
     allocated = (folder.path / "allocated").read_text(encoding="utf-8").split()
     records = {node: _read(folder.check_file(node)) for node in allocated if folder.check_file(node).exists()}
@@ -64,7 +64,10 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
         say(f"{MAX_REQUEUES + 1} starts at step {step} made no new step; to try again remove {folder.starts}")
         return Ending.PROCESS_LOST.code
     append_line(folder.starts, {"step": step, "time_s": time.time(), "job": folder.path.name})
-    (folder.path / "nodes").write_text("".join(f"{node}\n" for node in choice.nodes), encoding="utf-8")
+    if choice.spares:
+        say(f"spare: {', '.join(choice.spares)}")
+    nodes = (*choice.nodes, *choice.spares)
+    (folder.path / "nodes").write_text("".join(f"{node}\n" for node in nodes), encoding="utf-8")
     return 0
 
 

@@ -5,9 +5,9 @@ A run resumes from the newest checkpoint of its run directory.
 
 from launcher.checks.check import CheckedRun
 from launcher.cluster.node import describe
-from launcher.cluster.placement import Placement
 from launcher.cluster.processes import Processes, processes
 from launcher.commands.assembly import EXPORT, Shown, execute
+from launcher.commands.build import run_places
 from launcher.commands.evaluate import evaluate_directories
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import resolved_yaml
@@ -15,7 +15,7 @@ from launcher.config.schema import RunConfig
 from launcher.report.write import write_report
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
-from launcher.run_dir.places import Places, write_places
+from launcher.run_dir.places import write_places
 from launcher.run_dir.resume import changed_keys
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import answer_request
@@ -35,7 +35,7 @@ def run(checked: CheckedRun) -> None:
         changes = changed_keys(directory.path, config) if resume.first_step else []
         directory.write_config(resolved_yaml(config))
         directory.write_environment(describe())
-        write_places(directory.path, _places(checked.placement))
+        write_places(directory.path, run_places(checked.placement))
         progress = RunProgress(config.num_steps)
         if resume.first_step:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
@@ -53,12 +53,6 @@ def run(checked: CheckedRun) -> None:
             progress.table(rows)
         write_report(directory.path)
         progress.say(f"report: {directory.path / 'report.html'}")
-
-
-def _places(placement: Placement) -> Places:
-    return Places(
-        engines=tuple(slot.node for slot in placement.engines), trainers=tuple(rank.node for rank in placement.trainers)
-    )
 
 
 def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:

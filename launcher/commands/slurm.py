@@ -36,7 +36,8 @@ def job_config(config: RunConfig) -> RunConfig:
             f"`cluster.address` = {cluster.address}: a SLURM job starts Ray on its own nodes; leave the key out, or "
             "start `megatron-rl run` to join that cluster"
         )
-    joined = cluster.model_copy(update={"address": "auto", "min_nodes": cluster.slurm.nodes})
+    num_nodes = cluster.slurm.nodes
+    joined = cluster.model_copy(update={"address": "auto", "min_nodes": num_nodes, "max_nodes": num_nodes})
     return config.model_copy(update={"run_dir": str(Path(config.run_dir).absolute()), "cluster": joined})
 
 

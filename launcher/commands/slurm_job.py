@@ -23,6 +23,7 @@ from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import job_nodes, node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
+from launcher.cluster.ray_cluster import SPARE
 from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import job_id, node_name, saved_step, say, starts
@@ -72,7 +73,8 @@ def node(config: RunConfig, folder: JobFolder) -> int:
     else:
         head = folder.wait_for_head(HEAD_TIMEOUT_S)
         if head is None or not _wait_until_ready(head, folder):
-            return 0 if folder.is_over() or folder.lost_a_node() else Ending.DEADLINE.code
+            return 0 if folder.is_over() or folder.must_end() else Ending.DEADLINE.code
+    spare = {SPARE: "true"} if folder.nodes().index(name) >= slurm.nodes else {}
     ray = RayNode(
         name=name,
         address=address,
@@ -82,7 +84,7 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         num_cpus=plan(config, job_nodes(slurm, node_resources())).num_actors,
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
-        labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")),
+        labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")) | spare,
         temp_dir=Path(f"/tmp/mrl-{job_id()}-{folder.nodes().index(name)}"),
     )
     say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")
@@ -113,7 +115,7 @@ def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
         with suppress(RunDirectoryError):  # a status of another version, which the run replaces
             for text in start.follow(read_now(folder.run_dir), first_step=first_step):
                 say(text)
-        if told_s is None and (folder.is_over() or folder.lost_a_node()):
+        if told_s is None and (folder.is_over() or folder.must_end()):
             told_s = time.monotonic()
             run.terminate()
         elif told_s is not None and time.monotonic() - told_s > END_TIMEOUT_S:
@@ -128,7 +130,7 @@ def decide_requeue(config: RunConfig, folder: JobFolder) -> int:
     decision = decide(
         code,
         asked=request is not None and request.requeue,
-        node_lost=folder.lost_a_node(),
+        node_lost=folder.must_end(),
         starts=starts(folder),
         step=saved_step(folder),
     )
@@ -151,7 +153,7 @@ PARTS: Mapping[str, Callable[[RunConfig, JobFolder], int]] = {
 def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
     """Whether Ray's head can be joined, before the job ends or `HEAD_TIMEOUT_S` pass."""
     deadline = time.monotonic() + HEAD_TIMEOUT_S
-    while time.monotonic() < deadline and not folder.is_over() and not folder.lost_a_node():
+    while time.monotonic() < deadline and not folder.is_over() and not folder.must_end():
         try:
             with socket.create_connection((head.address, head.ready_port), timeout=1):
                 return True

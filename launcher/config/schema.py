@@ -47,6 +47,9 @@ class ClusterConfig(Config):
     """Share of a device that a trainer rank reserves if an engine uses the same device. GPUs only."""
     min_nodes: int = Field(default=1, gt=0)
     """Nodes that must have joined a running Ray cluster before the run starts processes. A SLURM job sets it."""
+    max_nodes: int = Field(default=0, ge=0)
+    """Most nodes of a running Ray cluster that the run uses; 0: all. Others replace nodes that die. A SLURM job sets
+    it."""
     slurm: SlurmConfig = SlurmConfig()
     """The SLURM job that `megatron-rl slurm` submits."""
 

@@ -27,7 +27,7 @@ class SlurmConfig(Config):
     nodes: int = Field(default=1, gt=0)
     """Nodes that the run uses."""
     spares: int = Field(default=0, ge=0)
-    """Additional nodes to allocate. A node that fails the checks at the start of the job is left out."""
+    """Additional nodes to allocate. They replace nodes that fail the checks at the start of the job, or die later."""
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of each node."""
     cpus_per_node: int = Field(default=0, ge=0)

@@ -84,6 +84,8 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("Aborted responses", "batch/aborted_responses"),
         _panel("Skipped updates", "actor/skipped_updates"),
         _panel("Restarted engines", "engine/restarts"),
+        _panel("Serving engines", "engine/serving"),
+        _panel("Lost nodes", "cluster/lost_nodes"),
         _panel("Repeated publishes", "publish/repeated"),
         _panel("Groups that began again", "engine/reissued_groups"),
         _panel("Lost calls of the history", "history/lost_calls"),

@@ -123,7 +123,9 @@ _PUBLISH: tuple[Row, ...] = (
 _ENGINES: tuple[Row, ...] = (
     ("trainer/restarts", "restarts", "total", "Restarts of all trainer ranks from the newest checkpoint.", "0"),
     ("trainer/repeated_steps", "steps", "total", "Finished steps that these restarts repeated.", "0"),
-    ("engine/restarts", "engines", "total", "Restarted engines.", "0"),
+    ("engine/restarts", "engines", "total", "Restarted engines, without those of lost nodes.", "0"),
+    ("engine/serving", "engines", "last", "Engines that were not given up after the loss of their node.", "all"),
+    ("cluster/lost_nodes", "nodes", "total", "Nodes that the run has lost since its process started.", "0"),
     ("engine/hung", "engines", "total", "Engines that lived but did nothing, and were ended; see docs/faults.md.", "0"),
     ("engine/reissued_groups", "groups", "total", "Groups that began again or continued elsewhere.", "0"),
     ("planner/moved_groups", "groups", "total", "Groups that migrated to another engine.", ""),

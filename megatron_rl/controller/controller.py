@@ -101,6 +101,8 @@ class Controller:
     repeated: Repeated = Repeated()
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run is to end early. Asked before each step and during its rollout."""
+    check_places: Callable[[], None] = lambda: None
+    """Asked during each rollout. Raises if the rollout is in vain, because the trainer's node is gone."""
     num_repeated_publishes: int = field(default=0, init=False)
     """Publishes that were repeated because an engine died."""
     saved_step: int = field(default=0, init=False)
@@ -209,6 +211,8 @@ class Controller:
         metrics["trainer/restarts"] = float(self.repeated.num_restarts)
         metrics["trainer/repeated_steps"] = float(self.repeated.num_steps)
         metrics["engine/restarts"] = float(self.restarter.num_restarts)
+        metrics["engine/serving"] = float(self.restarter.num_serving)
+        metrics["cluster/lost_nodes"] = float(self.restarter.num_lost_nodes)
         metrics["engine/hung"] = float(self.pool.num_hung)
         metrics["reward/scorer_restarts"] = float(self.pool.num_scorer_restarts)
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
@@ -243,18 +247,20 @@ class Controller:
 
     def _progress(self, phase: str) -> "_PhaseProgress":
         stop = self.stop_requested if phase == "rollout" else None
-        return _PhaseProgress(recorder=self.recorder, phase=phase, stop_requested=stop)
+        return _PhaseProgress(recorder=self.recorder, phase=phase, check=self.check_places, stop_requested=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PhaseProgress:
     recorder: Recorder
     phase: str
+    check: Callable[[], None]
     stop_requested: Callable[[], bool] | None
     """None where the phase may not be left."""
 
     def __call__(self, done: int, total: int) -> None:
         self.recorder.on_progress(self.phase, done, total)
+        self.check()
         if self.stop_requested is not None and done < total and self.stop_requested():
             raise RolloutInterruptedError
 

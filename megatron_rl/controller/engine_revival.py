@@ -8,14 +8,22 @@ from megatron_rl.controller.publisher import Publisher
 
 
 class EngineRestarter(Protocol):
-    """Restarts dead engines; `launcher.cluster.engine_restarts.EngineRestarter` in a run."""
+    """Restarts dead engines; `launcher.recovery.engines.EngineRestarter` in a run."""
 
     @property
     def num_restarts(self) -> int:
         """Engines restarted in this run."""
 
+    @property
+    def num_lost_nodes(self) -> int:
+        """Nodes that the run has lost."""
+
+    @property
+    def num_serving(self) -> int:
+        """Engines that were not given up."""
+
     def restart_lost(self, *, after_failure: bool = False) -> int:
-        """Restart every lost engine; returns their number. They need a publish before they serve.
+        """Restart or give up every lost engine; returns their number. They need a publish before they serve.
 
         `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
         """

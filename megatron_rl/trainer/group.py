@@ -3,7 +3,7 @@
 Every method of a trainer rank is SPMD: it enters collectives, so all ranks must call it or none. A call therefore goes
 to all ranks together and has one deadline (`SpmdGroup`). If a rank fails or is late, its peers may wait for ever in a
 collective. The whole group is then killed, and the error names the failed or late ranks. Nothing is repaired in place:
-a new group starts from the checkpoint (`launcher.cluster.trainer_restarts`). Late ranks first write the stacks of their
+a new group starts from the checkpoint (`launcher.recovery.trainer`). Late ranks first write the stacks of their
 threads to their logs.
 
 Must not import torch: it runs in the controller's process.

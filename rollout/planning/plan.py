@@ -5,7 +5,7 @@ once; there are as many queues as engines.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.types import GroupId, PromptGroup
 
@@ -52,6 +52,11 @@ class RolloutPlan:
     """An engine without groups of a step takes groups that wait for another engine."""
     steps_together: int = 1
     """Number of consecutive steps whose groups have equal priority."""
+
+    def over(self, engines: Sequence[int], *, num_engines: int) -> "RolloutPlan":
+        """The same plan with the queues under the numbers of `engines`, among `num_engines`; others get no groups."""
+        queues = dict(zip(engines, self.queues, strict=True))
+        return replace(self, queues=tuple(queues.get(engine, ()) for engine in range(num_engines)))
 
 
 def plan_first(groups: Sequence[PromptGroup], *, num_engines: int) -> RolloutPlan:

@@ -91,9 +91,10 @@ class Planner:
         if isinstance(self._admission, FixedBatches):
             self._admission.head_start = self._head_start()
         forecasts = self._admission.due(step)
+        tail_engines = min(self._config.tail_engines, len(engines) - 1)  # engines may have been given up
         return Due(
             groups=tuple(self._groups[forecast.group_id] for forecast in forecasts),
-            plan=plan(self._config.policy, forecasts, engines, tail_engines=self._config.tail_engines),
+            plan=plan(self._config.policy, forecasts, engines, tail_engines=tail_engines),
         )
 
     def batch(self, step: int) -> list[GroupId] | None:

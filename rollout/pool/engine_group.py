@@ -41,7 +41,7 @@ class EngineCall(Generic[Answer]):
 
 
 class EngineGroup:
-    """All engines of a run, called at once; errors name the engine. `mark_lost` and `replace` mutate.
+    """All engines of a run, called at once; errors name the engine. `mark_lost`, `retire` and `replace` mutate.
 
     Answers are by engine number, ascending; lost engines are not called. Every call raises the errors of `wait`.
     """
@@ -51,6 +51,7 @@ class EngineGroup:
         self._actors = list(actors)
         self._incarnations = [0] * len(self._actors)
         self._lost: dict[int, str] = {}
+        self._retired: set[int] = set()
         self._processes: dict[int, ProcessId | None] = {}
         self._manifest: tuple[WeightManifest, ray.ObjectRef] | None = None
         self.num_ranks = num_ranks
@@ -76,6 +77,11 @@ class EngineGroup:
         return tuple(sorted(self._lost))
 
     @property
+    def retired(self) -> tuple[int, ...]:
+        """Numbers of lost engines that will not be replaced, ascending."""
+        return tuple(sorted(self._retired))
+
+    @property
     def alive(self) -> tuple[int, ...]:
         """Numbers of engines that are not lost, ascending."""
         return tuple(number for number in range(len(self._actors)) if number not in self._lost)
@@ -83,6 +89,11 @@ class EngineGroup:
     def mark_lost(self, number: int, why: str) -> None:
         """Record that an engine has died, and why."""
         self._lost.setdefault(number, why)
+
+    def retire(self, number: int, why: str) -> None:
+        """Give up an engine for good, because its node is lost and no other has room."""
+        self.mark_lost(number, why)
+        self._retired.add(number)
 
     def loss_reason(self, number: int) -> str:
         """Why an engine was lost; empty for one that is alive."""

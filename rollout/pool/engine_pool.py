@@ -116,17 +116,24 @@ class EnginePool:
         """The call that asks an engine for its running groups (`migration.donor`), and the engine."""
 
     def loads(self) -> list[EngineLoad]:
-        """The work of each engine, as planning sees it."""
-        return self._dispatcher.loads(self._seats.seats_per_engine)
+        """The work of each engine, as planning sees it: without retired engines."""
+        loads = self._dispatcher.loads(self._seats.seats_per_engine)
+        return [loads[engine] for engine in self._kept()]
+
+    def _kept(self) -> list[int]:
+        """Numbers of the engines that planning sees: those that serve, or will serve again."""
+        retired = self._engines.retired
+        return [engine for engine in range(len(self._engines)) if engine not in retired]
 
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
-        """Queue `groups` as planned, and start those for which there are free seats.
+        """Queue `groups` as planned for the engines of `loads`, and start those for which there are free seats.
 
         Without a plan they go before all waiting groups, and any engine takes the next one.
         """
-        plan = plan or plan_first(groups, num_engines=len(self._engines))
+        kept = self._kept()
+        plan = plan or plan_first(groups, num_engines=len(kept))
         self._places.admit(groups)
-        self._dispatcher.admit(plan)
+        self._dispatcher.admit(plan.over(kept, num_engines=len(self._engines)))
         if self._whole_step:
             (engine,) = self._engines.actors
             ray.get(engine.hold.remote())

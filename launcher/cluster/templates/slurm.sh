@@ -7,7 +7,6 @@ set -euo pipefail
 
 run_dir=@@RUN_DIR@@
 config=@@CONFIG@@
-num_nodes=@@NUM_NODES@@
 python=(@@PYTHON@@) # Python of the job, with the container's command before it
 srun_options=(@@SRUN_OPTIONS@@)
 cd @@WORK_DIR@@
@@ -31,10 +30,22 @@ fi
 
 # Sets `step` to the command that runs a part of the job once on each of the named nodes.
 prepare() {
-  local nodes=$1 count=$2
-  shift 2
+  local nodes=$1 count=$2 part=$3
+  shift 3
   step=(srun --overlap --cpu-bind=none --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes"
-    "${srun_options[@]}" "${python[@]}" -m launcher.commands.slurm_job "$@" "$config")
+    "$@" "${srun_options[@]}" "${python[@]}" -m launcher.commands.slurm_job "$part" "$config")
+}
+
+# Requeues the job or not, and ends it with the exit code of the run.
+finish() {
+  local code
+  code=$(cat "$job_dir/code" 2>/dev/null || echo 1)
+  prepare "$batch_node" 1 decide
+  "${step[@]}" || say "could not decide on a requeue"
+  if [ -e "$job_dir/requeue" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  exit "$code"
 }
 
 # A signal must not reach Ray: the controller looks for this file, saves a checkpoint and ends the run.
@@ -65,17 +76,25 @@ done
 prepare "$batch_node" 1 choose
 "${step[@]}"
 nodes=$(paste -sd, "$job_dir/nodes")
+num_nodes=$(wc -l < "$job_dir/nodes")
 
 if [ "$num_nodes" -gt 1 ]; then
   phase "all-reduce"
   say "sums a number over $nodes"
   prepare "$nodes" "$num_nodes" reduce
-  "${step[@]}"
+  "${step[@]}" || {
+    code=$?
+    if [ -n "$(sinfo --noheader --nodes="$nodes" --states=down --format=%N)" ]; then
+      code=9 # a node has died since the checks
+    fi
+    echo "$code" > "$job_dir/code"
+    finish
+  }
 fi
 
 phase "Ray on the nodes"
 say "starts Ray on $nodes"
-prepare "$nodes" "$num_nodes" node
+prepare "$nodes" "$num_nodes" node --no-kill # the other nodes go on after the death of one
 (
   trap - USR1 TERM
   "${step[@]}" || true
@@ -95,10 +114,4 @@ while kill -0 "$ray" 2>/dev/null; do
   wait "$ray" || true
 done
 
-code=$(cat "$job_dir/code" 2>/dev/null || echo 1)
-prepare "$batch_node" 1 decide
-"${step[@]}" || say "could not decide on a requeue"
-if [ -e "$job_dir/requeue" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
+finish

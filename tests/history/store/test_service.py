@@ -14,6 +14,7 @@ from history.config import HistoryConfig
 from history.index.segment import attach_segment
 from history.index.segments_dir import segments_dir, sweep_segments
 from history.store import service as history_service
+from history.store.actors import HistoryReader, HistoryShard
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, start_history
 from history.store.snapshot import SnapshotError, read_manifest
@@ -240,3 +241,34 @@ def test_the_service_handle_does_not_import_numba():
     code = "import history.store.service, sys; print([name for name in ('numba', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_reader_that_moves_publishes_on_its_new_node_what_the_others_publish(tmp_path, log_lines):
+    """Nodes are folders here: a reader publishes in the folder of its node."""
+    config = HistoryConfig(num_shards=1, budget_bytes=1 << 20)
+    shard = HistoryShard.remote(0, 1, config.budget_bytes, config.kept_steps)
+    folders = {node: str(tmp_path / node) for node in ("a", "b", "c")}
+    service = HistoryService(
+        [shard],
+        ["a", "b"],
+        start_reader=lambda node: HistoryReader.remote(folders[node]),
+        directory=folders["a"],
+        fingerprint="f",
+        log=log_lines,
+    )
+
+    def published_on(node: str) -> set[str]:
+        return {path.name for path in Path(folders[node]).glob("*.segment")}
+
+    try:
+        remember(service, 0)
+        service.publish_segments(KEYS)
+        until(lambda: len(published_on("b")) == len(KEYS))
+        service.move_readers(["a", "c"])
+        until(lambda: published_on("c") == published_on("a"))
+        service.publish_segments(KEYS[:2])
+        until(lambda: len(published_on("c")) == len(published_on("a")) == 2)
+        assert len(published_on("b")) == len(KEYS)
+        assert service.report().num_lost_calls == 0 and log_lines == []
+    finally:
+        service.close()

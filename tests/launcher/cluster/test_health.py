@@ -54,8 +54,13 @@ def test_this_node_is_read(tmp_path: Path) -> None:
 def test_the_first_healthy_nodes_are_chosen_and_the_others_named() -> None:
     found = choose_nodes(["n1", "n2", "n3", "n4"], {"n1": ["is ill"], "n2": [], "n4": []}, num_nodes=2)
     assert found.nodes == ("n2", "n4")
-    assert found.left_out[0] == "n1: is ill"
+    assert found.spares == () and found.left_out[0] == "n1: is ill"
     assert found.left_out[1].startswith("n3: has written no record")
+
+
+def test_healthy_nodes_beyond_those_of_the_run_are_spare() -> None:
+    found = choose_nodes(["n1", "n2", "n3"], {"n1": [], "n2": [], "n3": []}, num_nodes=2)
+    assert (found.nodes, found.spares) == (("n1", "n2"), ("n3",))
 
 
 def test_too_few_healthy_nodes_are_no_choice() -> None:

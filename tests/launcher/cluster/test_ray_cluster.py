@@ -39,7 +39,7 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_processes_run_in_the_bundle_of_their_node_and_a_full_node_is_refused() -> None:
+def test_processes_run_in_the_bundle_of_their_node_until_another_node_replaces_it() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cluster.three_ray_nodes"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -50,7 +50,7 @@ def test_processes_run_in_the_bundle_of_their_node_and_a_full_node_is_refused() 
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["names"] == ["node2", "node9", "node10"]
+    assert answer["names"] == ["node2", "node9", "node1"], "the spare node is the last"
     assert answer["racks"] == ["leaf3", "", ""]
     assert set(answer["cores"]) == {len(os.sched_getaffinity(0))}
     assert answer["used"] == ["node2", "node9"]
@@ -58,3 +58,7 @@ def test_processes_run_in_the_bundle_of_their_node_and_a_full_node_is_refused() 
     assert answer["history"] is True
     assert answer["swapped"].startswith("engine 0 runs on node9, but the placement says node2")
     assert "reserve node2 (2 CPU), node9 (1 CPU)" in answer["full"]
+    assert answer["others"] == ["node1"] and answer["first"] == ["node2", "node9"]
+    assert (answer["before"], answer["gone"]) == ([], ["node9"])
+    assert answer["replaced"] == ["node2", "node1"] and answer["right place"]
+    assert answer["gone afterwards"] == []

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from launcher.cluster.job_folder import Head, JobFolder
+from launcher.cluster.job_folder import VARIABLE, Head, JobFolder, note_begin
 from launcher.cluster.ports import PortMap
 from launcher.cluster.ray_node import RayNode, ray_command, ray_environment, topology_labels
 
@@ -69,3 +70,39 @@ def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None
     assert folder.wait_for_head(60) is None
     folder.write_head(Head(address="10.0.0.6", port=20200, ready_port=20201))
     assert folder.wait_for_head(60) == Head(address="10.0.0.6", port=20200, ready_port=20201)
+
+
+def folder_of(path: Path, *nodes: str, begun: bool = False) -> JobFolder:
+    (path / "nodes").write_text("".join(f"{node}\n" for node in nodes))
+    if begun:
+        (path / "begun").touch()
+    return JobFolder(path=path)
+
+
+@pytest.mark.parametrize(
+    ("lost", "begun", "ends"),
+    [
+        (["node2"], False, True),
+        (["node2"], True, False),
+        (["node1"], True, True),
+        (["node3", "node1"], True, True),
+        ([""], True, True),
+        ([], False, False),
+    ],
+    ids=["before the run", "another node", "the head", "the head too", "without a name", "none"],
+)
+def test_a_run_that_has_begun_goes_on_without_a_node_but_not_without_rays_head(
+    tmp_path: Path, lost: list[str], begun: bool, ends: bool
+) -> None:
+    folder = folder_of(tmp_path, "node1", "node2", "node3", begun=begun)
+    for node in lost:
+        folder.note_lost_node(node)
+    assert folder.must_end() is ends
+
+
+def test_only_a_run_in_a_job_notes_its_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    note_begin()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    note_begin()
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]

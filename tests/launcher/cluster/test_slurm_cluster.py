@@ -13,8 +13,10 @@ import yaml
 
 from launcher.cluster.ports import BLOCK, ephemeral_range, port_maps
 from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.places import Places, read_places
 from launcher.run_dir.status import read_now
 from tests.support.cluster.slurm_cluster import Listening, SlurmCluster, slurm_cluster
+from tests.support.cluster.slurm_config import URGENT
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 from tests.support.runs.whole_runs import NOT_REPEATABLE
@@ -42,7 +44,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("cluster") / "slurm", num_nodes=3) as started:
+    with slurm_cluster(tmp_path_factory.mktemp("cluster") / "slurm", num_nodes=4) as started:
         yield started
 
 
@@ -183,14 +185,16 @@ def undisturbed(cluster: SlurmCluster, work: Path) -> Path:
     return work / "one_node"
 
 
-def test_after_a_signal_the_requeued_job_continues_with_the_metrics_of_an_undisturbed_run_on_one_node(
+def test_a_preempted_job_continues_with_the_metrics_of_an_undisturbed_run_on_one_node(
     cluster: SlurmCluster, work: Path, undisturbed: Path
 ) -> None:
-    run_dir = work / "signalled"
-    job, log = submit(cluster, work, "run_dir=signalled", *ALIKE)
+    """SLURM sends the signal of the script to the preempted job; a run over two nodes equals one on one node."""
+    run_dir = work / "preempted"
+    job, log = submit(cluster, work, "run_dir=preempted", *ALIKE)
     wait_until(lambda: bool(read_rows(run_dir / "metrics.jsonl")), log)
-    cluster.login("scancel", "--batch", "--signal=USR1", str(job))
-    wait_until(lambda: "requeued" in log.read_text() and state(cluster, job) == "PENDING", log)
+    wide = ["--parsable", f"--partition={URGENT}", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    urgent = int(cluster.login("sbatch", *wide, cwd=work))
+    wait_until(lambda: "requeued" in log.read_text() and not state(cluster, urgent), log)
     restart(cluster, job, log)
     output = wait_for_end(cluster, job, log)
     assert output.rstrip().endswith("the run is done")
@@ -201,16 +205,85 @@ def test_after_a_signal_the_requeued_job_continues_with_the_metrics_of_an_undist
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
-def test_a_colocated_run_continues_disaggregated_on_three_nodes(
+def test_a_colocated_run_continues_disaggregated_on_three_nodes_and_then_on_two(
     cluster: SlurmCluster, work: Path, two_nodes: EndedJob
 ) -> None:
+    """The last step loses the node of the second engine; the first engine goes on alone."""
     apart = ["placement.mode=disaggregated", "trainer.parallel.data=1", "cluster.slurm.nodes=3"]
-    job, log = submit(cluster, work, "num_steps=4", *apart)
-    output = wait_for_end(cluster, job, log)
+    job, log = submit(cluster, work, "num_steps=5", *apart)
     run_dir = two_nodes.run_dir
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1, 2, 3], output
+    wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
     logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("engine-*.log")}
     assert {"node2/engine-0.log", "node3/engine-1.log"} <= logs
+    cluster.kill("node3")
+    output = wait_for_end(cluster, job, log)
+    cluster.boot("node3")
+    resume(cluster, "node3", log)
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4], output
+    assert [row["engine/serving"] for row in rows] == [2, 2, 2, 2, 1]
+    assert [row["cluster/lost_nodes"] for row in rows][2:] == [0, 0, 1]
+    assert "lost node3: engine(s) [1] are given up; 1 of 2 serve" in output
+    assert "requeued" not in output and output.rstrip().endswith("the run is done")
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_an_undisturbed_run(
+    cluster: SlurmCluster, work: Path, undisturbed: Path
+) -> None:
+    run_dir = work / "spare"
+    job, log = submit(cluster, work, "run_dir=spare", *ALIKE, "cluster.slurm.spares=1")
+    wait_until(lambda: at(run_dir, 1, "rollout"), log, every_s=0.01)
+    cluster.kill("node2")
+    output = wait_for_end(cluster, job, log)
+    cluster.boot("node2")
+    resume(cluster, "node2", log)
+    assert "spare: node3" in output and "lost node2: node3 replaces it" in output
+    assert "requeued" not in output and output.rstrip().endswith("the run is done")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["cluster/lost_nodes"] for row in rows] == [0, 1, 1], output
+    assert repeatable(run_dir, *COUNTS_OF_LOSSES) == repeatable(undisturbed, *COUNTS_OF_LOSSES)
+    assert read_places(run_dir) == Places(engines=("node1",), trainers=("node1", "node1", "node3", "node3"))
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+def test_a_cancelled_job_leaves_nothing_on_its_nodes(cluster: SlurmCluster, work: Path) -> None:
+    job, log = submit(cluster, work, "run_dir=cancelled", "num_steps=9")
+    wait_until(lambda: at(work / "cancelled", 0, "rollout"), log)
+    cluster.login("scancel", str(job))
+    output = wait_for_end(cluster, job, log)
+    assert "was terminated" in output and "requeued" not in output
+    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), log)
+
+
+@pytest.mark.faults
+def test_without_a_spare_node_the_trainer_takes_one_of_the_engines(cluster: SlurmCluster, work: Path) -> None:
+    run_dir = work / "given"
+    apart = ["placement.mode=disaggregated", "cluster.slurm.nodes=4", "num_steps=3", "run_dir=given"]
+    job, log = submit(cluster, work, *apart)
+    wait_until(lambda: at(run_dir, 1, "train"), log, every_s=0.01)
+    cluster.kill("node2")
+    output = wait_for_end(cluster, job, log)
+    cluster.boot("node2")
+    resume(cluster, "node2", log)
+    assert "lost node2: node4 replaces it, whose engine(s) [1] leave; 1 of 2 serve" in output
+    assert "requeued" not in output and output.rstrip().endswith("the run is done")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["engine/serving"] for row in rows] == [2, 1, 1], output
+    assert [row["trainer/restarts"] for row in rows] == [0, 1, 1]
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+@pytest.mark.faults
+def test_tasks_of_a_job_array_on_the_same_nodes_do_not_meet(cluster: SlurmCluster, work: Path) -> None:
+    line = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "launcher", "run"]
+    step = ["srun", "--cpu-bind=none", *line, str(configuration(work)), "run_dir=array_$SLURM_ARRAY_TASK_ID"]
+    options = ["--parsable", "--array=0-1", "--nodelist=node1,node2", "--ntasks-per-node=1", "--cpus-per-task=4"]
+    log = work / "array.out"
+    command = [*options, f"--output={log}", "--open-mode=append", f"--wrap={' '.join(step)} num_steps=1"]
+    output = wait_for_end(cluster, int(cluster.login("sbatch", *command, cwd=work)), log)
+    for number in (0, 1):
+        assert [row["step"] for row in read_rows(work / f"array_{number}" / "metrics.jsonl")] == [0], output
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
@@ -276,10 +349,14 @@ def state(cluster: SlurmCluster, job: int) -> str:
     return cluster.login("squeue", "-h", "-j", str(job), "-o", "%T", check=False).strip()
 
 
-def repeatable(run_dir: Path) -> list[dict[str, object]]:
-    """Metrics without times."""
-    rows = read_rows(run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
+COUNTS_OF_LOSSES = ("trainer/re", "cluster/lost_nodes")
+"""Begins of the names of metrics that count restarts of the trainer and lost nodes."""
+
+
+def repeatable(run_dir: Path, *without: str) -> list[dict[str, object]]:
+    """Metrics without times, and without those whose names begin with `without`."""
+    left_out, rows = (*NOT_REPEATABLE, *without), read_rows(run_dir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows]
 
 
 def wait_until(condition: Callable[[], bool], log: Path, *, every_s: float = 0.5) -> None:

@@ -89,7 +89,7 @@ def controller(
         ),
         trainer=StandIn(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
         publisher=StandIn(publish=log.call("publish", report)),
-        restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0),
+        restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
         phases=phases,
         evaluator=StandIn(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
@@ -170,7 +170,7 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
         log.append("replace" if not after_failure else "look and replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
-    run.restarter = StandIn(restart_lost=replace, num_restarts=1)
+    run.restarter = StandIn(restart_lost=replace, num_restarts=1, num_serving=1, num_lost_nodes=0)
     run.run()
     kept = [entry for entry in log if entry in ("publish 1", "replace", "look and replace")]
     assert kept == ["replace", "publish 1", "look and replace", "publish 1"]

@@ -117,6 +117,13 @@ def test_a_call_to_living_engines_ignores_a_dead_engine():
     assert engines.lost == (0,)
 
 
+def test_a_retired_engine_is_lost_and_never_called():
+    engines = group(3, {}, node_id="here")
+    engines.retire(1, "its node is gone")
+    assert (engines.retired, engines.lost, engines.alive) == ((1,), (1,), (0, 2))
+    assert engines.node_ids(timeout_s=1) == {0: "here", 2: "here"} and engines.loss_reason(1) == "its node is gone"
+
+
 def test_a_call_to_living_engines_ends_an_engine_that_does_not_answer():
     engines = group(3, {1: {"resume_sampling": LATE}}, resume_sampling=None)
     engines.resume_sampling(timeout_s=1)

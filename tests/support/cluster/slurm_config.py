@@ -4,6 +4,8 @@ from pathlib import Path
 
 SUBNET = "10.78.0"
 LOGIN = "login"
+URGENT = "urgent"
+"""Partition whose jobs preempt those of the default one."""
 CPUS = 8
 """Of each node, on paper: the machine may have fewer."""
 
@@ -53,11 +55,18 @@ def slurm_conf(root: Path, num_nodes: int) -> str:
         "SlurmctldTimeout": "30",
         "SlurmdTimeout": "15",
         "MessageTimeout": "60",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+        "SlurmctldParameters": "preempt_send_user_signal",
     }
     nodes = [
         f"NodeName={name} NodeAddr={address} NodeHostname={name} CPUs={CPUS} RealMemory=8000 State=UNKNOWN"
         for name, address in addresses(num_nodes).items()
         if name != LOGIN
     ]
-    partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
-    return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition]) + "\n"
+    partition = "Nodes=ALL MaxTime=INFINITE State=UP"
+    partitions = [
+        f"PartitionName=main Default=YES PriorityTier=1 GraceTime=600 {partition}",
+        f"PartitionName={URGENT} PriorityTier=2 {partition}",
+    ]
+    return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, *partitions]) + "\n"

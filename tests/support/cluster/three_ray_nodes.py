@@ -4,6 +4,7 @@ The suite's own process is connected to another Ray cluster, so this is a script
 """
 
 import json
+import time
 from collections.abc import Callable
 
 import ray
@@ -15,6 +16,7 @@ from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes, reserve
 from launcher.config.schema import ClusterConfig
 from rollout.failures import DeadlineError
+from tests.support.deadline import DEADLINE_S
 
 RACK = {"rack": "leaf3", "block": "spine"}
 
@@ -42,18 +44,39 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
+def after_a_loss(running: Processes, cluster: Cluster, node: object) -> dict[str, object]:
+    """node9 leaves, and node1 replaces it."""
+    before = running.gone_nodes(suspects=["node2", "node9"])
+    cluster.remove_node(node, allow_graceful=False)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (gone := running.gone_nodes()):
+        assert time.monotonic() < deadline
+    spares = running.other_nodes()
+    kept = [each for each in running.nodes if each.name not in gone]
+    running.use_nodes([*kept, *spares], {"node2": 2, "node1": 1}, HistoryPlaces(shards=("node2",), readers=("node1",)))
+    assert running.reservation is not None
+    return {
+        "before": before,
+        "gone": gone,
+        "replaced": [each.name for each in running.nodes],
+        "right place": probe(running, "node1") == running.reservation.node_ids["node1"],
+        "gone afterwards": running.gone_nodes(suspects=["node2", "node1"]),
+    }
+
+
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_name": "node2", "labels": RACK})
-    cluster.add_node(num_cpus=2, node_name="node10")
-    cluster.add_node(num_cpus=2, node_name="node9")
-    config = ClusterConfig(address=cluster.address, min_nodes=3)
-    nodes = joined_nodes(config)
+    cluster.add_node(num_cpus=2, node_name="node1", labels={ray_cluster.SPARE: "true"})
+    node9 = cluster.add_node(num_cpus=2, node_name="node9")
+    config = ClusterConfig(address=cluster.address, min_nodes=2)
+    nodes, first = joined_nodes(config), joined_nodes(config.model_copy(update={"max_nodes": 2}))
     history = HistoryPlaces(shards=("node9",), readers=("node2", "node9"))
     placed = {"node2": 2, "node9": 1}
     with processes(config, num_actors=0, log_dir=None, nodes=nodes, placed=placed, history=history) as running:
         reservation = running.reservation
         assert reservation is not None
         ids = reservation.node_ids
+        others = running.other_nodes()
         ray_cluster.ANSWER_TIMEOUT_S = 1.0
         answer = {
             "names": [node.name for node in nodes],
@@ -64,7 +87,11 @@ def main() -> None:
             "history": running._history_places() == HistoryPlaces(shards=(ids["node9"],), readers=tuple(ids.values())),
             "swapped": refusal(lambda: reservation.check("engine", ["node2", "node9"], [*ids.values()][::-1])),
             "full": refusal(lambda: reserve(running.nodes, placed)),
+            "others": [node.name for node in others],
+            "first": [node.name for node in first],
         }
+        ray_cluster.ANSWER_TIMEOUT_S = 120.0
+        answer |= after_a_loss(running, cluster, node9)
     cluster.shutdown()
     print(json.dumps(answer))
 

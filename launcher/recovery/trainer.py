@@ -1,15 +1,15 @@
 """Replaces a trainer that failed: ends its processes, and brings the engines into the state of a start.
 
 All ranks are lost together, because the peers of a lost rank wait for it in collectives. The caller starts new ranks
-from the newest checkpoint. Engines and history stay. Responses in flight are given up, because the steps since the
-checkpoint are sampled again.
+from the newest checkpoint, those of a lost node on the node that replaces it. Engines and history stay. Responses in
+flight are given up, because the steps since the checkpoint are sampled again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from launcher.cluster.engine_restarts import LostEngines
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from launcher.recovery.engines import LostEngines
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.controller import Repeated
 from megatron_rl.trainer.group import TrainerGroup
@@ -35,7 +35,7 @@ class TrainerRestarts:
     def check(self, error: PlacedError) -> None:
         """Raise `error` unless a return to the checkpoint repairs it.
 
-        It does not repair another role's failure, a lost node, or too many failures.
+        It does not repair another role's failure, a lost node that no other replaces, or too many failures.
         """
         if error.place.role != "trainer" and not isinstance(error, StepLostError):
             raise error
@@ -45,9 +45,11 @@ class TrainerRestarts:
             raise error
         self._check_nodes(error)
 
-    def _check_nodes(self, error: PlacedError) -> None:
-        if gone := self.running.gone_nodes():
-            self.say(f"the run ends, because nodes have left the Ray cluster: {', '.join(gone)}")
+    def _check_nodes(self, error: PlacedError, suspects: Collection[str] = ()) -> None:
+        nodes = self.lost_engines.nodes
+        nodes.follow(suspects)
+        if nodes.unplaced:
+            self.say(f"the run ends, because {nodes.unplaced}")
             raise error
 
     def clear(
@@ -63,10 +65,11 @@ class TrainerRestarts:
 
         Raises:
             EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
-            PlacedError: `error`, because a node has left the Ray cluster.
+            PlacedError: `error`, because no node replaces a lost one.
         """
         trainer.ranks.kill_and_wait()
-        self._check_nodes(error)  # again: Ray needs some seconds to know that a node is gone
+        # again: Ray needs some seconds to know that a node is gone
+        self._check_nodes(error, {rank.node for rank in self.lost_engines.nodes.placement.trainers})
         if trainer in self.running.trainers:
             self.running.end_trainer(trainer)
         sweep()

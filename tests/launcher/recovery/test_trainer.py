@@ -4,24 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.cluster.trainer_restarts import TrainerRestarts
 from launcher.commands.assembly import may_pass
+from launcher.recovery.trainer import TrainerRestarts
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, StepLostError
 
 TRAINER = Place(role="trainer", ranks=(1,))
 
 
-def restarts(log=None, *, max_restarts=2, gone=(), lost=()) -> TrainerRestarts:
+def restarts(log=None, *, max_restarts=2, unplaced="", lost=()) -> TrainerRestarts:
     log = [] if log is None else log
 
     def note(text, answer=None):
         return lambda *args, **kwargs: (log.append(text), answer)[1]
 
     engines = SimpleNamespace(start_over=note("engines start over"))
+    nodes = SimpleNamespace(follow=lambda suspects=(): None, unplaced=unplaced, placement=SimpleNamespace(trainers=()))
     return TrainerRestarts(
-        running=SimpleNamespace(gone_nodes=lambda: list(gone), trainers=["the trainer"], end_trainer=note("forget it")),
+        running=SimpleNamespace(trainers=["the trainer"], end_trainer=note("forget it")),
         lost_engines=SimpleNamespace(
-            engines=engines, find=note("engines lost?", lost), start_again=note("lost engines start")
+            engines=engines, nodes=nodes, find=note("engines lost?", lost), start_again=note("lost engines start")
         ),
         history=SimpleNamespace(connect=note("history connects")),
         update_timeout_s=5.0,
@@ -49,7 +50,7 @@ def test_other_failures_and_lost_nodes_end_the_run():
         restarts(max_restarts=0).check(ProcessLostError("gone", TRAINER))
     log = []
     with pytest.raises(DeadlineError):
-        restarts(log, gone=["node3"]).check(DeadlineError("late", TRAINER))
+        restarts(log, unplaced="no node replaces node3").check(DeadlineError("late", TRAINER))
     assert "node3" in log[0]
 
 
@@ -74,7 +75,9 @@ def test_a_node_that_is_missed_after_the_ranks_have_ended_ends_the_run():
     log = []
     ranks = SimpleNamespace(kill_and_wait=lambda: log.append("ranks end"))
     with pytest.raises(ProcessLostError):
-        restarts(log, gone=["node3"]).clear(ProcessLostError("gone", TRAINER), SimpleNamespace(ranks=ranks), None, None)
+        restarts(log, unplaced="no node replaces node3").clear(
+            ProcessLostError("gone", TRAINER), SimpleNamespace(ranks=ranks), None, None
+        )
     assert log[0] == "ranks end" and "node3" in log[1] and len(log) == 2
 
 

@@ -1,0 +1,150 @@
+"""Restarts engines that died: a new process with the same number, connected to the trainer and to the history.
+
+An engine of a lost node starts on another node, or is given up (`launcher.recovery.nodes`).
+
+A new engine is fenced until the next publish, which sends it all weights. A delta does not distinguish versions of
+different engines, so the channels of all engines are set up again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from launcher.recovery.nodes import LostNodes
+from megatron_rl.controller.colocation import DeviceSharing
+from megatron_rl.controller.delivery import WeightDelivery
+from rollout.engine.spec import EngineSpec
+from rollout.failures import EnginesLostError, Place, ProcessLostError
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.history_client import ANSWER_TIMEOUT_S, HistoryClient
+from rollout.types import EngineSlot
+
+PING_TIMEOUT_S = 30.0
+"""Time in which every rank of an engine that does not sample must answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LostEngines:
+    """Finds the lost engines of a run and starts them again; it counts over all trainers of the run."""
+
+    running: Processes
+    engines: EngineGroup
+    specs: Sequence[EngineSpec]
+    nodes: LostNodes
+    max_restarts: int
+    say: Callable[[str], None]
+    num_restarts: int = field(default=0, init=False)
+    """Engines that were restarted on their node."""
+    _slots: list[EngineSlot] = field(init=False)
+    """Where each engine was started last."""
+
+    def __post_init__(self) -> None:
+        self._slots = list(self.nodes.placement.engines)
+
+    def find(self, *, hung: bool) -> tuple[int, ...]:
+        """Numbers of the lost engines, without retired ones. `hung`: engines that do not answer are ended, and lost.
+
+        Engines whose node now belongs to the trainer are lost, too.
+        """
+        self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
+        if hung:
+            self.engines.end_silent(timeout_s=PING_TIMEOUT_S)
+        for number in self.engines.alive:
+            if self._has_moved(number):
+                self.engines.mark_lost(number, f"its place on {self._slots[number].node} is taken by another process")
+        return tuple(number for number in self.engines.lost if number not in self.engines.retired)
+
+    def start_again(self, sharing: DeviceSharing | None) -> None:
+        """Start each lost engine, not connected to anything; an engine without a node is retired.
+
+        Raises:
+            EnginesLostError: more engines died in this run than `max_restarts` allows, without those of lost nodes.
+            ProcessLostError: no engine is left, because their nodes are lost.
+            RuntimeError: a restarted engine failed to start.
+        """
+        lost = [number for number in self.engines.lost if number not in self.engines.retired]
+        self.nodes.follow(suspects={self._slots[number].node for number in lost})
+        placement = self.nodes.placement
+        for number in lost:
+            reason = self.engines.loss_reason(number)
+            if number in placement.retired:
+                self.engines.retire(number, reason)
+            elif not self._has_moved(number):
+                self.num_restarts += 1
+                self.say(f"engine {number} died and is restarted: {reason}")
+        self._check_number(lost)
+        self.running.end([self.engines.actors[number] for number in lost])
+        groups = {
+            number: self.running.begin_engines([self.specs[number]], [placement.engines[number]])
+            for number in lost
+            if number not in self.engines.retired
+        }
+        for number, (group, starting) in groups.items():
+            group.finish_start(starting, timeout_s=START_TIMEOUT_S)
+            if sharing is not None:
+                sharing.follow(group)
+            self.engines.replace(number, group)
+            self._slots[number] = placement.engines[number]
+
+    def _has_moved(self, number: int) -> bool:
+        """Whether the placement no longer has the engine where it was started."""
+        placement = self.nodes.placement
+        return number in placement.retired or self._slots[number] != placement.engines[number]
+
+    def _check_number(self, lost: Sequence[int]) -> None:
+        if self.num_restarts > self.max_restarts:
+            raise EnginesLostError(
+                f"engines have died {self.num_restarts} times, `engine.max_restarts` = {self.max_restarts} allows "
+                f"fewer; last reason: {self.engines.loss_reason(lost[-1])}",
+                Place(role="engine", ranks=tuple(lost)),
+            )
+        if len(self.engines.retired) == len(self.engines):
+            raise ProcessLostError(
+                "no engine is left, because their nodes are lost", Place(role="engine", ranks=self.engines.retired)
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRestarter:
+    """Restarts engines beside a trainer; satisfies `megatron_rl.controller.engine_revival.EngineRestarter`."""
+
+    lost: LostEngines
+    delivery: WeightDelivery
+    history: HistoryClient | None
+    sharing: DeviceSharing | None
+    """None: trainer and engines stay in memory side by side."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines restarted in this run, without those of lost nodes."""
+        return self.lost.num_restarts
+
+    @property
+    def num_lost_nodes(self) -> int:
+        """Nodes that the run has lost."""
+        return self.lost.nodes.num_lost
+
+    @property
+    def num_serving(self) -> int:
+        """Engines that were not given up."""
+        return len(self.lost.nodes.placement.serving)
+
+    def restart_lost(self, *, after_failure: bool = False) -> int:
+        """Restart or retire each lost engine; returns their number. Restarted engines need a publish before they serve.
+
+        `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
+
+        Raises:
+            EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
+            RuntimeError: a restarted engine failed to start, or no engine is left.
+        """
+        lost = self.lost.find(hung=after_failure)
+        if not lost:
+            return 0
+        if self.sharing is not None:
+            self.sharing.to_start()
+        self.lost.start_again(self.sharing)
+        self.delivery.connect()
+        if self.history is not None:
+            self.history.connect()
+        return len(lost)

@@ -1,0 +1,96 @@
+"""Finds the nodes that a run has lost, and gives their processes other places.
+
+The processes themselves are ended and started by others: engines by `LostEngines`, trainer ranks by `TrainerRestarts`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from launcher.cluster.placement import Placement
+from launcher.cluster.processes import Processes
+from launcher.recovery.relocation import Relocation, relocate
+from rollout.failures import Place, ProcessLostError
+
+LOOK_EVERY_S = 10.0
+"""Interval of looks for lost nodes during a rollout."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LostNodes:
+    """The places of a run's processes, and its nodes that are gone. Always empty in a run on one node."""
+
+    running: Processes
+    placement: Placement
+    """Where the processes belong now."""
+    say: Callable[[str], None]
+    on_change: Callable[[Placement], None] = lambda placement: None
+    num_lost: int = field(default=0, init=False)
+    """Nodes that the run has lost since it started."""
+    unplaced: str = field(default="", init=False)
+    """Why the trainer cannot start again; empty while it has a place."""
+    _looked_s: float = field(default=-math.inf, init=False)
+
+    def check_trainer(self) -> None:
+        """Look for lost nodes of the trainer, at most once in `LOOK_EVERY_S`.
+
+        Raises:
+            ProcessLostError: a node with trainer ranks is gone.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        gone = self.running.gone_nodes()
+        if ranks := tuple(rank.rank for rank in self.placement.trainers if rank.node in gone):
+            raise ProcessLostError(f"{', '.join(gone)} left the Ray cluster", Place(role="trainer", ranks=ranks))
+
+    def follow(self, suspects: Collection[str] = ()) -> None:
+        """Take nodes that are gone out of the placement.
+
+        Nodes of `suspects` that do not answer count as gone, although Ray still knows them.
+        """
+        gone = set(self.running.gone_nodes(suspects))
+        if not gone:
+            return
+        known = {node.name: node for node in self.running.nodes}
+        others = self.running.other_nodes()
+        moved = relocate(self.placement, gone, known, others)
+        for line in loss_lines(self.placement, moved, gone):
+            self.say(line)
+        self.num_lost += len(gone)
+        if moved.unplaced_ranks:
+            self.unplaced = f"no node replaces that of trainer rank(s) {list(moved.unplaced_ranks)}"
+            return
+        self.placement = moved.placement
+        available = known | {node.name: node for node in others}
+        nodes = [available[name] for name in self.placement.nodes]
+        self.running.use_nodes(nodes, self.placement.num_actors_on, self.placement.history)
+        self.on_change(self.placement)
+
+
+def loss_lines(before: Placement, moved: Relocation, gone: Collection[str]) -> list[str]:
+    """One line for each lost node: what becomes of its processes. Pure."""
+    lines = []
+    for node in sorted(gone, key=before.nodes.index):
+        ranks = [rank.rank for rank in before.trainers if rank.node == node]
+        engines = [slot.engine_id for slot in before.serving if slot.node == node]
+        other = moved.replaced.get(node, "")
+        given = [slot.engine_id for slot in before.serving if slot.node == other]
+        retired = [number for number in (given or engines) if number in moved.placement.retired]
+        if given:
+            effect = f"{other} replaces it, whose engine(s) {given} leave; {len(moved.placement.serving)} of " + (
+                f"{len(before.engines)} serve"
+            )
+        elif other:
+            effect = f"{other} replaces it"
+        elif ranks:
+            effect = f"no node replaces it, and trainer rank(s) {ranks} need one"
+        elif retired:
+            serving = len(moved.placement.serving)
+            effect = f"engine(s) {retired} are given up; {serving} of {len(before.engines)} serve"
+        else:
+            effect = f"engine(s) {engines} move to free devices of other nodes"
+        lines.append(f"lost {node}: {effect}")
+    return lines
