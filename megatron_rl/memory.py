@@ -25,10 +25,6 @@ ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
 
 
-BATCHED_TOKENS = 2048
-"""Most tokens of one forward of an engine, unless `engine.vllm.max_num_batched_tokens` is set (vLLM's default)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
     """One use of memory."""
@@ -155,7 +151,7 @@ def engine_rank(spec: ModelSpec, engine: EngineConfig, *, draft_tokens: int = 0)
     """
     tensor = engine.tensor_parallel
     weights = -(-weight_bytes(spec, WeightFormat.of(engine)) // tensor)
-    tokens = max(int(engine.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)), engine.max_num_seqs)
+    tokens = engine.forward_tokens(draft_tokens)
     networks = 1 if spec.experts is None else spec.experts.per_token
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     elements = 3 * spec.hidden_size + (heads + 3 * networks * spec.ffn_size) // tensor

@@ -13,6 +13,14 @@ InFlight = Literal["recompute", "keep_kv", "drain"]
 """How running responses continue after an engine gets new weights."""
 
 
+BATCHED_TOKENS = 2048
+"""Most tokens of one forward of an engine without drafts (vLLM's default)."""
+
+DRAFTED_TOKENS = 4096
+"""Most tokens of one forward with drafts, if there are fewer requests. A larger forward is bound by its products on
+every GPU, so drafts do not pay there, and the logits of its rows take gigabytes."""
+
+
 class DatasetConfig(Config):
     """One file of prompts."""
 
@@ -87,6 +95,14 @@ class EngineConfig(Config):
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}
     """Further engine arguments of vLLM. They are passed unchanged and checked by vLLM."""
+
+    def forward_tokens(self, draft_tokens: int) -> int:
+        """Most tokens of a forward: `vllm.max_num_batched_tokens`, else enough for a full draft of every request.
+
+        At most `DRAFTED_TOKENS`; in a larger batch drafts are shortened evenly.
+        """
+        default = max(BATCHED_TOKENS, min(self.max_num_seqs * (1 + draft_tokens), DRAFTED_TOKENS), self.max_num_seqs)
+        return int(self.vllm.get("max_num_batched_tokens", default))
 
 
 class PlannerConfig(Config):

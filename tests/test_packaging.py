@@ -163,7 +163,10 @@ def test_an_installed_wheel_holds_every_package_and_runs_outside_the_checkout(tm
     assert "missing.yaml" in done.stderr
 
 
-DOCKERFILES = {"cpu": "make setup PYTHON=python3.11", "cuda": "pip install --no-cache-dir -r requirements/cuda.txt"}
+DOCKERFILES = {
+    "cpu": "make setup PYTHON=python3.11",
+    "cuda": "make setup-cuda CUDA_PYTHON=python3 PIP_ARGS=--no-cache-dir",
+}
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -176,7 +179,7 @@ def test_a_dockerfile_runs_the_commands_of_the_readme_and_copies_what_exists(nam
     copied = [source for step in steps if step.startswith("COPY ") for source in step.split()[1:-1]]
     assert all((ROOT / source).exists() for source in copied)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "pip install -r requirements/cuda.txt" in readme and "make test-gpu PYTHON=python3" in readme
+    assert "make setup-cuda " in readme and "make test-gpu PYTHON=.venv-cuda/bin/python" in readme
 
 
 def test_the_workflow_calls_the_targets_that_ci_calls() -> None:

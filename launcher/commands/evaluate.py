@@ -14,6 +14,7 @@ from launcher.cluster.placement import plan_evaluation
 from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes, StartingEngines, processes
 from launcher.commands.prompts import load_evaluation_prompts
 from launcher.config.schema import EvalConfig, RunConfig
+from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from rollout.engine.spec import EngineSpec
@@ -134,7 +135,8 @@ def evaluate(config: EvalConfig, nodes: Sequence[NodeResources]) -> None:
     progress = RunProgress(0)
     slots = plan_evaluation(config.engine, nodes)
     placed = Counter([nodes[0].name, *[slot.node for slot in slots]])
-    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=None, nodes=nodes, placed=placed) as running:
+    logs = logs_beside(Path(config.output)) if config.output else None
+    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=logs, nodes=nodes, placed=placed) as running:
         rows = evaluate_directory(config, running, progress, step=0)
     progress.evaluation(rows)
     if config.output:

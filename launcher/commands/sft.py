@@ -13,6 +13,7 @@ from launcher.checks.check import CheckedSft
 from launcher.checks.paths import WARM_START_MARKER
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
+from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import PackingRules, load_kernels
@@ -30,8 +31,9 @@ def sft(checked: CheckedSft) -> None:
     target = Path(config.output_dir)
     ranks = checked.ranks
     placed = Counter([checked.nodes[0].name, *[rank.node for rank in ranks]])
+    logs = logs_beside(Path(config.log_path or config.output_dir))
     with processes(
-        config.cluster, num_actors=len(ranks) + 1, log_dir=None, nodes=checked.nodes, placed=placed
+        config.cluster, num_actors=len(ranks) + 1, log_dir=logs, nodes=checked.nodes, placed=placed
     ) as running:
         rows_ref, rows = _load_rows(config, running)
         trainer = running.start_trainer(_spec(config), ranks)

@@ -40,6 +40,13 @@ class Command:
     kills_before: int = field(default_factory=memory_kills)
     """Processes killed by the kernel's out-of-memory killer before the command started."""
 
+    @property
+    def process_logs(self) -> Path | None:
+        """Folder with the logs of the command's processes; None if they are not kept."""
+        if self.run_dir is not None:
+            return self.run_dir / DRIVER_LOG.parent
+        return None if self.output is None else logs_beside(self.output)
+
     def logs(self) -> list[Path]:
         """Possible paths of the log, in order of preference."""
         paths = []
@@ -48,6 +55,11 @@ class Command:
         if self.output is not None:
             paths.append(self.output.with_name(f"{self.output.name}.log"))
         return [*paths, Path(tempfile.gettempdir()) / f"megatron-rl-{self.name}-{os.getpid()}.log"]
+
+
+def logs_beside(output: Path) -> Path:
+    """Folder of the logs of the processes of a command that writes `output` and has no run directory."""
+    return output.with_name(f"{output.name}.logs")
 
 
 def conclude(error: BaseException, command: Command) -> int:
@@ -64,8 +76,8 @@ def conclude(error: BaseException, command: Command) -> int:
     log = _append(command.logs(), _record(error, verdict))
     if verdict.ending is Ending.DEFECT:
         print(first_traceback(error), file=sys.stderr)
-    log_dir = command.run_dir / DRIVER_LOG.parent if command.run_dir is not None else None
-    text = screen(verdict, command=command.name, saved=saved, log=log, process_log=process_log_path(log_dir, verdict))
+    process_log = process_log_path(command.process_logs, verdict)
+    text = screen(verdict, command=command.name, saved=saved, log=log, process_log=process_log)
     print(text, file=sys.stderr)
     return verdict.ending.code
 

@@ -203,7 +203,10 @@ class WeightPacker:
             case Role.CODES:
                 assert self._layout is not None, "only 8-bit formats have codes"
                 codes = room[: math.prod(box.shape)].view(getattr(torch, self._layout.dtype)).view(box.shape)
-                self._codes(piece.shard, box, codes)
+                if room.device == self._parameters[piece.shard.megatron_name].device:
+                    self._codes(piece.shard, box, codes)
+                else:  # a buffer of the host, and weights on a device
+                    codes.copy_(self._codes(piece.shard, box))
                 return codes.numel()
             case Role.SCALES:
                 content = self._scales_of(piece.shard.hf_name)[box.slices((0, 0))]
@@ -220,9 +223,9 @@ class WeightPacker:
     def _sample_error(self, codes: torch.Tensor, shard: Shard, box: Box) -> None:
         """Record the quantisation error of some rows of a piece; `codes` are its bytes."""
         assert self._layout is not None, "only 8-bit formats have codes"
-        rows = sampled_rows(box)
-        sampled = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape)
-        is_fp8 = fp8_parameters.is_fp8_parameter(self._parameters[shard.megatron_name])
+        rows, parameter = sampled_rows(box), self._parameters[shard.megatron_name]
+        sampled = codes[: rows.size].view(getattr(torch, self._layout.dtype)).view(rows.shape).to(parameter.device)
+        is_fp8 = fp8_parameters.is_fp8_parameter(parameter)
         self.watch.add(
             shard.hf_name,
             box,

@@ -25,6 +25,16 @@ from rollout.worker.receiver import BACKEND
 WORKER = "rollout.worker.worker.Worker"
 PROPOSER = "rollout.worker.proposer.HistoryProposer"
 
+MOST_GRAPH_TOKENS = 2048
+"""Most tokens of a forward with a CUDA graph."""
+
+_FREE_AT_START = 0.01
+"""Share of a device that vLLM wants to find free before it starts.
+
+The bytes of keys and values are set, so vLLM uses the share for nothing else. Its default of 0.92 refuses a start
+beside a trainer, beside another engine, and after a death in the middle of a run. The memory plan judges whether all
+fits."""
+
 _FP8_GPU = 89
 """Least compute capability of GPUs with FP8 matrix products, times ten."""
 
@@ -41,6 +51,7 @@ OWNED = {
     "data_parallel_size": "engine.num_engines",
     "max_num_seqs": "engine.max_num_seqs",
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "gpu_memory_utilization": "engine.kv_cache_bytes",
     "max_model_len": "data.max_prompt_tokens and sampling.max_response_tokens",
     "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
     "enable_sleep_mode": "engine.sleep_level",
@@ -133,6 +144,17 @@ def speculation(drafts: DraftSpec) -> dict[str, str | int]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
 
 
+def graph_sizes(most_tokens: int) -> list[int]:
+    """Numbers of tokens for which CUDA graphs are captured, for forwards of up to `most_tokens`.
+
+    Up to 256 tokens they are vLLM's own. vLLM's end at 512, which 256 requests with drafts exceed, so those forwards
+    would launch every kernel by itself. Beyond `MOST_GRAPH_TOKENS` a forward's own work hides its launches.
+    """
+    largest = min(most_tokens, MOST_GRAPH_TOKENS)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest, 64), largest]
+    return sorted({size for size in sizes if size <= largest})
+
+
 def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
     """Refuse keys of the `vllm` table that vLLM does not know or that this program sets.
 
@@ -185,6 +207,12 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         disable_log_stats=True,
         enable_log_requests=False,
     )
+    if current_platform.is_cuda():
+        arguments.gpu_memory_utilization = _FREE_AT_START
+        most = config.forward_tokens(0 if spec.drafts is None else spec.drafts.max_draft_tokens)
+        arguments.max_num_batched_tokens = most
+        if spec.drafts is not None and not config.vllm.get("enforce_eager"):
+            arguments.cudagraph_capture_sizes = graph_sizes(most)
     for key, value in config.vllm.items():
         setattr(arguments, key, value)
     return arguments

@@ -14,7 +14,7 @@ log-probability of the emitted token.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -87,11 +87,18 @@ class TokenSampler:
         starts = lengths.cumsum() - lengths
         rows = np.repeat(np.arange(num_rows), lengths)
         places = batch.num_tokens_no_spec[:num_rows][rows] + np.arange(len(rows)) - starts[rows]
-        uniforms = torch.from_numpy(uniform_numbers(_seeds(sampling.generators, num_rows)[rows], places))
-        tokens, logprobs = draw(
-            logits, sampling, rows=torch.from_numpy(rows).to(logits.device), uniforms=uniforms.to(logits.device)
-        )
-        return emit(tokens, logprobs, metadata, torch.from_numpy(starts).to(logits.device))
+        uniforms = uniform_numbers(_seeds(sampling.generators, num_rows)[rows], places)
+        on_device = _copied([rows, starts, uniforms.view(np.int64)], logits.device)
+        tokens, logprobs = draw(logits, sampling, rows=on_device[0], uniforms=on_device[2].view(torch.float64))
+        return emit(tokens, logprobs, metadata, on_device[1])
+
+
+def _copied(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The arrays as tensors of a device, by one copy for which the host does not wait."""
+    joined = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def install(runner: ModelRunner) -> None:

@@ -170,7 +170,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def close_channel(self) -> None:
         """Leave the channel."""
-        self.shutdown_weight_transfer_engine()
+        self._receiver().shutdown()  # vLLM has a method for it since 0.32
 
     def required(self, specs: bytes) -> bytes:
         """Pickled `Required`: the boxes this rank requires of these tensors (a pickled tuple of `TensorSpec`)."""

@@ -2,7 +2,16 @@
 
 from collections.abc import Mapping
 
-from benchmarks.harness.record_views import control_plane, drafting, faults, learning, planning, publishing, rollout
+from benchmarks.harness.record_views import (
+    control_plane,
+    drafting,
+    faults,
+    learning,
+    planning,
+    publishing,
+    rehearsal,
+    rollout,
+)
 from benchmarks.harness.record_views.view import View
 
 VIEWS: Mapping[str, View] = {
@@ -21,6 +30,7 @@ VIEWS: Mapping[str, View] = {
     "publish_delta": publishing.PUBLISH_DELTA,
     "publish_over_nodes": publishing.PUBLISH_OVER_NODES,
     "quickstart": learning.QUICKSTART,
+    "rehearsal": rehearsal.REHEARSAL,
     "rollout": rollout.ROLLOUT,
     "sampling": rollout.SAMPLING,
     "soak": learning.SOAK,

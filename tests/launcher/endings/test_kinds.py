@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from launcher.endings.conclusion import Command, conclude, termination_raises
+from launcher.endings.conclusion import Command, conclude, logs_beside, termination_raises
 from launcher.endings.kinds import Ending, judge
 from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import WIDTH, screen
@@ -209,3 +209,15 @@ def test_a_termination_signal_raises_in_the_body_and_the_handler_is_restored() -
     with pytest.raises(Terminated), termination_raises():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_screen_names_the_log_of_an_engine_of_a_command_without_a_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "scores.json"
+    logs = logs_beside(output)
+    logs.mkdir()
+    (logs / "engine-2.log").write_text("root cause")
+    error = ProcessLostError("engine 2: start failed", Place(role="engine", ranks=(2,)))
+    assert conclude(error, Command(name="eval", output=output)) == 9
+    assert str(logs / "engine-2.log") in capsys.readouterr().err.replace("\n", "").replace(" ", "")

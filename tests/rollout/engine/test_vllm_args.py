@@ -142,3 +142,55 @@ def test_end_of_sequence_ids_are_collected_from_every_file(tmp_path):
 def test_a_directory_without_end_of_sequence_id_gives_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
     assert end_of_sequence_ids(str(tmp_path)) == ()
+
+
+class Device:
+    """A GPU, as far as arguments ask for it."""
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def has_device_capability(self, wanted: int) -> bool:
+        return True
+
+
+def test_an_engine_starts_beside_others_on_a_device(checkpoints, monkeypatch) -> None:
+    assert arguments(checkpoints).gpu_memory_utilization > 0.5
+    monkeypatch.setattr(vllm_args, "current_platform", Device())
+    assert arguments(checkpoints).gpu_memory_utilization <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("seats", "draft", "more", "tokens", "largest_graph"),
+    [
+        (64, 8, {}, 2048, 2048),
+        (256, 8, {}, 2304, 2048),
+        (256, 16, {}, 4096, 2048),
+        (256, 16, {"max_num_batched_tokens": 1024}, 1024, 1024),
+        (256, 8, {"enforce_eager": True}, 2304, None),
+        (256, 0, {}, 2048, None),
+    ],
+    ids=["few seats", "many seats", "more than pays", "the user's tokens", "no graphs", "no drafts"],
+)
+def test_a_forward_on_a_device_takes_a_full_draft_of_every_request_and_has_a_graph(
+    checkpoints, monkeypatch, seats, draft, more, tokens, largest_graph
+) -> None:
+    monkeypatch.setattr(vllm_args, "current_platform", Device())
+    drafts = DraftSpec(max_draft_tokens=draft) if draft else None
+    found = arguments(checkpoints, drafts=drafts, max_num_seqs=seats, vllm=more)
+    assert found.max_num_batched_tokens == tokens
+    sizes = found.cudagraph_capture_sizes
+    assert (sizes and max(sizes)) == largest_graph
+
+
+@pytest.mark.parametrize("most", [1, 5, 64, 300, 512, 1000, 2304, 9000])
+def test_graph_sizes_end_at_the_largest_forward_and_pad_little(most: int) -> None:
+    sizes = vllm_args.graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, vllm_args.MOST_GRAPH_TOKENS)
+    for tokens in range(1, sizes[-1] + 1):
+        padded = next(size for size in sizes if size >= tokens)
+        assert padded - tokens < (64 if tokens > 256 else 8)
+    assert len(sizes) <= 70

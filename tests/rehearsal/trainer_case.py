@@ -1,0 +1,70 @@
+"""A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FP8 FORMAT RECOMPUTE`."""
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig
+from megatron_rl.model import parallel
+from megatron_rl.trainer.trainer import Trainer
+from rollout.types import WeightVersion
+from tests.megatron_rl.trainer.test_trainer import batch_for, trainer_spec
+from tests.rehearsal.stages import stage
+from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.tiny_megatron_models import save_model
+
+ONE = AlgorithmConfig()
+FOUR = AlgorithmConfig(
+    num_mini_batches=2, num_epochs=2, entropy_bonus=0.01, correction=CorrectionConfig(batch_normalize=True)
+)
+
+
+class DeviceSender(MemorySender):
+    """Buckets on a device."""
+
+    def open(self, weight_version, buckets):
+        sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
+        self.buckets |= {number: torch.zeros(size, dtype=torch.uint8, device="cuda") for number, size in sizes.items()}
+
+
+def train(trainer: Trainer, algorithm: AlgorithmConfig) -> None:
+    trainer._learner._algorithm = algorithm
+    batch = batch_for(ParallelConfig(), algorithm, max_tokens=400).of_rank(trainer.data_rank)
+    trainer.train(batch, lambda refs: refs)
+
+
+def main(fp8: str, format: str, recompute: str) -> None:
+    folder = Path(tempfile.mkdtemp())
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    position = stage(
+        "initialize", lambda: parallel.initialize(ParallelConfig(), rank=0, store=store, timeout_s=60, seed=0)
+    )
+    directory = save_model("blocks", folder / "model", dtype=torch.bfloat16)
+    spec = trainer_spec(directory, ParallelConfig(), ONE, format=format, distributed=True)
+    config = spec.config.model_copy(update={"dtype": "bf16", "fp8": fp8, "recompute": recompute})
+    trainer = stage("build", lambda: Trainer(replace(spec, config=config), position))
+    if trainer is None:
+        return
+    stage("plan publishes", lambda: trainer.plan_publishes(()))
+    stage("an update", lambda: train(trainer, ONE))
+    stage("four updates with entropy bonus and normalised weights", lambda: train(trainer, FOUR))
+    stage("publish from host memory", lambda: trainer.stage(WeightVersion(1), MemorySender()))
+    stage("publish from the device", lambda: trainer.stage(WeightVersion(2), DeviceSender()))
+    stage("fingerprint", trainer.published_fingerprint)
+    stage("probe", lambda: trainer.probe(list(range(1, 13))))
+    stage("offload", lambda: trainer.offload(("gradients", "optimizer", "weights")))
+    stage("onload", trainer.onload)
+    stage("an update after it", lambda: train(trainer, ONE))
+    stage("save", lambda: trainer.save(str(folder / "saved")))
+    stage("load", lambda: trainer.load(str(folder / "saved")))
+    stage("export", lambda: trainer.export(str(folder / "exported")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # libraries wait for the driver at exit

@@ -1,0 +1,65 @@
+"""Answers where host code reads what a kernel of a device would have computed. Each names its operation.
+
+They are installed when a module is imported (`site/sitecustomize.py`), so that only the modules that need one have it.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+ON_HOST = ("torch.segment_reduce", "torch.Tensor.repeat_interleave")
+STAND_INS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.outputs": ("LogprobsTensors.filter",),
+    "megatron_rl.trainer.learner": (*ON_HOST, "transformer_engine.pytorch.DotProductAttention.forward"),
+    "megatron_rl.quantization.formats": ("_finite",),
+}
+"""Operations that are stood in for, by the module whose import installs the stand-ins."""
+
+
+def install(module: ModuleType) -> None:
+    """Install the stand-ins that belong to a module, after its import."""
+    _INSTALLERS[module.__name__](module)
+
+
+def _outputs(module: ModuleType) -> None:
+    """vLLM selects rows by a mask on the device, whose number of rows a kernel counts."""
+    tensors = module.LogprobsTensors
+    tensors.filter = lambda self, mask: tensors(*(part[torch.from_numpy(mask)] for part in self[:3]))
+
+
+def _learner(module: ModuleType) -> None:
+    """Lengths that a kernel would have computed are garbage; cuDNN's attention needs a real driver."""
+    import transformer_engine.pytorch as te
+
+    reduce, repeat = torch.segment_reduce, torch.Tensor.repeat_interleave
+
+    def segment_reduce(data, kind, *, lengths=None, **options):
+        return reduce(data.cpu(), kind, lengths=lengths.cpu(), **options).to(data.device)
+
+    def repeat_interleave(self, *args, **options):
+        if not (args and isinstance(args[0], torch.Tensor)):
+            return repeat(self, *args, **options)
+        given = [value.cpu() if isinstance(value, torch.Tensor) else value for value in args]
+        return repeat(self.cpu(), *given, **options).to(self.device)
+
+    def attention(self, query, key, value, *args, **options):
+        copies = query.shape[-2] // value.shape[-2]
+        out = value.repeat_interleave(copies, dim=-2) if copies > 1 else value * 1.0
+        return out.reshape(*query.shape[:-2], -1)
+
+    torch.segment_reduce = segment_reduce
+    torch.Tensor.repeat_interleave = repeat_interleave
+    te.DotProductAttention.forward = attention
+
+
+def _formats(module: ModuleType) -> None:
+    """Whether all magnitudes are finite is the result of a reduction on the device."""
+    module._finite = lambda amax: amax
+
+
+_INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.v1.outputs": _outputs,
+    "megatron_rl.trainer.learner": _learner,
+    "megatron_rl.quantization.formats": _formats,
+}
