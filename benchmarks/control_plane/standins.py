@@ -122,6 +122,10 @@ class Host:
         """The engine lives."""
         return ""
 
+    async def process(self, rank: int) -> ProcessId:
+        """The rank lives."""
+        return ProcessId(node_id="", pid=rank, created_s=0.0)
+
     async def train(self, rank: int, batch: object) -> StepResult:
         """One step."""
         return StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0)

@@ -247,7 +247,12 @@ class Controller:
 
     def _progress(self, phase: str) -> "_PhaseProgress":
         stop = self.stop_requested if phase == "rollout" else None
-        return _PhaseProgress(recorder=self.recorder, phase=phase, check=self.check_places, stop_requested=stop)
+        return _PhaseProgress(recorder=self.recorder, phase=phase, check=self._check_trainer, stop_requested=stop)
+
+    def _check_trainer(self) -> None:
+        """Leave a rollout that is in vain, because the idle trainer, or its node, is gone."""
+        self.check_places()
+        self.trainer.ranks.check_idle()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

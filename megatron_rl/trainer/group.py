@@ -11,7 +11,7 @@ Must not import torch: it runs in the controller's process.
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 PEER_DEATH_S = 2.0
 """After a rank raised, time to learn of a peer's death, which would be the cause of the error."""
+LOOK_EVERY_S = 30.0
+"""Interval at which idle ranks are asked whether they live."""
+IDLE_TIMEOUT_S = 120.0
+"""A rank that does nothing and has not answered for so long hangs."""
 
 
 class SpmdGroup:
@@ -43,6 +47,8 @@ class SpmdGroup:
         self._actors = tuple(actors)
         self._timeout_s = timeout_s
         self._processes: tuple[ProcessId, ...] = ()
+        self._look: tuple[list[ray.ObjectRef], float] = ([], -LOOK_EVERY_S)
+        """Calls that ask whether ranks live, and when they were made."""
 
     @property
     def num_ranks(self) -> int:
@@ -79,15 +85,34 @@ class SpmdGroup:
             for ref in done:
                 self._raise_if_failed(refs, refs.index(ref), method)
             if not done:
-                late = [refs.index(ref) for ref in pending]
-                kill_on_nodes(self._processes, stacks=True)
-                self.kill()
-                raise DeadlineError(
-                    f"{self._name}.{method}: rank(s) {late} of {len(refs)} had not returned after {limit_s:.0f} s, for "
-                    "which the controller waited; the group was killed, and the logs of its ranks have their stacks",
-                    Place(role=self._name, ranks=tuple(late)),
-                )
+                self._end_late([refs.index(ref) for ref in pending], method, limit_s)
         return list(ray.get(list(refs)))
+
+    def check_idle(self) -> None:
+        """Notice a rank that has died or hangs. Call it now and then while no other call runs; it never waits.
+
+        Raises:
+            ProcessLostError: a rank's process ended.
+            DeadlineError: a rank has not answered for `IDLE_TIMEOUT_S`.
+        """
+        (asking, asked_s), now_s = self._look, time.monotonic()
+        done, pending = ray.wait(asking, num_returns=len(asking), timeout=0, fetch_local=False) if asking else ([], [])
+        for ref in done:
+            self._raise_if_failed(asking, asking.index(ref), "process")
+        if pending and now_s - asked_s > IDLE_TIMEOUT_S:
+            self._end_late([asking.index(ref) for ref in pending], "process", IDLE_TIMEOUT_S)
+        if not pending and now_s - asked_s >= LOOK_EVERY_S:
+            self._look = self.begin("process"), now_s
+
+    def _end_late(self, late: Sequence[int], method: str, limit_s: float) -> NoReturn:
+        """Kill the group, because these ranks are late."""
+        kill_on_nodes(self._processes, stacks=True)
+        self.kill()
+        raise DeadlineError(
+            f"{self._name}.{method}: rank(s) {list(late)} of {self.num_ranks} had not returned after {limit_s:.0f} s, "
+            "for which the controller waited; the group was killed, and the logs of its ranks have their stacks",
+            Place(role=self._name, ranks=tuple(late)),
+        )
 
     def _raise_if_failed(self, refs: Sequence[ray.ObjectRef], rank: int, method: str) -> None:
         try:

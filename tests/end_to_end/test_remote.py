@@ -15,6 +15,7 @@ import ray
 
 from launcher.endings.conclusion import termination_raises
 from launcher.errors import Terminated
+from megatron_rl.trainer import group as trainer_group
 from megatron_rl.trainer.group import SpmdGroup
 from rollout.engine.state import EngineProgress
 from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
@@ -192,6 +193,52 @@ def test_a_killed_group_has_ended_when_the_caller_continues():
     processes = ray.get([actor.process.remote() for actor in actors])
     group.kill_and_wait()
     assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+def check_until(group: SpmdGroup, error: type[Exception]) -> Exception:
+    """The error with which `check_idle` ends."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            group.check_idle()
+        except error as found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("nothing was noticed")
+
+
+def test_an_idle_rank_that_dies_is_noticed_without_a_call(monkeypatch):
+    monkeypatch.setattr(trainer_group, "LOOK_EVERY_S", 0.1)
+    actors = [Rank.remote(rank) for rank in range(3)]
+    group = SpmdGroup("trainer", actors, timeout_s=60)
+    processes = ray.get([actor.process.remote() for actor in actors])
+    group.check_idle()
+    os.kill(processes[2].pid, signal.SIGKILL)
+    lost = check_until(group, ProcessLostError)
+    assert lost.place.ranks == (2,) and not psutil.pid_exists(processes[2].pid)
+
+
+def test_an_idle_rank_that_is_frozen_is_named_and_the_group_is_killed(monkeypatch):
+    monkeypatch.setattr(trainer_group, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(trainer_group, "IDLE_TIMEOUT_S", 2.0)
+    actors = [Rank.remote(rank) for rank in range(2)]
+    group = SpmdGroup("trainer", actors, timeout_s=60)
+    group.learn_processes()
+    processes = ray.get([actor.process.remote() for actor in actors])
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    late = check_until(group, DeadlineError)
+    assert late.place.ranks == (1,) and "had not returned after 2 s" in str(late)
+    assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+def test_ranks_that_live_are_asked_rarely(monkeypatch):
+    asked = []
+    group = SpmdGroup("trainer", [Rank.remote(0)], timeout_s=60)
+    monkeypatch.setattr(group, "begin", lambda method: asked.append(method) or [])
+    for _ in range(5):
+        group.check_idle()
+    assert asked == ["process"]
+    group.kill()
 
 
 def test_a_rank_that_raises_because_its_peer_died_is_not_blamed():

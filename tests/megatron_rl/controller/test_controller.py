@@ -87,7 +87,10 @@ def controller(
             admit=log.call("admit"),
             take_batch=lambda step, progress: groups,
         ),
-        trainer=StandIn(train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0))),
+        trainer=StandIn(
+            train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0)),
+            ranks=StandIn(check_idle=lambda: None),
+        ),
         publisher=StandIn(publish=log.call("publish", report)),
         restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
         phases=phases,
