@@ -171,7 +171,7 @@ def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, 
     service.publish_segments(KEYS[:3])
     until(lambda: published(service) == set(KEYS[:3]))
     service.report()
-    (reader,) = service._readers
+    (reader,) = service._readers.values()
     kill(reader)
     until(lambda: service.report() and any("reader 0 died" in line for line in log_lines))
     until(lambda: published(service) == set(KEYS[:3]))

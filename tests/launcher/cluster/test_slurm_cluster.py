@@ -171,17 +171,17 @@ ALIKE = ("deterministic=true", "engine.num_engines=1", "num_steps=3")
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, work: Path) -> Path:
-    """Directory of a deterministic run on one node, beside another job on the same node."""
+    """Directory of a deterministic run on one node, beside another job on the same node, which is cancelled."""
     here = "cluster.slurm.extra=[--nodelist=node1]"
-    small = ["run_dir=beside", "num_steps=1", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
-    jobs = [
-        submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", here),
-        submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", here),
-    ]
-    for job, log in jobs:
-        output = wait_for_end(cluster, job, log)
-        assert output.rstrip().endswith("the run is done"), output
-    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+    small = ["run_dir=beside", "num_steps=99", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
+    job, log = submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", here)
+    other, its_log = submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", here)
+    wait_until(lambda: at(work / "beside", 0, "rollout"), its_log)
+    cluster.login("scancel", str(other))
+    output, its_output = wait_for_end(cluster, job, log), wait_for_end(cluster, other, its_log)
+    assert output.rstrip().endswith("the run is done"), output
+    assert "was terminated" in its_output and "requeued" not in its_output, its_output
+    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), its_log)
     return work / "one_node"
 
 
@@ -245,15 +245,6 @@ def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_
     assert repeatable(run_dir, *COUNTS_OF_LOSSES) == repeatable(undisturbed, *COUNTS_OF_LOSSES)
     assert read_places(run_dir) == Places(engines=("node1",), trainers=("node1", "node1", "node3", "node3"))
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
-
-
-def test_a_cancelled_job_leaves_nothing_on_its_nodes(cluster: SlurmCluster, work: Path) -> None:
-    job, log = submit(cluster, work, "run_dir=cancelled", "num_steps=9")
-    wait_until(lambda: at(work / "cancelled", 0, "rollout"), log)
-    cluster.login("scancel", str(job))
-    output = wait_for_end(cluster, job, log)
-    assert "was terminated" in output and "requeued" not in output
-    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), log)
 
 
 @pytest.mark.faults
