@@ -110,8 +110,11 @@ while kill -0 "$driver" 2>/dev/null; do
   wait "$driver" || true
 done
 touch "$job_dir/over"
-while kill -0 "$ray" 2>/dev/null; do
-  wait "$ray" || true
+# Nodes end Ray within seconds. For a node that has died, srun would wait until SLURM has noticed its death.
+waited_s=0
+while kill -0 "$ray" 2>/dev/null && [ "$waited_s" -lt 60 ]; do
+  sleep 1
+  waited_s=$((waited_s + 1))
 done
 
 finish
