@@ -19,7 +19,7 @@ LOOK_EVERY_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class LostNodes:
-    """The places of a run's processes, and its nodes that are gone. Always empty in a run on one node."""
+    """The places of a run's processes. In a run on one node nothing here ever changes."""
 
     running: Processes
     placement: Placement
@@ -49,9 +49,10 @@ class LostNodes:
     def follow(self, suspects: Collection[str] = ()) -> None:
         """Take nodes that are gone out of the placement.
 
-        Nodes of `suspects` that do not answer count as gone, although Ray still knows them.
+        Nodes of `suspects` that do not answer count as gone, although Ray still knows them; the controller's own node
+        never does.
         """
-        gone = set(self.running.gone_nodes(suspects))
+        gone = set(self.running.gone_nodes(suspects)) - {self.placement.nodes[0]}
         if not gone:
             return
         known = {node.name: node for node in self.running.nodes}
@@ -72,25 +73,23 @@ class LostNodes:
 
 def loss_lines(before: Placement, moved: Relocation, gone: Collection[str]) -> list[str]:
     """One line for each lost node: what becomes of its processes. Pure."""
-    lines = []
-    for node in sorted(gone, key=before.nodes.index):
-        ranks = [rank.rank for rank in before.trainers if rank.node == node]
-        engines = [slot.engine_id for slot in before.serving if slot.node == node]
-        other = moved.replaced.get(node, "")
-        given = [slot.engine_id for slot in before.serving if slot.node == other]
-        retired = [number for number in (given or engines) if number in moved.placement.retired]
-        if given:
-            effect = f"{other} replaces it, whose engine(s) {given} leave; {len(moved.placement.serving)} of " + (
-                f"{len(before.engines)} serve"
-            )
-        elif other:
-            effect = f"{other} replaces it"
-        elif ranks:
-            effect = f"no node replaces it, and trainer rank(s) {ranks} need one"
-        elif retired:
-            serving = len(moved.placement.serving)
-            effect = f"engine(s) {retired} are given up; {serving} of {len(before.engines)} serve"
-        else:
-            effect = f"engine(s) {engines} move to free devices of other nodes"
-        lines.append(f"lost {node}: {effect}")
-    return lines
+    return [f"lost {node}: {_effect(node, before, moved)}" for node in sorted(gone, key=before.nodes.index)]
+
+
+def _effect(node: str, before: Placement, moved: Relocation) -> str:
+    ranks = [rank.rank for rank in before.trainers if rank.node == node]
+    engines, other = _engines_on(node, before), moved.replaced.get(node, "")
+    serve = f"{len(moved.placement.serving)} of {len(before.engines)} serve"
+    if other and (given := _engines_on(other, before)):
+        return f"{other} replaces it, whose engine(s) {given} leave; {serve}"
+    if other:
+        return f"{other} replaces it"
+    if ranks:
+        return f"no node replaces it, and trainer rank(s) {ranks} need one"
+    if retired := [number for number in engines if number in moved.placement.retired]:
+        return f"engine(s) {retired} are given up; {serve}"
+    return f"engine(s) {engines} move to free devices of other nodes"
+
+
+def _engines_on(node: str, placement: Placement) -> list[int]:
+    return [slot.engine_id for slot in placement.serving if slot.node == node]

@@ -14,7 +14,7 @@ from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import engine_rank, kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
 from megatron_rl.model.spec import ModelSpec, read_model_spec
-from rollout.config import EngineConfig
+from rollout.config import DRAFTED_TOKENS, EngineConfig
 from rollout.weights.format import WeightFormat
 from tests.launcher.estimate.runs import tightest
 
@@ -132,7 +132,7 @@ def test_engines_need_logits_of_every_drafted_token(tmp_path: Path) -> None:
 
     assert logits(0) == 3 * 4 * 8 * 256
     assert logits(16) == 17 * logits(0)
-    assert logits(10**6) == 3 * 4 * 2048 * 256
+    assert logits(10**6) == 3 * 4 * DRAFTED_TOKENS * 256
 
 
 def test_engines_that_share_a_device_count_each(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`megatron-rl slurm` on a real SLURM cluster whose nodes are namespaces of this machine: `make test-cluster`."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -72,9 +73,9 @@ def configuration(work: Path) -> Path:
     return path
 
 
-def submit(cluster: SlurmCluster, work: Path, *overrides: str) -> tuple[int, Path]:
-    """Number and log of a job, submitted from a directory that is not the checkout."""
-    variables = [f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"]
+def submit(cluster: SlurmCluster, work: Path, *overrides: str, path: str = "") -> tuple[int, Path]:
+    """Number and log of a job, submitted from a directory that is not the checkout; `path` replaces PATH."""
+    variables = [f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *([f"PATH={path}"] if path else [])]
     command = ["env", *variables, sys.executable, "-m", "launcher", "slurm", str(configuration(work)), *overrides]
     job, log = cluster.login(*command, cwd=work).splitlines()
     return int(job.removeprefix("job ")), Path(log.removeprefix("log: "))
@@ -262,6 +263,41 @@ def test_without_a_spare_node_the_trainer_takes_one_of_the_engines(cluster: Slur
     rows = read_rows(run_dir / "metrics.jsonl")
     assert [row["engine/serving"] for row in rows] == [2, 1, 1], output
     assert [row["trainer/restarts"] for row in rows] == [0, 1, 1]
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+APPTAINER = """#!/bin/sh
+# `apptainer exec --nv --pwd FOLDER [--bind SOURCE:TARGET]... IMAGE COMMAND`: mounts as there, the files of the node
+[ "$1 $2 $3" = "exec --nv --pwd" ] || exit 64
+folder=$4; shift 4
+binds=
+while [ "$1" = --bind ]; do binds="$binds --bind ${2%%:*} ${2#*:}"; shift 2; done
+[ -f "$1" ] || exit 255
+shift
+echo "$SLURMD_NODENAME $4" >> "@WORK@/parts"
+exec bwrap --dev-bind / / $binds --chdir "$folder" "$@"
+"""
+"""Stands in for Apptainer, which Debian does not have."""
+
+
+@pytest.mark.faults
+def test_every_part_of_a_job_runs_in_its_container(cluster: SlurmCluster, work: Path) -> None:
+    programs, image, mounted = work / "programs", work / "image.sif", work / "mounted"
+    for folder in (programs, mounted, work / "source"):
+        folder.mkdir()
+    (programs / "apptainer").write_text(APPTAINER.replace("@WORK@", str(work)))
+    (programs / "apptainer").chmod(0o755)
+    image.touch()
+    container = {"kind": "apptainer", "image": str(image), "python": sys.executable}
+    overrides = [f"cluster.slurm.container.{name}={value}" for name, value in container.items()]
+    mounts = f"cluster.slurm.container.mounts=['{work / 'source'}:{mounted}']"
+    path = f"{programs}:{os.environ['PATH']}"
+    job, log = submit(cluster, work, "run_dir=contained", "num_steps=1", mounts, *overrides, path=path)
+    output = wait_for_end(cluster, job, log)
+    assert [row["step"] for row in read_rows(work / "contained" / "metrics.jsonl")] == [0], output
+    parts = (work / "parts").read_text().splitlines()
+    everywhere = [f"{node} {part}" for node in cluster.nodes[:2] for part in ("check", "reduce", "node")]
+    assert sorted(parts) == sorted([*everywhere, "node1 choose", "node1 drive", "node1 decide"])
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 

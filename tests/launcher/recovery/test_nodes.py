@@ -115,6 +115,14 @@ def test_a_node_that_is_cut_off_is_found_by_its_silence() -> None:
     assert "8 of 16 serve" in running.said[0]
 
 
+def test_the_controllers_own_node_is_never_lost() -> None:
+    running = Running()
+    engines = run_on(running, engines=3, tp=4, engine_tp=4)
+    running.silent = ["n0"]
+    engines.nodes.follow(suspects=["n0", "n1"])
+    assert engines.nodes.num_lost == 0 and running.said == []
+
+
 def test_a_run_without_an_engine_left_ends() -> None:
     running = Running()
     engines = run_on(running)
