@@ -59,11 +59,13 @@ class LostEngines:
 
         Raises:
             EnginesLostError: more engines died in this run than `max_restarts` allows, without those of lost nodes.
-            ProcessLostError: no engine is left, because their nodes are lost.
+            ProcessLostError: no engine is left, or the trainer has no place, because their nodes are lost.
             RuntimeError: a restarted engine failed to start.
         """
         lost = [number for number in self.engines.lost if number not in self.engines.retired]
         self.nodes.follow(suspects={self._slots[number].node for number in lost})
+        if self.nodes.unplaced:  # the lost engines have no place either
+            raise ProcessLostError(self.nodes.unplaced, Place(role="trainer"))
         placement = self.nodes.placement
         for number in lost:
             reason = self.engines.loss_reason(number)

@@ -52,7 +52,7 @@ class LostNodes:
         Nodes of `suspects` that do not answer count as gone, although Ray still knows them; the controller's own node
         never does.
         """
-        gone = set(self.running.gone_nodes(suspects)) - {self.placement.nodes[0]}
+        gone = set() if self.unplaced else set(self.running.gone_nodes(suspects)) - {self.placement.nodes[0]}
         if not gone:
             return
         known = {node.name: node for node in self.running.nodes}

@@ -166,6 +166,18 @@ def test_a_trainer_without_a_place_keeps_the_placement_and_says_why() -> None:
     assert engines.nodes.placement is before and running.used == []
 
 
+def test_engines_of_a_node_that_the_trainer_needs_are_not_started_there_again() -> None:
+    running = Running()
+    engines = run_on(running, engines=8, tp=8, dp=2)
+    running.gone = ["n1", "n2"]
+    lose(engines, *range(8))
+    for _ in range(2):
+        with pytest.raises(ProcessLostError, match="no node replaces that of trainer") as lost:
+            engines.start_again(None)
+        assert lost.value.place.role == "trainer"
+    assert running.begun == [] and engines.nodes.num_lost == 2 and len(running.said) == 2
+
+
 def test_a_rollout_is_left_when_the_trainers_node_is_gone_and_nodes_are_asked_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

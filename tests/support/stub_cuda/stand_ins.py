@@ -1,35 +1,29 @@
 """Answers where host code reads what a kernel of a device would have computed. Each names its operation.
 
 They are installed when a module is imported (`site/sitecustomize.py`), so that only the modules that need one have it.
+Every process of a rehearsal imports this file, before torch.
 """
 
 from collections.abc import Callable
 from types import ModuleType
 
-import torch
-
-ON_HOST = ("torch.segment_reduce", "torch.Tensor.repeat_interleave")
-STAND_INS: dict[str, tuple[str, ...]] = {
-    "vllm.v1.outputs": ("LogprobsTensors.filter",),
-    "megatron_rl.trainer.learner": (*ON_HOST, "transformer_engine.pytorch.DotProductAttention.forward"),
-    "megatron_rl.quantization.formats": ("_finite",),
-}
-"""Operations that are stood in for, by the module whose import installs the stand-ins."""
-
 
 def install(module: ModuleType) -> None:
     """Install the stand-ins that belong to a module, after its import."""
-    _INSTALLERS[module.__name__](module)
+    INSTALLERS[module.__name__](module)
 
 
 def _outputs(module: ModuleType) -> None:
     """vLLM selects rows by a mask on the device, whose number of rows a kernel counts."""
+    import torch
+
     tensors = module.LogprobsTensors
     tensors.filter = lambda self, mask: tensors(*(part[torch.from_numpy(mask)] for part in self[:3]))
 
 
 def _learner(module: ModuleType) -> None:
     """Lengths that a kernel would have computed are garbage; cuDNN's attention needs a real driver."""
+    import torch
     import transformer_engine.pytorch as te
 
     reduce, repeat = torch.segment_reduce, torch.Tensor.repeat_interleave
@@ -58,8 +52,9 @@ def _formats(module: ModuleType) -> None:
     module._finite = lambda amax: amax
 
 
-_INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
+INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
     "vllm.v1.outputs": _outputs,
     "megatron_rl.trainer.learner": _learner,
     "megatron_rl.quantization.formats": _formats,
 }
+"""By the module whose import installs the stand-ins."""
