@@ -43,7 +43,6 @@ PACKAGES = [
 
 COMMON = [
     "math-verify>=0.8",
-    "matplotlib>=3.9",
     "megatron-core>=0.16.1,<0.20",
     "numba>=0.61",
     "numpy>=2",
@@ -76,6 +75,7 @@ setup(
         "workspace": ["wandb-workspaces"],
         "dev": [
             "hypothesis>=6.100",
+            "matplotlib>=3.9",
             "mypy>=1.15",
             "pytest>=8.4",
             "pytest-timeout>=2.3",

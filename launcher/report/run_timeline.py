@@ -1,22 +1,23 @@
 """Reads the recorded times of a run: spans, forwards of engines, starts and ends of steps.
 
-`notes` has a sentence for each part that is missing after a kill, a full disk or a run of an older version.
+Timelines of a few steps of a long run are cheap: only their spans and forwards are divided. `notes` has a sentence for
+each part that is missing after a kill, a full disk or a run of an older version.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic_core import from_json
 
 from launcher.run_dir.forward_traces import read_forwards
 from rollout.tracing.engine_speed import EngineSpeed, fit_speed
 from rollout.tracing.forwards import Forwards
-from rollout.tracing.timeline import EngineTimeline, Span, engine_timelines
+from rollout.tracing.timeline import GAP_S, EngineTimeline, Span, engine_timelines
 
-MAX_FORWARD_BYTES = 128 << 20
+MAX_FORWARD_BYTES = 64 << 20
 """Bytes of forwards to read, the newest of all engines together."""
 
 
@@ -55,7 +56,37 @@ class RunTimeline:
 
     def engines(self, start_s: float, end_s: float) -> list[EngineTimeline]:
         """Timeline of each engine from `start_s` to `end_s`."""
-        return engine_timelines(self.forwards, self.spans, start_s=start_s, end_s=end_s, speed=self.speed)
+        return engine_timelines(
+            [_near(forwards, start_s, end_s) for forwards in self.forwards],
+            self.spans_within(start_s, end_s),
+            start_s=start_s,
+            end_s=end_s,
+            speed=self.speed,
+        )
+
+    def spans_within(self, start_s: float, end_s: float) -> list[Span]:
+        """Spans that overlap the time from `start_s` to `end_s`, ordered by start."""
+        return [span for span in self.spans if span.end_s > start_s and span.start_s < end_s]
+
+    def newest(self, num_steps: int) -> "RunTimeline":
+        """The last `num_steps` steps, and what was recorded since the first of them began; the whole run if shorter."""
+        if len(self.steps) <= num_steps:
+            return self
+        steps = self.steps[-num_steps:]
+        start_s = steps[0].start_s
+        return replace(
+            self,
+            spans=[span for span in self.spans if span.end_s > start_s],
+            forwards=[_near(forwards, start_s, math.inf) for forwards in self.forwards],
+            steps=steps,
+            notes=[*self.notes, f"Only the newest {num_steps} of {len(self.steps)} steps are shown."],
+        )
+
+
+def _near(forwards: Forwards, start_s: float, end_s: float) -> Forwards:
+    """Forwards within a time, and those so close to it that nothing but host work lies between."""
+    starts = forwards["started_at_s"]
+    return np.asarray(forwards[(starts + forwards["seconds"] > start_s - GAP_S) & (starts < end_s + GAP_S)])
 
 
 def read_timeline(run_dir: Path, metrics: Sequence[Mapping[str, float]]) -> RunTimeline:
@@ -95,7 +126,7 @@ def _span(line: str) -> Span | None:
     Older runs name the fields `who` and `what`; both pairs of names are read.
     """
     try:
-        row = json.loads(line)
+        row = from_json(line)
         actor, activity = (row["actor"], row["activity"]) if "actor" in row else (row["who"], row["what"])
         start_s, end_s = float(row["start_s"]), float(row["end_s"])
     except (ValueError, KeyError, TypeError):

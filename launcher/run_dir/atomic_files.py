@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pydantic_core import from_json
+
 
 def replace_text(path: Path, text: str) -> None:
     """Replaces the content of `path` by `text`, atomically."""
@@ -49,7 +51,7 @@ def read_rows(path: Path) -> list[dict[str, object]]:
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.split(b"\n") if line]
+    return [from_json(line) for line in whole.split(b"\n") if line]
 
 
 def drop_torn_line(path: Path) -> None:
