@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.errors import ConfigError
 from launcher.metrics.panels import DASHBOARD
 from launcher.report.dashboard import CAUSES, read_runs, write_comparison, write_dashboard
 from launcher.report.thinning import MAX_POINTS
-from launcher.report.wandb_workspace import save_workspace
 from launcher.report.write import write_report
 from rollout.tracing.timeline import Part
 
@@ -125,13 +123,6 @@ def test_a_page_does_not_grow_with_the_steps_of_a_long_run(tmp_path: Path) -> No
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no metrics"):
         write_dashboard([tmp_path], tmp_path / "d.html")
-
-
-def test_a_workspace_without_its_package_is_refused_with_the_packages_name() -> None:
-    with pytest.raises(ConfigError, match="ENTITY/PROJECT"):
-        save_workspace("project-only")
-    with pytest.raises(ConfigError, match="pip install wandb-workspaces"):
-        save_workspace("team/project")
 
 
 def test_counts_of_faults_are_shown_as_sums_and_other_metrics_as_last_values(tmp_path: Path) -> None:
