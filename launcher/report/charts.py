@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.report.scale import Scale, figure, linear, logarithmic
-from launcher.report.thinning import MAX_POINTS, Thinned, thin
+from launcher.report.thinning import MAX_POINTS, Floats, Thinned, thin
 
 SIDE = 1000
 """Width and height of the drawing, in its own units; whole numbers are finer than pixels."""
@@ -27,8 +27,8 @@ class Line:
     """One series; both sequences have the same length."""
 
     label: str
-    at: Sequence[float]
-    values: Sequence[float]
+    at: Sequence[float] | Floats
+    values: Sequence[float] | Floats
     shown: str | None = None
     """The figure in the legend; None: the last value."""
     hint: str = ""

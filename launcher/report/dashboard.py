@@ -16,7 +16,7 @@ from launcher.metrics.registry import find
 from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.html import grid, page, section, table
 from launcher.report.lanes import PART_LABELS
-from launcher.report.metrics_rows import Metrics, read_metrics
+from launcher.report.metric_table import Floats, MetricTable
 from launcher.run_dir.atomic_files import replace_text
 from rollout.tracing.timeline import Part
 
@@ -29,34 +29,24 @@ class RecordedRun:
     """Metrics and configuration of a run directory."""
 
     name: str
-    rows: Metrics
+    table: MetricTable
+    hours: Floats
+    """End of each row's step, in hours since the first step began."""
     settings: Mapping[str, str]
     """Dotted keys of `config.yaml`, values as JSON."""
 
     def line(self, metric: str, *, label: str, over_hours: bool) -> Line:
-        """The recorded values of a metric, over steps (from 1) or hours since the first step began."""
-        rows = [row for row in self.rows if metric in row]
-        start_s = _start_s(self.rows[0])
-        at = [(row["time_s"] - start_s) / 3600 if over_hours else row["step"] + 1 for row in rows]
-        values = [row[metric] for row in rows]
+        """The recorded values of a metric, over steps (from 1) or hours."""
+        numbers, values = self.table.column(metric)
+        at = (self.hours if over_hours else self.table.filled("step") + 1)[numbers]
         return Line(label=label, at=at, values=values, shown=_total(metric, values), hint=metric)
 
-    @property
-    def hours(self) -> float:
-        """Since the first step began."""
-        return (self.rows[-1]["time_s"] - _start_s(self.rows[0])) / 3600
 
-
-def _start_s(first: Mapping[str, float]) -> float:
-    """Wall clock at which the step of the first row began."""
-    return first["time_s"] - first.get("timing_s/step", 0.0)
-
-
-def _total(metric: str, values: Sequence[float]) -> str | None:
+def _total(metric: str, values: Floats) -> str | None:
     """What a legend shows of a count that is 0 in a healthy step: its sum over the run."""
     entry = find(metric)
     is_count = entry is not None and entry.healthy == "0" and entry.reduction == "sum"
-    return f"{sum(values):.0f} in all" if is_count else None
+    return f"{values.sum():.0f} in all" if is_count else None
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
@@ -76,12 +66,14 @@ def _distinct(paths: Sequence[Path]) -> list[str]:
 
 
 def _read(run_dir: Path, name: str) -> RecordedRun:
-    rows = read_metrics(run_dir)
-    if not rows:
+    table = MetricTable.read(run_dir)
+    if not table.num_rows:
         raise FileNotFoundError(f"{run_dir} holds no metrics; name the run directory of a run that has finished a step")
     config = run_dir / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
-    return RecordedRun(name=name, rows=rows, settings=dict(_flat(yaml.safe_load(text) or {}, "")))
+    ends_s = table.filled("time_s")
+    hours = (ends_s - ends_s[0] + table.filled("timing_s/step")[0]) / 3600
+    return RecordedRun(name=name, table=table, hours=hours, settings=dict(_flat(yaml.safe_load(text) or {}, "")))
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
@@ -113,11 +105,11 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> Path:
 
 
 def _subtitle(runs: Sequence[RecordedRun]) -> str:
-    return " · ".join(f"{run.name}: {len(run.rows)} steps, {run.hours:.1f} h" for run in runs)
+    return " · ".join(f"{run.name}: {run.table.num_rows} steps, {run.hours[-1]:.1f} h" for run in runs)
 
 
 def _note(runs: Sequence[RecordedRun]) -> str:
-    return note(max(len(run.rows) for run in runs))
+    return note(max(run.table.num_rows for run in runs))
 
 
 def _sections(runs: Sequence[RecordedRun], ways: Sequence[tuple[bool, str]]) -> Iterator[str]:
@@ -145,7 +137,7 @@ def _chart(runs: Sequence[RecordedRun], panel: Panel, *, over_hours: bool) -> st
     else:
         lines = [run.line(panel.metrics[0], label=run.name, over_hours=over_hours) for run in runs]
     if panel.stacked and len(runs) == 1:
-        return stacked_chart([line for line in lines if line.at])
+        return stacked_chart([line for line in lines if len(line.at)])
     return line_chart(lines, log=panel.log, over="hours" if over_hours else "step", whole=not over_hours)
 
 
@@ -165,7 +157,7 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
 
 def _bubble_hours(runs: Sequence[RecordedRun]) -> str:
     """Share of the time in each cause times the time, summed over steps, and its share of all time."""
-    elapsed = [sum(row.get("timeline/elapsed_s", 0.0) for row in run.rows) / 3600 for run in runs]
+    elapsed = [run.table.filled("timeline/elapsed_s").sum().item() / 3600 for run in runs]
     lost = [[_hours(run, cause) for run in runs] for cause in CAUSES]
     rows = [[PART_LABELS[cause], *map(_of_all, hours, elapsed)] for cause, hours in zip(CAUSES, lost, strict=True)]
     rows.append(["bubble", *map(_of_all, map(sum, zip(*lost, strict=True)), elapsed)])
@@ -178,5 +170,5 @@ def _of_all(hours: float, elapsed: float) -> str:
 
 
 def _hours(run: RecordedRun, cause: Part) -> float:
-    name = f"timeline/{cause.value}_share"
-    return sum(row.get(name, 0.0) * row.get("timeline/elapsed_s", 0.0) for row in run.rows) / 3600
+    shares = run.table.filled(f"timeline/{cause.value}_share")
+    return float(shares @ run.table.filled("timeline/elapsed_s")) / 3600

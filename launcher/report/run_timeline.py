@@ -5,13 +5,14 @@ each part that is missing after a kill, a full disk or a run of an older version
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from pydantic_core import from_json
 
+from launcher.report.metric_table import MetricTable
 from launcher.run_dir.forward_traces import read_forwards
 from rollout.tracing.engine_speed import EngineSpeed, fit_speed
 from rollout.tracing.forwards import Forwards
@@ -89,8 +90,8 @@ def _near(forwards: Forwards, start_s: float, end_s: float) -> Forwards:
     return np.asarray(forwards[(starts + forwards["seconds"] > start_s - GAP_S) & (starts < end_s + GAP_S)])
 
 
-def read_timeline(run_dir: Path, metrics: Sequence[Mapping[str, float]]) -> RunTimeline:
-    """The timeline of a run; `metrics` are the rows of its `metrics.jsonl`."""
+def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
+    """The timeline of a run."""
     spans, notes = _read_spans(run_dir / "events.jsonl")
     forwards, is_cut = read_forwards(run_dir / "traces", max_bytes=MAX_FORWARD_BYTES)
     steps = _steps(metrics)
@@ -136,17 +137,20 @@ def _span(line: str) -> Span | None:
     return Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s)
 
 
-def _steps(metrics: Sequence[Mapping[str, float]]) -> list[Step]:
+def _steps(metrics: MetricTable) -> list[Step]:
     """Steps from their metrics rows; their length includes evaluation and checkpoint if the run recorded timelines.
 
     A row is written a varying moment after its step, so a start is never put before the end of the previous step.
     """
+    lengths_s = metrics.filled("timing_s/step")
+    numbers, elapsed_s = metrics.column("timeline/elapsed_s")
+    lengths_s[numbers] = elapsed_s
+    rows, ends_s = metrics.column("time_s")
     steps: list[Step] = []
-    for row in metrics:
-        length_s = row.get("timeline/elapsed_s", row.get("timing_s/step", 0.0))
-        if length_s > 0 and "time_s" in row:
-            end_s = row["time_s"]
-            start_s = max(end_s - length_s, steps[-1].end_s if steps else -math.inf)
-            if end_s > start_s:
-                steps.append(Step(number=int(row["step"]), start_s=start_s, end_s=end_s))
+    for number, end_s, length_s in zip(
+        metrics.filled("step")[rows].tolist(), ends_s.tolist(), lengths_s[rows].tolist(), strict=True
+    ):
+        start_s = max(end_s - length_s, steps[-1].end_s if steps else -math.inf)
+        if length_s > 0 and end_s > start_s:
+            steps.append(Step(number=int(number), start_s=start_s, end_s=end_s))
     return steps

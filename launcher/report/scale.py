@@ -54,8 +54,8 @@ def logarithmic(low: float, high: float, *, intervals: int) -> Scale:
     digits = (1, 2, 5) if last - first <= 2 else (1,)
     marks = [(digit, power) for power in range(first, last, every) for digit in digits] + [(1, last)]
     values = [digit * 10.0**power for digit, power in marks]
-    start = max(index for index, value in enumerate(values) if value <= low * (1 + _ROUNDING))
-    end = min(index for index, value in enumerate(values) if value >= high * (1 - _ROUNDING) and index > start)
+    start = max(index for index, value in enumerate(values) if value <= low * (1 + 10 * _ROUNDING))
+    end = min(index for index, value in enumerate(values) if value >= high * (1 - 10 * _ROUNDING) and index > start)
     left, right = math.log10(values[start]), math.log10(values[end])
     ticks = [
         ((math.log10(value) - left) / (right - left), _mark(value, *mark))

@@ -1,12 +1,13 @@
 """The report's section on time: timeline of all actors, and the bubble of the engines' time."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from launcher.report.charts import Line, line_chart, stacked_chart
 from launcher.report.chrome_trace import num_steps_shown
 from launcher.report.html import grid, section
 from launcher.report.lanes import PART_COLOURS, PART_LABELS
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, Step
 from launcher.report.timeline_plot import MAX_ENGINES, engine_rows
 from rollout.tracing.timeline import Part
@@ -18,7 +19,7 @@ ABOUT = (
 )
 
 
-def timeline_section(run: RunTimeline, metrics: Sequence[Mapping[str, float]]) -> str:
+def timeline_section(run: RunTimeline, metrics: MetricTable) -> str:
     """Timeline and charts; empty for a run that recorded neither spans nor forwards."""
     if run.bounds_s is None:
         return ""
@@ -60,28 +61,25 @@ def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
     return steps[first:]
 
 
-def _decomposition(metrics: Sequence[Mapping[str, float]]) -> str:
+def _decomposition(metrics: MetricTable) -> str:
     """Shares of each step's time that sum to one; empty if no speed could be fitted to the run's forwards."""
-    rows = [row for row in metrics if "timeline/bubble" in row]
-    steps = [row["step"] + 1 for row in rows]
-    parts = {Part.SATURATED: [1 - row["timeline/bubble"] for row in rows]}
-    parts |= {
-        part: [row.get(f"timeline/{part.value}_share", 0.0) for row in rows] for part in Part if part not in parts
-    }
+    numbers, bubble = metrics.column("timeline/bubble")
+    steps = metrics.filled("step")[numbers] + 1
+    parts = {Part.SATURATED: 1 - bubble}
+    parts |= {part: metrics.filled(f"timeline/{part.value}_share")[numbers] for part in Part if part not in parts}
     return stacked_chart(
         [
             Line(label=PART_LABELS[part], at=steps, values=shares, colour=PART_COLOURS[part])
             for part, shares in parts.items()
-            if any(share > 0 for share in shares)
+            if (shares > 0).any()
         ]
     )
 
 
-def _bubble(metrics: Sequence[Mapping[str, float]]) -> str:
+def _bubble(metrics: MetricTable) -> str:
     lines = []
     for metric, label in (("timeline/bubble", "bubble"), ("timeline/idle_share", "idle")):
-        rows = [row for row in metrics if metric in row]
-        if rows:
-            steps, values = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
-            lines.append(Line(label=label, at=steps, values=values, hint=metric))
+        numbers, values = metrics.column(metric)
+        if len(numbers):
+            lines.append(Line(label=label, at=metrics.filled("step")[numbers] + 1, values=values, hint=metric))
     return line_chart(lines)

@@ -22,7 +22,7 @@ from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.chrome_trace import write_trace
 from launcher.report.fleet import fleet_section
 from launcher.report.html import grid, page, section, table, tiles
-from launcher.report.metrics_rows import Metrics, read_metrics
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
@@ -41,7 +41,7 @@ class Record:
     """Records of a run directory, read once."""
 
     name: str
-    metrics: Metrics
+    metrics: MetricTable
     timeline: RunTimeline
     places: Places | None
     """Nodes of engines and trainer ranks; None if the run did not record them."""
@@ -61,7 +61,7 @@ def read_record(run_dir: Path) -> Record:
     numbered = sorted((int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl"))
     environment = run_dir / "environment.json"
     config = run_dir / "config.yaml"
-    metrics = read_metrics(run_dir)
+    metrics = MetricTable.read(run_dir)
     return Record(
         name=run_dir.resolve().name,
         metrics=metrics,
@@ -84,7 +84,7 @@ def write_report(run_dir: Path) -> Path:
     target = run_dir / "report.html"
     body = "".join(
         (
-            note(len(metrics)),
+            note(metrics.num_rows),
             _summary(record),
             _evaluation(record),
             _charts(metrics),
@@ -103,7 +103,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _subtitle(record: Record) -> str:
     settings = yaml.safe_load(record.config_text) if record.config_text else {}
-    parts = [f"{len(record.metrics)} steps"]
+    parts = [f"{record.metrics.num_rows} steps"]
     if settings:
         parallel = settings["trainer"]["parallel"]
         parts += [
@@ -129,11 +129,14 @@ def _summary(record: Record) -> str:
         ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
         ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
-        if values := _values(record.metrics, metric):
+        values = record.metrics.values(metric)
+        if len(values):
             items.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
-    if seconds := _values(record.metrics, "timing_s/step"):
-        total = f"{sum(seconds) / 3600:.1f} h" if sum(seconds) > 2 * 3600 else f"{sum(seconds):.0f} s"
-        items.append(("seconds a step", f"{sum(seconds) / len(seconds):.1f}", f"{total} in total"))
+    seconds = record.metrics.values("timing_s/step")
+    if len(seconds):
+        total_s = seconds.sum().item()
+        total = f"{total_s / 3600:.1f} h" if total_s > 2 * 3600 else f"{total_s:.0f} s"
+        items.append(("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} in total"))
     return tiles(items)
 
 
@@ -179,7 +182,7 @@ def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
     return f'<figure class="wide"><figcaption>Accuracy <span>avg@k</span></figcaption>{line_chart(lines)}</figure>'
 
 
-def _charts(metrics: Metrics) -> str:
+def _charts(metrics: MetricTable) -> str:
     charts = [
         ("Reward", "", _chart(metrics, {"reward/mean": "mean", "reward/std": "standard deviation"})),
         (
@@ -205,9 +208,9 @@ def _charts(metrics: Metrics) -> str:
     return section("Training", grid(charts))
 
 
-def _drafts(metrics: Metrics) -> str:
+def _drafts(metrics: MetricTable) -> str:
     """Charts of drafts from history; empty for a run without drafts."""
-    if not _values(metrics, "history/tokens_per_forward"):
+    if not len(metrics.values("history/tokens_per_forward")):
         return ""
     saved = {"history/saved_s_estimated": "estimated", "history/saved_s_measured": "measured"}
     charts = [
@@ -237,7 +240,7 @@ def _drafts(metrics: Metrics) -> str:
     return section("Drafts from history", grid(charts))
 
 
-def _publishing(metrics: Metrics) -> str:
+def _publishing(metrics: MetricTable) -> str:
     """Charts of publishes: time, bytes and quantisation error."""
     stages = {f"timing_s/publish_{stage}": stage for stage in PUBLISH_STAGES}
     charts = [
@@ -249,9 +252,9 @@ def _publishing(metrics: Metrics) -> str:
     return section("Publishing", grid(charts)) if any(chart for *_, chart in charts) else ""
 
 
-def _sqnr(metrics: Metrics) -> str:
+def _sqnr(metrics: MetricTable) -> str:
     prefix = "publish/sqnr_db/layer_"
-    last = {int(key.removeprefix(prefix)): value for key, value in metrics[-1].items() if key.startswith(prefix)}
+    last = {int(key.removeprefix(prefix)): value for key, value in metrics.last_row().items() if key.startswith(prefix)}
     layers = sorted(last)
     if not layers:
         return ""
@@ -262,52 +265,38 @@ def _sqnr(metrics: Metrics) -> str:
     )
 
 
-def _sources(metrics: Metrics) -> str:
-    rows = [row for row in metrics if row.get("history/accepted_tokens", 0) > 0]
-    steps = [row["step"] + 1 for row in rows]
-    return stacked_chart(
-        [
-            Line(
-                label=name,
-                at=steps,
-                values=[
-                    row["history/accepted_tokens"] * row.get(f"history/accepted_share/{name}", 0.0) for row in rows
-                ],
-            )
-            for name in SOURCES
-        ]
-    )
+def _sources(metrics: MetricTable) -> str:
+    numbers, accepted = metrics.column("history/accepted_tokens")
+    numbers, accepted = numbers[accepted > 0], accepted[accepted > 0]
+    steps = metrics.filled("step")[numbers] + 1
+    shares = {name: metrics.filled(f"history/accepted_share/{name}")[numbers] for name in SOURCES}
+    return stacked_chart([Line(label=name, at=steps, values=accepted * share) for name, share in shares.items()])
 
 
-def _chart(metrics: Metrics, labels: Mapping[str, str], *, log: bool = False, limit: float | None = None) -> str:
+def _chart(metrics: MetricTable, labels: Mapping[str, str], *, log: bool = False, limit: float | None = None) -> str:
     lines = []
     for metric, label in labels.items():
-        rows = [row for row in metrics if metric in row]
-        if rows:
-            steps = [row["step"] + 1 for row in rows]
-            lines.append(Line(label=label, at=steps, values=[row[metric] for row in rows], hint=metric))
+        numbers, values = metrics.column(metric)
+        if len(numbers):
+            lines.append(Line(label=label, at=metrics.filled("step")[numbers] + 1, values=values, hint=metric))
     return line_chart(lines, log=log, limit=limit)
 
 
-def _phases(metrics: Metrics) -> str:
+def _phases(metrics: MetricTable) -> str:
     return _stacked(metrics, {f"timing_s/{phase}": phase.removesuffix("_before_step") for phase in PHASES})
 
 
-def _stacked(metrics: Metrics, labels: Mapping[str, str]) -> str:
+def _stacked(metrics: MetricTable, labels: Mapping[str, str]) -> str:
     """Areas of the metrics that are not 0 throughout."""
-    steps = [row["step"] + 1 for row in metrics]
-    columns = {metric: [row.get(metric, 0.0) for row in metrics] for metric in labels}
+    steps = metrics.filled("step") + 1
+    columns = {metric: metrics.filled(metric) for metric in labels}
     return stacked_chart(
         [
             Line(label=labels[metric], at=steps, values=values, hint=metric)
             for metric, values in columns.items()
-            if any(values)
+            if values.any()
         ]
     )
-
-
-def _values(metrics: Metrics, metric: str) -> list[float]:
-    return [row[metric] for row in metrics if metric in row]
 
 
 def _samples(record: Record) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.report.chrome_trace import MAX_COUNTER_POINTS, num_steps_shown, write_trace
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.directory import RunDirectory
@@ -16,7 +17,7 @@ from tests.support.runs.synthetic_run import NUM_ENGINES, decode, write_run
 
 
 def read(path: Path) -> RunTimeline:
-    return read_timeline(path, read_rows(path / "metrics.jsonl"))
+    return read_timeline(path, MetricTable.read(path))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,9 @@ def test_steps_do_not_overlap_although_their_rows_were_written_later():
         {"step": 1.0, "time_s": 120.01, "timeline/elapsed_s": 10.0},
         {"step": 2.0, "timing_s/step": 5.0},
     ]
-    found = [(step.number, step.start_s, step.end_s) for step in read_timeline(Path("nowhere"), rows).steps]
+    found = [
+        (step.number, step.start_s, step.end_s) for step in read_timeline(Path("nowhere"), MetricTable.of(rows)).steps
+    ]
     assert found == [(0, pytest.approx(100.05), 110.05), (1, 110.05, 120.01)]
 
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.report.scale import SUFFIXES, Scale, figure, linear, logarithmic
@@ -48,6 +48,7 @@ def test_ticks_of_an_axis_of_steps_are_steps(low: int, num_steps: int) -> None:
     assert scale.ticks and all(abs(step - round(step)) < 1e-6 for step in (value_of(text) for _, text in scale.ticks))
 
 
+@example(low=1.0, decades=1.000000001)
 @given(low=st.floats(min_value=1e-9, max_value=1e9), decades=st.floats(min_value=0.0, max_value=12.0))
 def test_ticks_of_a_logarithmic_axis_are_where_their_labels_say(low: float, decades: float) -> None:
     scale = logarithmic(low, low * 10**decades, intervals=4)
