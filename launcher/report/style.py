@@ -70,7 +70,7 @@ svg .grid-line {{ stroke: var(--line); }} svg .limit {{ stroke: #ef4444; stroke-
 .legend b {{ color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }}
 .legend i {{ display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }}
 .legend i {{ background: var(--c); }}
-.legend + .grid, .lanes + .legend {{ margin-top: 8px; }}
+.note + .tiles, .legend + .grid, .lanes + .legend {{ margin-top: 8px; }}
 .lanes {{ font-size: 11px; color: var(--soft); }}
 .lane {{ display: flex; align-items: center; gap: 8px; height: 13px; }} .tall .lane {{ height: 26px; }}
 .lane > span {{ flex: 0 0 76px; white-space: nowrap; }}

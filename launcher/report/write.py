@@ -126,7 +126,7 @@ def _summary(record: Record) -> str:
         ("reward/mean", "reward", ".3f"),
         ("response_length/mean", "response tokens", ".0f"),
         ("history/tokens_per_forward", "tokens per forward", ".2f"),
-        ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
+        ("rollout_corr/k3_kl", "k3, sampler to trainer", ".2g"),
         ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
         values = record.metrics.values(metric)
