@@ -17,6 +17,7 @@ REPORT = View(
         "the browser is that of an empty page.",
         "A report's command goes on to write `timeline.json` after its page.",
         "The comparison is of three such runs.",
+        "Tests ran on the machine at the same time; the benchmark had a higher priority than they.",
     ),
     tables=(
         Table(
