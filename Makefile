@@ -29,7 +29,7 @@ timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begi
 
 BENCHMARKS := control_plane drafting drafting.store_soak drafting.trees faults learning.ablation learning.example_epochs \
     learning.mismatch learning.quickstart learning.soak packing planner planner.real_engines publish \
-    publish.delta publish.over_nodes rollout rollout.sampling rollout.step_time
+    publish.delta publish.over_nodes report rollout rollout.sampling rollout.step_time
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

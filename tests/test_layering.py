@@ -183,8 +183,6 @@ FLOORS = {
             "history/drafting rollout rollout/tracing launcher launcher/metrics launcher/run_dir "
             "launcher/run_dir/atomic_files.py"
         ),
-        libraries="matplotlib",
-        loads="matplotlib",
     ),
     "launcher/commands": Floor(
         imports=(
@@ -196,7 +194,7 @@ FLOORS = {
             "launcher/report"
         ),
         libraries="ray",
-        loads="ray matplotlib",
+        loads="ray",
     ),
     "launcher/doctor/reference.py": Floor(libraries="torch transformers", loads="*"),
     "launcher/doctor": Floor(
@@ -205,7 +203,7 @@ FLOORS = {
             "launcher/config launcher/cluster launcher/checks launcher/checks/health launcher/run_dir launcher/endings "
             "launcher/commands launcher/doctor/reference.py"
         ),
-        loads="ray matplotlib",
+        loads="ray",
     ),
     "launcher/cli.py": Floor(
         imports=(

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from benchmarks.harness.example_run import few_prompts, mismatch_figures, read_metrics, run_example
 from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.plots import Series, lines
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
 from benchmarks.learning.example_epochs import QUICK_KEYS, QUICK_PROMPTS, warm_start
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
-from launcher.report.plots import Series, lines
 
 PROMPTS_PER_STEP = 64
 STEPS_PER_EPOCH, NUM_STEPS = 4, 12

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness.example_run import ESS, K3, mismatch_figures, run_example, trained
+from benchmarks.harness.plots import Series, lines
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
 from benchmarks.learning.example_epochs import warm_start
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
-from launcher.report.plots import Series, lines
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("engine.format=bf16",),

@@ -12,10 +12,12 @@ class Panel:
     """Names of the registry (`launcher.metrics.registry`), all of one unit."""
     log: bool = False
     """Logarithmic axis; values that are not positive are left out."""
+    stacked: bool = False
+    """The metrics are parts of a whole, and are drawn as areas."""
 
 
-def _panel(title: str, *metrics: str, log: bool = False) -> Panel:
-    return Panel(title=title, metrics=metrics, log=log)
+def _panel(title: str, *metrics: str, log: bool = False, stacked: bool = False) -> Panel:
+    return Panel(title=title, metrics=metrics, log=log, stacked=stacked)
 
 
 DASHBOARD: dict[str, tuple[Panel, ...]] = {
@@ -77,6 +79,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
             "Bubble by cause",
             *(f"timeline/{cause}_share" for cause in ("underfilled", "tail_wait", "publish", "trainer_wait")),
             *(f"timeline/{cause}_share" for cause in ("checkpoint", "gap", "other")),
+            stacked=True,
         ),
     ),
     "Faults": (

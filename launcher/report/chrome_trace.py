@@ -1,8 +1,8 @@
 """`timeline.json`: a run in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
 Each engine has a row with its work and its waits, and a counter of running requests. Further rows: trainer, publisher,
-the controller's wait for responses, checkpoints and evaluations, steps. Consecutive forwards form one slice, so that a
-browser can open the file of a run of days.
+the controller's wait for responses, checkpoints and evaluations, steps. Consecutive forwards form one slice, and of a
+long run only the newest steps are written, so that a browser can open the file of a run of days.
 
 Invariants: events are sorted by time; no duration is negative; slices of a row do not overlap by rounding, because
 starts and ends are rounded alike (microseconds since the run's first event).
@@ -20,8 +20,10 @@ from launcher.run_dir.atomic_files import replace_text
 from rollout.tracing.forwards import Forwards
 from rollout.tracing.timeline import GAP_S, PARTS, EngineTimeline, Part, Span
 
-MAX_COUNTER_POINTS = 20_000
-"""Counter points of one engine; a longer run shows every second forward, every third, and so on."""
+MAX_ENGINE_STEPS = 10_000
+"""Steps in the file times engines: 156 steps of 64 engines."""
+MAX_COUNTER_POINTS, MAX_ALL_COUNTER_POINTS = 20_000, 200_000
+"""Counter points of one engine, and of all; a longer run shows every second forward, every third, and so on."""
 WAITS = {
     Part.TAIL_WAIT: "waits: others sample",
     Part.TRAINER_WAIT: "waits: trainer",
@@ -41,8 +43,14 @@ def write_trace(run_dir: Path, run: RunTimeline) -> Path | None:
     if run.bounds_s is None:
         return None
     target = run_dir / "timeline.json"
-    replace_text(target, json.dumps(chrome_trace(run), separators=(",", ":")) + "\n")
+    trace = chrome_trace(run.newest(num_steps_shown(run)))
+    replace_text(target, json.dumps(trace, separators=(",", ":")) + "\n")
     return target
+
+
+def num_steps_shown(run: RunTimeline) -> int:
+    """Steps of the run that its `timeline.json` holds, the newest ones."""
+    return min(len(run.steps), max(1, MAX_ENGINE_STEPS // max(1, len(run.forwards))))
 
 
 def chrome_trace(run: RunTimeline) -> Event:
@@ -52,9 +60,10 @@ def chrome_trace(run: RunTimeline) -> Event:
     origin_s, end_s = run.bounds_s
     rows: dict[str, int] = {f"engine {number}": number for number in range(len(run.forwards))}
     events: list[Event] = []
+    num_points = min(MAX_COUNTER_POINTS, MAX_ALL_COUNTER_POINTS // max(1, len(run.forwards)))
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
         events += _slices(timeline, forwards, row=number, origin_s=origin_s)
-        events += _running(forwards, engine=number, origin_s=origin_s)
+        events += _running(forwards, engine=number, origin_s=origin_s, num_points=num_points)
     for name, activity, start_s, stop_s in _lanes(run.spans):
         row = rows.setdefault(name, len(rows))
         events.append(_slice(activity, start_s, stop_s, row=row, origin_s=origin_s))
@@ -119,12 +128,12 @@ def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s:
             yield _slice(name, start_s, end_s, row=row, origin_s=origin_s)
 
 
-def _running(forwards: Forwards, *, engine: int, origin_s: float) -> Iterator[Event]:
-    """Counter of running requests: set at the start of each forward, 0 from the end of a forward before a pause."""
+def _running(forwards: Forwards, *, engine: int, origin_s: float, num_points: int) -> Iterator[Event]:
+    """Counter of running requests: set at starts of forwards, 0 from the end of a forward before a pause."""
     starts = forwards["started_at_s"]
     ends = starts + forwards["seconds"]
     is_last = np.append(starts[1:] - ends[:-1] >= GAP_S, True)[: len(forwards)]
-    shown = slice(None, None, max(1, -(-len(forwards) // MAX_COUNTER_POINTS)))
+    shown = slice(None, None, max(1, -(-len(forwards) // num_points)))
     at_s = np.concatenate([starts[shown], ends[is_last]])
     requests = np.concatenate([forwards["num_running"][shown], np.zeros(is_last.sum(), dtype=np.int32)])
     order = np.argsort(at_s, kind="stable")

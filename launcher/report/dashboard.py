@@ -13,12 +13,15 @@ import yaml
 
 from launcher.metrics.panels import DASHBOARD, Panel
 from launcher.metrics.registry import find
+from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.html import grid, page, section, table
-from launcher.report.svg import Line, line_chart
-from launcher.run_dir.atomic_files import read_rows, replace_text
+from launcher.report.lanes import PART_LABELS
+from launcher.report.metric_table import Floats, MetricTable
+from launcher.run_dir.atomic_files import replace_text
+from rollout.tracing.timeline import Part
 
-CAUSES = ("underfilled", "tail_wait", "publish", "trainer_wait", "checkpoint", "gap", "other")
-"""Causes of the bubble (`rollout.tracing.timeline.Part`)."""
+CAUSES = tuple(part for part in Part if part is not Part.SATURATED)
+"""Causes of the bubble."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +29,24 @@ class RecordedRun:
     """Metrics and configuration of a run directory."""
 
     name: str
-    rows: Sequence[Mapping[str, float]]
+    table: MetricTable
+    hours: Floats
+    """End of each row's step, in hours since the first step began."""
     settings: Mapping[str, str]
     """Dotted keys of `config.yaml`, values as JSON."""
 
     def line(self, metric: str, *, label: str, over_hours: bool) -> Line:
-        """The recorded values of a metric, over steps (from 1) or hours since the first step began."""
-        rows = [row for row in self.rows if metric in row]
-        start_s = self.rows[0]["time_s"] - self.rows[0].get("timing_s/step", 0.0) if over_hours else 0.0
-        at = [(row["time_s"] - start_s) / 3600 if over_hours else row["step"] + 1 for row in rows]
-        return Line(label=label, at=at, values=[row[metric] for row in rows])
+        """The recorded values of a metric, over steps (from 1) or hours."""
+        numbers, values = self.table.column(metric)
+        at = (self.hours if over_hours else self.table.filled("step") + 1)[numbers]
+        return Line(label=label, at=at, values=values, shown=_total(metric, values), hint=metric)
+
+
+def _total(metric: str, values: Floats) -> str | None:
+    """What a legend shows of a count that is 0 in a healthy step: its sum over the run."""
+    entry = find(metric)
+    is_count = entry is not None and entry.healthy == "0" and entry.reduction == "sum"
+    return f"{values.sum():.0f} in all" if is_count else None
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
@@ -55,15 +66,14 @@ def _distinct(paths: Sequence[Path]) -> list[str]:
 
 
 def _read(run_dir: Path, name: str) -> RecordedRun:
-    rows = [
-        {key: value for key, value in row.items() if isinstance(value, int | float)}
-        for row in read_rows(run_dir / "metrics.jsonl")
-    ]
-    if not rows:
+    table = MetricTable.read(run_dir)
+    if not table.num_rows:
         raise FileNotFoundError(f"{run_dir} holds no metrics; name the run directory of a run that has finished a step")
     config = run_dir / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
-    return RecordedRun(name=name, rows=rows, settings=dict(_flat(yaml.safe_load(text) or {}, "")))
+    ends_s = table.filled("time_s")
+    hours = (ends_s - ends_s[0] + table.filled("timing_s/step")[0]) / 3600
+    return RecordedRun(name=name, table=table, hours=hours, settings=dict(_flat(yaml.safe_load(text) or {}, "")))
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
@@ -77,8 +87,8 @@ def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
 def write_dashboard(run_dirs: Sequence[Path], target: Path) -> Path:
     """Write the panels of all runs over steps; returns `target`."""
     runs = read_runs(run_dirs)
-    body = "".join(_sections(runs, over_hours=False))
-    replace_text(target, page(title="Dashboard", subtitle=_subtitle(runs), body=body))
+    body = "".join(_sections(runs, ((False, ""),)))
+    replace_text(target, page(title="Dashboard", subtitle=_subtitle(runs), body=_note(runs) + body))
     return target
 
 
@@ -88,37 +98,52 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> Path:
     body = [
         section("Differences in configuration", _differences(runs)),
         section("Bubble by cause, hours of the mean engine", _bubble_hours(runs)),
-        *_sections(runs, over_hours=False),
-        *_sections(runs, over_hours=True),
+        *_sections(runs, ((False, " over steps"), (True, " over hours"))),
     ]
-    replace_text(target, page(title="Comparison of runs", subtitle=_subtitle(runs), body="".join(body)))
+    replace_text(target, page(title="Comparison of runs", subtitle=_subtitle(runs), body=_note(runs) + "".join(body)))
     return target
 
 
 def _subtitle(runs: Sequence[RecordedRun]) -> str:
-    return " · ".join(f"{run.name}: {len(run.rows)} steps" for run in runs)
+    return " · ".join(f"{run.name}: {run.table.num_rows} steps, {run.hours[-1]:.1f} h" for run in runs)
 
 
-def _sections(runs: Sequence[RecordedRun], *, over_hours: bool) -> Iterator[str]:
-    suffix = ", over hours" if over_hours else ""
+def _note(runs: Sequence[RecordedRun]) -> str:
+    return note(max(run.table.num_rows for run in runs))
+
+
+def _sections(runs: Sequence[RecordedRun], ways: Sequence[tuple[bool, str]]) -> Iterator[str]:
+    """A section for each group of panels; `ways` are (over hours, suffix of the title), side by side for each panel."""
     for title, panels in DASHBOARD.items():
-        charts = [(_caption(panel), _chart(runs, panel, over_hours=over_hours)) for panel in panels]
-        if any(chart for _, chart in charts):
-            yield section(title + suffix, grid(charts))
+        charts = [
+            (panel.title + suffix, _unit(panel), _chart(runs, panel, over_hours=over_hours))
+            for panel in panels
+            for over_hours, suffix in ways
+        ]
+        if drawn := grid(charts):
+            yield section(title, drawn)
 
 
-def _caption(panel: Panel) -> str:
+def _unit(panel: Panel) -> str:
+    """The unit, unless the title says it."""
     metric = find(panel.metrics[0])
     unit = metric.unit.replace("`", "") if metric is not None else ""
-    return f"{panel.title}, {unit}" if unit and unit != panel.title.lower() else panel.title
+    return "" if unit.lower() in panel.title.lower() or unit in ("none", "ratio") else unit
 
 
 def _chart(runs: Sequence[RecordedRun], panel: Panel, *, over_hours: bool) -> str:
     if len(runs) == 1:
-        lines = [runs[0].line(metric, label=metric, over_hours=over_hours) for metric in panel.metrics]
+        lines = [runs[0].line(metric, label=_short(metric), over_hours=over_hours) for metric in panel.metrics]
     else:
         lines = [run.line(panel.metrics[0], label=run.name, over_hours=over_hours) for run in runs]
-    return line_chart(lines, log=panel.log)
+    if panel.stacked and len(runs) == 1:
+        return stacked_chart([line for line in lines if len(line.at)])
+    return line_chart(lines, log=panel.log, over="hours" if over_hours else "step", whole=not over_hours)
+
+
+def _short(metric: str) -> str:
+    """A name without its first part, which all metrics of a panel share."""
+    return metric.partition("/")[2]
 
 
 def _differences(runs: Sequence[RecordedRun]) -> str:
@@ -126,19 +151,24 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
     rows = [
         [key, *values] for key in keys if len(set(values := [run.settings.get(key, "not set") for run in runs])) > 1
     ]
-    return table(["key", *(run.name for run in runs)], rows, numbers_from=1) if rows else "<p>There are none.</p>"
+    heading = ["key", *(run.name for run in runs)]
+    return table(heading, rows, numbers_from=len(heading)) if rows else "<p>There are none.</p>"
 
 
 def _bubble_hours(runs: Sequence[RecordedRun]) -> str:
-    """Share of the time in each cause times the time, summed over steps."""
-    rows = [[cause.replace("_", " "), *(f"{_hours(run, cause):.3f}" for run in runs)] for cause in CAUSES]
-    elapsed = [
-        "all time",
-        *(f"{sum(row.get('timeline/elapsed_s', 0.0) for row in run.rows) / 3600:.3f}" for run in runs),
-    ]
-    return table(["cause", *(run.name for run in runs)], [*rows, elapsed], numbers_from=1)
+    """Share of the time in each cause times the time, summed over steps, and its share of all time."""
+    elapsed = [run.table.filled("timeline/elapsed_s").sum().item() / 3600 for run in runs]
+    lost = [[_hours(run, cause) for run in runs] for cause in CAUSES]
+    rows = [[PART_LABELS[cause], *map(_of_all, hours, elapsed)] for cause, hours in zip(CAUSES, lost, strict=True)]
+    rows.append(["bubble", *map(_of_all, map(sum, zip(*lost, strict=True)), elapsed)])
+    rows.append(["all time", *(f"{hours:.3f}" for hours in elapsed)])
+    return table(["cause", *(run.name for run in runs)], rows, numbers_from=1)
 
 
-def _hours(run: RecordedRun, cause: str) -> float:
-    name = f"timeline/{cause}_share"
-    return sum(row.get(name, 0.0) * row.get("timeline/elapsed_s", 0.0) for row in run.rows) / 3600
+def _of_all(hours: float, elapsed: float) -> str:
+    return f"{hours:.3f} ({hours / elapsed:.1%})" if elapsed > 0 else f"{hours:.3f}"
+
+
+def _hours(run: RecordedRun, cause: Part) -> float:
+    shares = run.table.filled(f"timeline/{cause.value}_share")
+    return float(shares @ run.table.filled("timeline/elapsed_s")) / 3600

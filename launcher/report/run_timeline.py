@@ -1,22 +1,24 @@
 """Reads the recorded times of a run: spans, forwards of engines, starts and ends of steps.
 
-`notes` has a sentence for each part that is missing after a kill, a full disk or a run of an older version.
+Timelines of a few steps of a long run are cheap: only their spans and forwards are divided. `notes` has a sentence for
+each part that is missing after a kill, a full disk or a run of an older version.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic_core import from_json
 
+from launcher.report.metric_table import MetricTable
 from launcher.run_dir.forward_traces import read_forwards
 from rollout.tracing.engine_speed import EngineSpeed, fit_speed
 from rollout.tracing.forwards import Forwards
-from rollout.tracing.timeline import EngineTimeline, Span, engine_timelines
+from rollout.tracing.timeline import GAP_S, EngineTimeline, Span, engine_timelines
 
-MAX_FORWARD_BYTES = 128 << 20
+MAX_FORWARD_BYTES = 64 << 20
 """Bytes of forwards to read, the newest of all engines together."""
 
 
@@ -55,11 +57,41 @@ class RunTimeline:
 
     def engines(self, start_s: float, end_s: float) -> list[EngineTimeline]:
         """Timeline of each engine from `start_s` to `end_s`."""
-        return engine_timelines(self.forwards, self.spans, start_s=start_s, end_s=end_s, speed=self.speed)
+        return engine_timelines(
+            [_near(forwards, start_s, end_s) for forwards in self.forwards],
+            self.spans_within(start_s, end_s),
+            start_s=start_s,
+            end_s=end_s,
+            speed=self.speed,
+        )
+
+    def spans_within(self, start_s: float, end_s: float) -> list[Span]:
+        """Spans that overlap the time from `start_s` to `end_s`, ordered by start."""
+        return [span for span in self.spans if span.end_s > start_s and span.start_s < end_s]
+
+    def newest(self, num_steps: int) -> "RunTimeline":
+        """The last `num_steps` steps, and what was recorded since the first of them began; the whole run if shorter."""
+        if len(self.steps) <= num_steps:
+            return self
+        steps = self.steps[-num_steps:]
+        start_s = steps[0].start_s
+        return replace(
+            self,
+            spans=[span for span in self.spans if span.end_s > start_s],
+            forwards=[_near(forwards, start_s, math.inf) for forwards in self.forwards],
+            steps=steps,
+            notes=[*self.notes, f"Only the newest {num_steps} of {len(self.steps)} steps are shown."],
+        )
 
 
-def read_timeline(run_dir: Path, metrics: Sequence[Mapping[str, float]]) -> RunTimeline:
-    """The timeline of a run; `metrics` are the rows of its `metrics.jsonl`."""
+def _near(forwards: Forwards, start_s: float, end_s: float) -> Forwards:
+    """Forwards within a time, and those so close to it that nothing but host work lies between."""
+    starts = forwards["started_at_s"]
+    return np.asarray(forwards[(starts + forwards["seconds"] > start_s - GAP_S) & (starts < end_s + GAP_S)])
+
+
+def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
+    """The timeline of a run."""
     spans, notes = _read_spans(run_dir / "events.jsonl")
     forwards, is_cut = read_forwards(run_dir / "traces", max_bytes=MAX_FORWARD_BYTES)
     steps = _steps(metrics)
@@ -95,7 +127,7 @@ def _span(line: str) -> Span | None:
     Older runs name the fields `who` and `what`; both pairs of names are read.
     """
     try:
-        row = json.loads(line)
+        row = from_json(line)
         actor, activity = (row["actor"], row["activity"]) if "actor" in row else (row["who"], row["what"])
         start_s, end_s = float(row["start_s"]), float(row["end_s"])
     except (ValueError, KeyError, TypeError):
@@ -105,17 +137,20 @@ def _span(line: str) -> Span | None:
     return Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s)
 
 
-def _steps(metrics: Sequence[Mapping[str, float]]) -> list[Step]:
+def _steps(metrics: MetricTable) -> list[Step]:
     """Steps from their metrics rows; their length includes evaluation and checkpoint if the run recorded timelines.
 
     A row is written a varying moment after its step, so a start is never put before the end of the previous step.
     """
+    lengths_s = metrics.filled("timing_s/step")
+    numbers, elapsed_s = metrics.column("timeline/elapsed_s")
+    lengths_s[numbers] = elapsed_s
+    rows, ends_s = metrics.column("time_s")
     steps: list[Step] = []
-    for row in metrics:
-        length_s = row.get("timeline/elapsed_s", row.get("timing_s/step", 0.0))
-        if length_s > 0 and "time_s" in row:
-            end_s = row["time_s"]
-            start_s = max(end_s - length_s, steps[-1].end_s if steps else -math.inf)
-            if end_s > start_s:
-                steps.append(Step(number=int(row["step"]), start_s=start_s, end_s=end_s))
+    for number, end_s, length_s in zip(
+        metrics.filled("step")[rows].tolist(), ends_s.tolist(), lengths_s[rows].tolist(), strict=True
+    ):
+        start_s = max(end_s - length_s, steps[-1].end_s if steps else -math.inf)
+        if length_s > 0 and end_s > start_s:
+            steps.append(Step(number=int(number), start_s=start_s, end_s=end_s))
     return steps

@@ -1,40 +1,45 @@
 """The report's section on time: timeline of all actors, and the bubble of the engines' time."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from launcher.report.charts import Line, line_chart, stacked_chart
+from launcher.report.chrome_trace import num_steps_shown
 from launcher.report.html import grid, section
-from launcher.report.plots import Series, lines, stacked
+from launcher.report.lanes import PART_COLOURS, PART_LABELS
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, Step
-from launcher.report.timeline_plot import COLOURS, MAX_ENGINES, engine_rows
+from launcher.report.timeline_plot import MAX_ENGINES, engine_rows
 from rollout.tracing.timeline import Part
 
 NUM_STEPS_SHOWN = 3
 ABOUT = (
-    "timeline.json holds the whole run and opens in ui.perfetto.dev. A saturated engine runs as many requests as the "
-    "engines of this run ran at most. The bubble is the time that saturated engines would have saved for the same "
-    "tokens."
+    "A saturated engine runs as many requests as the engines of this run ran at most. The bubble is the time that "
+    "saturated engines would have saved for the same tokens."
 )
 
 
-def timeline_section(run: RunTimeline, metrics: Sequence[Mapping[str, float]]) -> str:
+def timeline_section(run: RunTimeline, metrics: MetricTable) -> str:
     """Timeline and charts; empty for a run that recorded neither spans nor forwards."""
     if run.bounds_s is None:
         return ""
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in [ABOUT, *run.notes, *_left_out(run)])
+    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in [ABOUT, *run.notes, *_left_out(run)])
     charts = grid(
         [
-            ("Where the engines' time went", _decomposition(metrics)),
-            ("Bubble, and its part without a running request", _bubble(metrics)),
+            ("Where the engines' time went", "share of the step's time", _decomposition(metrics)),
+            ("Bubble, and its part without a running request", "share of the step's time", _bubble(metrics)),
         ]
     )
     return section("Timeline", notes + _picture(run) + charts)
 
 
 def _left_out(run: RunTimeline) -> list[str]:
+    shown = num_steps_shown(run)
+    extent = "the whole run" if shown == len(run.steps) else f"the newest {shown} of {len(run.steps)} steps"
+    about_file = f"timeline.json holds {extent} and opens in ui.perfetto.dev."
     if len(run.forwards) <= MAX_ENGINES:
-        return []
-    return [f"The first {MAX_ENGINES} of {len(run.forwards)} engines are shown; timeline.json has all."]
+        return [about_file]
+    return [about_file, f"The picture shows the first {MAX_ENGINES} of {len(run.forwards)} engines."]
 
 
 def _picture(run: RunTimeline) -> str:
@@ -42,7 +47,7 @@ def _picture(run: RunTimeline) -> str:
     if not shown:
         return ""
     title = f"The last {len(shown)} steps" if len(shown) > 1 else "The last step"
-    return f'<figure class="full"><figcaption>{title}</figcaption>{engine_rows("timeline", run, shown)}</figure>'
+    return f'<figure class="full"><figcaption>{title}</figcaption>{engine_rows(run, shown)}</figure>'
 
 
 def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
@@ -56,30 +61,25 @@ def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
     return steps[first:]
 
 
-def _decomposition(metrics: Sequence[Mapping[str, float]]) -> str:
+def _decomposition(metrics: MetricTable) -> str:
     """Shares of each step's time that sum to one; empty if no speed could be fitted to the run's forwards."""
-    rows = [row for row in metrics if "timeline/bubble" in row]
-    if not rows:
-        return ""
-    parts = {Part.SATURATED: [1 - row["timeline/bubble"] for row in rows]}
-    parts |= {
-        part: [row.get(f"timeline/{part.value}_share", 0.0) for row in rows] for part in Part if part not in parts
-    }
-    nonzero = {part: shares for part, shares in parts.items() if any(share > 0 for share in shares)}
-    return stacked(
-        "decomposition",
-        [row["step"] + 1 for row in rows],
-        {part.value.replace("_", " "): shares for part, shares in nonzero.items()},
-        unit="share of the step's time",
-        colours=[COLOURS[part] for part in nonzero],
+    numbers, bubble = metrics.column("timeline/bubble")
+    steps = metrics.filled("step")[numbers] + 1
+    parts = {Part.SATURATED: 1 - bubble}
+    parts |= {part: metrics.filled(f"timeline/{part.value}_share")[numbers] for part in Part if part not in parts}
+    return stacked_chart(
+        [
+            Line(label=PART_LABELS[part], at=steps, values=shares, colour=PART_COLOURS[part])
+            for part, shares in parts.items()
+            if (shares > 0).any()
+        ]
     )
 
 
-def _bubble(metrics: Sequence[Mapping[str, float]]) -> str:
-    series = []
+def _bubble(metrics: MetricTable) -> str:
+    lines = []
     for metric, label in (("timeline/bubble", "bubble"), ("timeline/idle_share", "idle")):
-        rows = [row for row in metrics if metric in row]
-        if rows:
-            steps, values = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
-            series.append(Series(label=label, steps=steps, values=values))
-    return lines("bubble", series, unit="share of the step's time") if series else ""
+        numbers, values = metrics.column(metric)
+        if len(numbers):
+            lines.append(Line(label=label, at=metrics.filled("step")[numbers] + 1, values=values, hint=metric))
+    return line_chart(lines)

@@ -18,10 +18,11 @@ from pathlib import Path
 import yaml
 
 from history.drafting.stats import SOURCES
+from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.chrome_trace import write_trace
 from launcher.report.fleet import fleet_section
 from launcher.report.html import grid, page, section, table, tiles
-from launcher.report.plots import Series, lines, stacked
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
@@ -33,9 +34,6 @@ K3_BOUND = 5e-3
 PHASES = ("rollout", "train", "publish", "switch", "evaluate_before_step", "checkpoint_before_step")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
-MAX_STEPS = 400
-"""Steps in a chart; of a longer run every second step is drawn, every third, and so on, and the last one."""
-Metrics = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class Record:
     """Records of a run directory, read once."""
 
     name: str
-    metrics: Metrics
+    metrics: MetricTable
     timeline: RunTimeline
     places: Places | None
     """Nodes of engines and trainer ranks; None if the run did not record them."""
@@ -63,7 +61,7 @@ def read_record(run_dir: Path) -> Record:
     numbered = sorted((int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl"))
     environment = run_dir / "environment.json"
     config = run_dir / "config.yaml"
-    metrics = [_numbers(row) for row in read_rows(run_dir / "metrics.jsonl")]
+    metrics = MetricTable.read(run_dir)
     return Record(
         name=run_dir.resolve().name,
         metrics=metrics,
@@ -77,44 +75,35 @@ def read_record(run_dir: Path) -> Record:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` and `timeline.json`; returns the path of the report.
+    """Writes `report.html`, then `timeline.json`; returns the path of the report.
 
     Raises `FileNotFoundError` if the directory holds no metrics.
     """
     record = read_record(run_dir)
-    shown = thinned(record.metrics)
+    metrics = record.metrics
     target = run_dir / "report.html"
     body = "".join(
         (
+            note(metrics.num_rows),
             _summary(record),
             _evaluation(record),
-            _charts(shown),
-            timeline_section(record.timeline, shown),
+            _charts(metrics),
+            timeline_section(record.timeline, metrics),
             fleet_section(record.timeline, record.places, last_steps(record.timeline.steps)),
-            _drafts(shown),
-            _publishing(shown),
+            _drafts(metrics),
+            _publishing(metrics),
             _samples(record),
             _settings(record),
         )
     )
-    write_trace(run_dir, record.timeline)
     replace_text(target, page(title=record.name, subtitle=_subtitle(record), body=body))
+    write_trace(run_dir, record.timeline)
     return target
-
-
-def thinned(metrics: Metrics) -> Metrics:
-    """Evenly spaced rows and the last one, about `MAX_STEPS` at most."""
-    every = -(-len(metrics) // MAX_STEPS)
-    return [*metrics[:-1:every], *metrics[-1:]] if every > 1 else metrics
-
-
-def _numbers(row: Mapping[str, object]) -> dict[str, float]:
-    return {key: value for key, value in row.items() if isinstance(value, int | float)}
 
 
 def _subtitle(record: Record) -> str:
     settings = yaml.safe_load(record.config_text) if record.config_text else {}
-    parts = [f"{len(record.metrics)} steps"]
+    parts = [f"{record.metrics.num_rows} steps"]
     if settings:
         parallel = settings["trainer"]["parallel"]
         parts += [
@@ -137,13 +126,17 @@ def _summary(record: Record) -> str:
         ("reward/mean", "reward", ".3f"),
         ("response_length/mean", "response tokens", ".0f"),
         ("history/tokens_per_forward", "tokens per forward", ".2f"),
-        ("rollout_corr/k3_kl", "k3, sampler to trainer", ".1e"),
+        ("rollout_corr/k3_kl", "k3, sampler to trainer", ".2g"),
         ("timeline/bubble", "bubble of the engines' time", ".0%"),
     ):
-        if values := _values(record.metrics, metric):
+        values = record.metrics.values(metric)
+        if len(values):
             items.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
-    if seconds := _values(record.metrics, "timing_s/step"):
-        items.append(("seconds a step", f"{sum(seconds) / len(seconds):.1f}", f"{sum(seconds):.0f} s in total"))
+    seconds = record.metrics.values("timing_s/step")
+    if len(seconds):
+        total_s = seconds.sum().item()
+        total = f"{total_s / 3600:.1f} h" if total_s > 2 * 3600 else f"{total_s:.0f} s"
+        items.append(("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} in total"))
     return tiles(items)
 
 
@@ -180,136 +173,130 @@ def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
         if row.data_source == "all":
             curves.setdefault(f"{row.set_name} ({row.format})", []).append(row)
     long = {label: of_label for label, of_label in curves.items() if len(of_label) > 2}
-    series = [
-        Series(label=label, steps=[row.step for row in of_label], values=[row.average for row in of_label])
+    lines = [
+        Line(label=label, at=[row.step for row in of_label], values=[row.average for row in of_label])
         for label, of_label in long.items()
     ]
-    return f'<figure class="wide">{lines("evaluation", series, unit="avg@k")}</figure>' if series else ""
+    if not lines:
+        return ""
+    return f'<figure class="wide"><figcaption>Accuracy <span>avg@k</span></figcaption>{line_chart(lines)}</figure>'
 
 
-def _charts(metrics: Metrics) -> str:
+def _charts(metrics: MetricTable) -> str:
     charts = [
-        ("Reward", _chart(metrics, "reward", {"reward/mean": "mean", "reward/std": "standard deviation"})),
+        ("Reward", "", _chart(metrics, {"reward/mean": "mean", "reward/std": "standard deviation"})),
         (
             "Response length",
-            _chart(
-                metrics, "length", {"response_length/mean": "mean", "response_length/max": "longest"}, unit="tokens"
-            ),
+            "tokens",
+            _chart(metrics, {"response_length/mean": "mean", "response_length/max": "longest"}),
         ),
         (
-            "Mismatch of sampler and trainer: k3 (dashed: healthy below)",
-            _chart(metrics, "k3", {"rollout_corr/k3_kl": "k3"}, log=True, limit=K3_BOUND),
+            "Mismatch of sampler and trainer",
+            "k3; dashed: healthy below",
+            _chart(metrics, {"rollout_corr/k3_kl": "k3"}, log=True, limit=K3_BOUND),
         ),
         (
             "Effective sample size of the importance weights",
-            _chart(metrics, "ess", {"rollout_corr/rollout_is_eff_sample_size": "ESS"}, unit="share"),
+            "share",
+            _chart(metrics, {"rollout_corr/rollout_is_eff_sample_size": "ESS"}),
         ),
-        ("Time by phase", _phases(metrics)),
-        ("Throughput", _chart(metrics, "speed", {"perf/throughput_tokens_s": "tokens/s"}, unit="response tokens/s")),
-        ("Entropy", _chart(metrics, "entropy", {"actor/entropy": "entropy"}, unit="nats a token")),
-        ("Gradient norm", _chart(metrics, "grad", {"actor/grad_norm": "norm"})),
+        ("Time by phase", "seconds", _phases(metrics)),
+        ("Throughput", "response tokens per second", _chart(metrics, {"perf/throughput_tokens_s": "tokens/s"})),
+        ("Entropy", "nats per token", _chart(metrics, {"actor/entropy": "entropy"})),
+        ("Gradient norm", "", _chart(metrics, {"actor/grad_norm": "norm"})),
     ]
     return section("Training", grid(charts))
 
 
-def _drafts(metrics: Metrics) -> str:
+def _drafts(metrics: MetricTable) -> str:
     """Charts of drafts from history; empty for a run without drafts."""
-    if not _values(metrics, "history/tokens_per_forward"):
+    if not len(metrics.values("history/tokens_per_forward")):
         return ""
+    saved = {"history/saved_s_estimated": "estimated", "history/saved_s_measured": "measured"}
     charts = [
         (
-            "Tokens per forward (dashed: without drafts)",
-            _chart(metrics, "tokens_per_forward", {"history/tokens_per_forward": "tokens"}, unit="tokens", limit=1.0),
+            "Tokens per forward",
+            "dashed: without drafts",
+            _chart(metrics, {"history/tokens_per_forward": "tokens"}, limit=1.0),
         ),
-        ("Accepted draft tokens by source", _sources(metrics)),
+        ("Accepted draft tokens by source", "tokens a step", _sources(metrics)),
         (
             "Tokens reusable from the prompts' last visit",
-            _chart(metrics, "reuse", {"history/reusable_share": "share"}, unit="share of tokens"),
+            "share of tokens",
+            _chart(metrics, {"history/reusable_share": "share"}),
         ),
         (
             "Mean lengths of prompts: this visit against the last",
-            _chart(metrics, "ranks", {"history/length_rank_correlation": "rank"}, unit="rank correlation"),
+            "rank correlation",
+            _chart(metrics, {"history/length_rank_correlation": "rank"}),
         ),
         (
             "Draft tokens: predicted and observed acceptance",
-            _chart(metrics, "calibration", {"history/calibration_error": "error"}, unit="calibration error"),
+            "calibration error",
+            _chart(metrics, {"history/calibration_error": "error"}),
         ),
-        (
-            "Seconds saved by drafts",
-            _chart(
-                metrics,
-                "saved",
-                {"history/saved_s_estimated": "estimated", "history/saved_s_measured": "measured"},
-                unit="seconds a step",
-            ),
-        ),
+        ("Seconds saved by drafts", "seconds a step", _chart(metrics, saved)),
     ]
     return section("Drafts from history", grid(charts))
 
 
-def _publishing(metrics: Metrics) -> str:
+def _publishing(metrics: MetricTable) -> str:
     """Charts of publishes: time, bytes and quantisation error."""
-    steps = [row["step"] + 1 for row in metrics]
-    stages = {stage: [row.get(f"timing_s/publish_{stage}", 0.0) for row in metrics] for stage in PUBLISH_STAGES}
-    nonzero = {stage: seconds for stage, seconds in stages.items() if any(seconds)}
-    seconds = stacked("publish", steps, nonzero, unit="seconds") if nonzero else ""
+    stages = {f"timing_s/publish_{stage}": stage for stage in PUBLISH_STAGES}
     charts = [
-        ("Seconds by stage, slowest rank of each", seconds),
-        ("Bytes sent", _chart(metrics, "wire", {"publish/wire_bytes": "bytes"}, unit="bytes")),
-        ("SQNR of 8-bit weights by layer, after the last step", _sqnr(metrics)),
-        (
-            "Share of codes that a step changed",
-            _chart(metrics, "changed", {"publish/changed_share": "share"}, unit="share of codes"),
-        ),
+        ("Time by stage, slowest rank of each", "seconds", _stacked(metrics, stages)),
+        ("Sent", "bytes", _chart(metrics, {"publish/wire_bytes": "bytes"})),
+        ("SQNR of 8-bit weights by layer, after the last step", "dB", _sqnr(metrics)),
+        ("Codes that a step changed", "share of codes", _chart(metrics, {"publish/changed_share": "share"})),
     ]
-    return section("Publishing", grid(charts)) if any(chart for _, chart in charts) else ""
+    return section("Publishing", grid(charts)) if any(chart for *_, chart in charts) else ""
 
 
-def _sqnr(metrics: Metrics) -> str:
+def _sqnr(metrics: MetricTable) -> str:
     prefix = "publish/sqnr_db/layer_"
-    last = {int(key.removeprefix(prefix)): value for key, value in metrics[-1].items() if key.startswith(prefix)}
+    last = {int(key.removeprefix(prefix)): value for key, value in metrics.last_row().items() if key.startswith(prefix)}
     layers = sorted(last)
-    series = Series(label="SQNR", steps=layers, values=[last[layer] for layer in layers])
-    return lines("sqnr", [series], unit="dB", over="layer") if last else ""
+    if not layers:
+        return ""
+    worst = min(layers, key=lambda layer: last[layer])
+    shown = f"{last[worst]:.1f} in layer {worst}, the worst"
+    return line_chart(
+        [Line(label="SQNR", at=layers, values=[last[layer] for layer in layers], shown=shown)], over="layer"
+    )
 
 
-def _sources(metrics: Metrics) -> str:
-    rows = [row for row in metrics if row.get("history/accepted_tokens", 0) > 0]
-    parts = {
-        name: [row["history/accepted_tokens"] * row.get(f"history/accepted_share/{name}", 0.0) for row in rows]
-        for name in SOURCES
-    }
-    steps = [row["step"] + 1 for row in rows]
-    return stacked("sources", steps, parts, unit="tokens a step") if rows else ""
+def _sources(metrics: MetricTable) -> str:
+    numbers, accepted = metrics.column("history/accepted_tokens")
+    numbers, accepted = numbers[accepted > 0], accepted[accepted > 0]
+    steps = metrics.filled("step")[numbers] + 1
+    shares = {name: metrics.filled(f"history/accepted_share/{name}")[numbers] for name in SOURCES}
+    return stacked_chart([Line(label=name, at=steps, values=accepted * share) for name, share in shares.items()])
 
 
-def _chart(
-    metrics: Metrics,
-    name: str,
-    labels: Mapping[str, str],
-    *,
-    unit: str = "",
-    log: bool = False,
-    limit: float | None = None,
-) -> str:
-    series = []
+def _chart(metrics: MetricTable, labels: Mapping[str, str], *, log: bool = False, limit: float | None = None) -> str:
+    lines = []
     for metric, label in labels.items():
-        rows = [row for row in metrics if metric in row and (row[metric] > 0 or not log)]
-        if rows:
-            steps = [row["step"] + 1 for row in rows]
-            series.append(Series(label=label, steps=steps, values=[row[metric] for row in rows]))
-    return lines(name, series, unit=unit, log=log, limit=limit) if series else ""
+        numbers, values = metrics.column(metric)
+        if len(numbers):
+            lines.append(Line(label=label, at=metrics.filled("step")[numbers] + 1, values=values, hint=metric))
+    return line_chart(lines, log=log, limit=limit)
 
 
-def _phases(metrics: Metrics) -> str:
-    steps = [row["step"] + 1 for row in metrics]
-    parts = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in metrics] for phase in PHASES}
-    nonzero = {phase.removesuffix("_before_step"): seconds for phase, seconds in parts.items() if any(seconds)}
-    return stacked("phases", steps, nonzero, unit="seconds") if nonzero else ""
+def _phases(metrics: MetricTable) -> str:
+    return _stacked(metrics, {f"timing_s/{phase}": phase.removesuffix("_before_step") for phase in PHASES})
 
 
-def _values(metrics: Metrics, metric: str) -> list[float]:
-    return [row[metric] for row in metrics if metric in row]
+def _stacked(metrics: MetricTable, labels: Mapping[str, str]) -> str:
+    """Areas of the metrics that are not 0 throughout."""
+    steps = metrics.filled("step") + 1
+    columns = {metric: metrics.filled(metric) for metric in labels}
+    return stacked_chart(
+        [
+            Line(label=labels[metric], at=steps, values=values, hint=metric)
+            for metric, values in columns.items()
+            if values.any()
+        ]
+    )
 
 
 def _samples(record: Record) -> str:

@@ -6,8 +6,10 @@ is incomplete; `drop_torn_line` removes it before the next append.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from pydantic_core import from_json
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -54,14 +56,21 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """All rows of a JSON-lines file; none if it does not exist.
+    """All rows of a JSON-lines file; none if it does not exist."""
+    return list(iterate_rows(path))
+
+
+def iterate_rows(path: Path) -> Iterator[dict[str, object]]:
+    """The rows of a JSON-lines file, one after another; none if it does not exist.
 
     A last line without newline is left out: a process is writing it. A reader can see part of a single write.
     """
     if not path.exists():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.split(b"\n") if line]
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line != b"\n":
+                yield from_json(line)
 
 
 def drop_torn_line(path: Path) -> None:

@@ -59,7 +59,7 @@ def fit_speed(forwards: Forwards) -> EngineSpeed | None:
     known = forwards[(forwards["seconds"] > 0) & (forwards["num_running"] > 0)]
     if len(known) < MIN_FORWARDS:
         return None
-    saturated = int(np.sort(known["num_running"])[-NUM_EVIDENT])
+    saturated = int(np.partition(known["num_running"], -NUM_EVIDENT)[-NUM_EVIDENT])
     fitted = known[:: -(-len(known) // MAX_FITTED)]
     features = np.stack(
         [np.ones(len(fitted)), fitted["num_scheduled_tokens"], fitted["num_context_tokens"]], axis=1

@@ -10,6 +10,7 @@ from benchmarks.harness.record_views import (
     planning,
     publishing,
     rehearsal,
+    report,
     rollout,
 )
 from benchmarks.harness.record_views.view import View
@@ -31,6 +32,7 @@ VIEWS: Mapping[str, View] = {
     "publish_over_nodes": publishing.PUBLISH_OVER_NODES,
     "quickstart": learning.QUICKSTART,
     "rehearsal": rehearsal.REHEARSAL,
+    "report": report.REPORT,
     "rollout": rollout.ROLLOUT,
     "sampling": rollout.SAMPLING,
     "soak": learning.SOAK,

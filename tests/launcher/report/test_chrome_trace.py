@@ -5,17 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.report.chrome_trace import MAX_COUNTER_POINTS, write_trace
+from launcher.report.chrome_trace import MAX_COUNTER_POINTS, num_steps_shown, write_trace
+from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.forward_traces import append_forwards, drop_torn_record, read_forwards
 from rollout.tracing.forwards import FORWARD
+from rollout.tracing.timeline import engine_timelines
 from tests.support.runs.synthetic_run import NUM_ENGINES, decode, write_run
 
 
 def read(path: Path) -> RunTimeline:
-    return read_timeline(path, read_rows(path / "metrics.jsonl"))
+    return read_timeline(path, MetricTable.read(path))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,9 @@ def test_steps_do_not_overlap_although_their_rows_were_written_later():
         {"step": 1.0, "time_s": 120.01, "timeline/elapsed_s": 10.0},
         {"step": 2.0, "timing_s/step": 5.0},
     ]
-    found = [(step.number, step.start_s, step.end_s) for step in read_timeline(Path("nowhere"), rows).steps]
+    found = [
+        (step.number, step.start_s, step.end_s) for step in read_timeline(Path("nowhere"), MetricTable.of(rows)).steps
+    ]
     assert found == [(0, pytest.approx(100.05), 110.05), (1, 110.05, 120.01)]
 
 
@@ -121,6 +125,33 @@ def test_counters_of_long_runs_are_downsampled(tmp_path: Path):
     assert path is not None
     counters = events(json.loads(path.read_text(encoding="utf-8")), "C")
     assert len(counters) <= MAX_COUNTER_POINTS + 1
+
+
+def test_a_trace_of_a_long_run_holds_the_newest_steps_and_says_so(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = read(run_dir)
+    assert num_steps_shown(run) == len(run.steps) == 6
+    monkeypatch.setattr("launcher.report.chrome_trace.MAX_ENGINE_STEPS", 2 * NUM_ENGINES + 1)
+    assert num_steps_shown(run) == 2
+    path = write_trace(tmp_path, run)
+    assert path is not None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    slices = events(found, "X")
+    assert [event["name"] for event in slices if event["name"].startswith("step ")] == ["step 5", "step 6"]
+    assert found["otherData"]["notes"] == ["Only the newest 2 of 6 steps are shown."]
+    assert found["otherData"]["started_at_s"] == pytest.approx(run.steps[-2].start_s, abs=0.5)
+    # the engines' waits are those of the whole run's trace, cut at the first step
+    waits = [event["dur"] for event in slices if event["name"] == "waits: trainer"]
+    assert len(waits) == 2 * NUM_ENGINES and waits == pytest.approx([3e6] * len(waits), rel=1e-3)
+
+
+def test_a_part_of_a_run_is_divided_as_in_the_whole_run(run_dir: Path):
+    run = read(run_dir)
+    for step in run.steps[1:]:
+        whole = engine_timelines(run.forwards, run.spans, start_s=step.start_s, end_s=step.end_s, speed=run.speed)
+        for found, wanted in zip(run.engines(step.start_s, step.end_s), whole, strict=True):
+            assert np.array_equal(found.edges_s, wanted.edges_s) and np.array_equal(found.shares, wanted.shares)
 
 
 def test_incomplete_and_invalid_lines_are_counted_and_the_rest_is_shown(tmp_path: Path):

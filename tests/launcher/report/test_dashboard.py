@@ -2,16 +2,16 @@
 
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from launcher.cli import main
-from launcher.errors import ConfigError
+from launcher.metrics.panels import DASHBOARD
 from launcher.report.dashboard import CAUSES, read_runs, write_comparison, write_dashboard
-from launcher.report.svg import MAX_POINTS, Line, line_chart
-from launcher.report.wandb_workspace import save_workspace
-from launcher.report.write import MAX_STEPS, thinned
+from launcher.report.thinning import MAX_POINTS
+from launcher.report.write import write_report
 from rollout.tracing.timeline import Part
 
 
@@ -42,9 +42,10 @@ def test_a_comparison_names_differences_and_the_hours_of_each_cause(tmp_path: Pa
     assert "engine.format" in text and "&quot;int8&quot;" in text and "&quot;bf16&quot;" in text
     assert ">seed<" not in text, "equal keys are left out"
     # 36 steps x 100 s = 1 hour, 72 steps = 2 hours; half of it is lost
-    cells = re.search(r"<td >trainer wait</td>(.*?)</tr>", text)
-    assert cells is not None and re.findall(r"[\d.]+(?=</td>)", cells.group(1)) == ["0.500", "1.000"]
-    assert "Learning, over hours" in text
+    for cause in ("idle: trainer works", "bubble"):
+        cells = re.search(f"<td>{cause}</td>(.*?)</tr>", text)
+        assert cells is not None and re.findall(r">([^<>]+)</td>", cells.group(1)) == ["0.500 (50.0%)", "1.000 (50.0%)"]
+    assert "Reward over steps" in text and "Reward over hours" in text
 
 
 def test_hours_begin_with_the_first_step(tmp_path: Path) -> None:
@@ -54,35 +55,69 @@ def test_hours_begin_with_the_first_step(tmp_path: Path) -> None:
     assert list(run.line("reward/mean", label="a", over_hours=False).at) == list(range(1, 37))
 
 
-def test_the_causes_of_the_bubble_are_those_of_the_timeline() -> None:
-    assert set(CAUSES) == {part.value for part in Part} - {"saturated"}
+def test_the_causes_of_the_bubble_are_those_of_the_timeline_and_of_the_panel() -> None:
+    (causes,) = [panel for panel in DASHBOARD["Where time went"] if panel.title == "Bubble by cause"]
+    assert [Part.SATURATED, *CAUSES] == list(Part)
+    assert {f"timeline/{cause.value}_share" for cause in CAUSES} == set(causes.metrics)
 
 
-def test_a_page_names_no_address_and_holds_no_script(tmp_path: Path) -> None:
+def test_a_page_opens_no_connection(tmp_path: Path) -> None:
     run = write_rows(tmp_path / "a", num_steps=3, config="")
-    for target in (write_dashboard([run], tmp_path / "d.html"), write_comparison([run, run], tmp_path / "c.html")):
-        assert not re.search(r"https?:|<script|<link|<img|url\(|@import|src=", target.read_text())
+    (run / "samples").mkdir()
+    sample = {"reward": 1.0, "response": '<img src="https://example.org/a.png"><script src=//example.org></script>'}
+    (run / "samples" / "step-0.jsonl").write_text(json.dumps(sample) + "\n")
+    dashboard, comparison = (
+        write_dashboard([run], tmp_path / "d.html"),
+        write_comparison([run, run], tmp_path / "c.html"),
+    )
+    for target in (dashboard, comparison, write_report(run)):
+        page = Requests()
+        page.feed(target.read_text())
+        assert page.policies == [
+            "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+        ], "the browser refuses whatever the page asks for"
+        assert page.found == []
 
 
-def test_a_page_of_a_long_run_is_no_larger_than_that_of_a_run_at_the_bound(tmp_path: Path) -> None:
-    short = write_dashboard([write_rows(tmp_path / "a", num_steps=MAX_POINTS, config="")], tmp_path / "a.html")
+class Requests(HTMLParser):
+    """Collects what makes a browser open a connection; links inside the page do not."""
+
+    NAMES = ("src", "href", "srcset", "data", "action", "poster", "background", "ping", "xlink:href")
+    TAGS = ("script", "link", "img", "iframe", "object", "embed", "base", "video", "audio", "form")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.policies: list[str] = []
+        self.inside_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside_style = tag == "style"
+        if tag in self.TAGS:
+            self.found.append(tag)
+        for name, value in attrs:
+            text = value or ""
+            is_fetched = name in self.NAMES and not text.startswith("#")
+            if is_fetched or name.startswith("on") or "url(" in text or "http:" in text or "https:" in text:
+                self.found.append(f"{tag} {name}={text}")
+        fields = dict(attrs)
+        if fields.get("http-equiv") == "Content-Security-Policy":
+            self.policies.append(fields["content"] or "")
+        elif fields.get("http-equiv"):
+            self.found.append(str(fields))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside_style = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside_style and re.search(r"url\(|@import|https?:|image-set", data):
+            self.found.append(data)
+
+
+def test_a_page_does_not_grow_with_the_steps_of_a_long_run(tmp_path: Path) -> None:
+    short = write_dashboard([write_rows(tmp_path / "a", num_steps=2 * MAX_POINTS, config="")], tmp_path / "a.html")
     long = write_dashboard([write_rows(tmp_path / "b", num_steps=10_000, config="")], tmp_path / "b.html")
     assert long.stat().st_size < 1.1 * short.stat().st_size
-
-
-def test_a_chart_is_thinned_and_ends_at_the_last_point() -> None:
-    size = 10 * MAX_POINTS + 1
-    chart = line_chart([Line(label="a", at=range(size), values=[float(at) for at in range(size)])])
-    points = re.findall(r"[\d.]+,[\d.]+", chart)
-    assert len(points) <= MAX_POINTS + 1
-    # the line rises from the lower left corner of the axes to the upper right one
-    assert (points[0], points[-1]) == ("58.0,188.0", "452.0,8.0")
-
-
-def test_a_logarithmic_chart_leaves_out_values_that_are_not_positive() -> None:
-    assert line_chart([Line(label="a", at=[1, 2], values=[0.0, -1.0])], log=True) == ""
-    chart = line_chart([Line(label="a", at=[1, 2, 3], values=[1.0, 10.0, 100.0])], log=True)
-    assert re.findall(r"[\d.]+,[\d.]+", chart) == ["58.0,188.0", "255.0,98.0", "452.0,8.0"]
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
@@ -90,19 +125,37 @@ def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
         write_dashboard([tmp_path], tmp_path / "d.html")
 
 
-def test_a_workspace_without_its_package_is_refused_with_the_packages_name() -> None:
-    with pytest.raises(ConfigError, match="ENTITY/PROJECT"):
-        save_workspace("project-only")
-    with pytest.raises(ConfigError, match="pip install wandb-workspaces"):
-        save_workspace("team/project")
+def test_counts_of_faults_are_shown_as_sums_and_other_metrics_as_last_values(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    rows = [
+        {"step": step, "time_s": 1e9 + step, "reward/errors": step % 2, "engine/restarts": step} for step in range(6)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_dashboard([run], tmp_path / "d.html").read_text()
+    # errors are counted per step: 0 1 0 1 0 1; restarts are a total
+    assert "errors <b>3 in all</b>" in text and "restarts <b>5</b>" in text
 
 
-def test_the_report_of_a_long_run_draws_evenly_spaced_steps_and_the_last() -> None:
-    rows = [{"step": float(step)} for step in range(10_000)]
-    drawn = [row["step"] for row in thinned(rows)]
-    assert drawn[:3] == [0.0, 25.0, 50.0] and drawn[-1] == 9999.0
-    assert len(drawn) <= MAX_STEPS + 1
-    assert thinned(rows[:MAX_STEPS]) == rows[:MAX_STEPS]
+def test_sections_are_linked_from_the_head_of_the_page(tmp_path: Path) -> None:
+    text = write_dashboard([write_rows(tmp_path / "a", num_steps=3, config="")], tmp_path / "d.html").read_text()
+    assert (
+        re.findall(r'<a href="#(.*?)">', text)
+        == re.findall(r'<section id="(.*?)">', text)
+        == [
+            "learning",
+            "where-time-went",
+        ]
+    )
+
+
+def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
+    run = write_rows(tmp_path / "a", num_steps=2, config="")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "time_s": 1e9 + 300, "reward/mean": "broken", "timing_s/step": 100.0}) + "\n")
+    (read,) = read_runs([run])
+    assert list(read.line("reward/mean", label="a", over_hours=False).at) == [1, 2]
+    assert list(read.line("timing_s/step", label="a", over_hours=False).at) == [1, 2, 3]
 
 
 def test_the_commands_write_the_pages_and_refuse_what_they_cannot_read(

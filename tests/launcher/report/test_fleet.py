@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report.fleet import COLOURS, NUM_BINS, TRAINER_ACTIVITIES, fleet_section
+from launcher.report.fleet import NUM_BINS, TRAINER_ACTIVITIES, fleet_section
+from launcher.report.lanes import PART_COLOURS
 from launcher.report.run_timeline import RunTimeline
-from launcher.report.timeline_plot import ACTIVITIES
 from launcher.report.timeline_section import last_steps
 from launcher.report.write import read_record
 from launcher.run_dir.places import Places, read_places
@@ -28,7 +28,7 @@ def timeline(run_dir: Path) -> RunTimeline:
 
 
 def bars(lane: str) -> list[tuple[float, float, str]]:
-    rects = re.findall(r'<rect x="([^"]+)" width="([^"]+)" height="1" fill="([^"]+)"/>', lane)
+    rects = re.findall(r'<rect x="([^"]+)" width="([^"]+)" height="50" class="([^"]+)"/>', lane)
     return [(float(begin), float(width), colour) for begin, width, colour in rects]
 
 
@@ -47,12 +47,12 @@ def test_lanes_show_where_the_time_went(timeline: RunTimeline) -> None:
     lanes = re.findall(r'<div class="lane">.*?</div>', fleet_section(timeline, PLACES, steps))
     trainer, engine = bars(lanes[0]), bars(lanes[1])
     assert sum(width for _, width, _ in engine) == pytest.approx(NUM_BINS, rel=1e-3)
-    waits = sum(width for _, width, colour in engine if colour == COLOURS[Part.TRAINER_WAIT])
-    trains = sum(width for _, width, colour in trainer if colour == ACTIVITIES["train"][1])
+    waits = sum(width for _, width, colour in engine if colour == PART_COLOURS[Part.TRAINER_WAIT])
+    trains = sum(width for _, width, colour in trainer if colour == "train")
     assert waits == pytest.approx(trains, abs=2 * len(steps))  # bins at both ends of each phase
     # of three seconds a step
     assert trains == pytest.approx(NUM_BINS * 3.0 * len(steps) / (steps[-1].end_s - steps[0].start_s), rel=1e-3)
-    assert {colour for _, _, colour in trainer} <= {ACTIVITIES[activity][1] for activity in TRAINER_ACTIVITIES}
+    assert {colour for _, _, colour in trainer} <= set(TRAINER_ACTIVITIES)
 
 
 def test_a_run_without_places_or_steps_has_no_fleet(timeline: RunTimeline, tmp_path: Path) -> None:

@@ -1,62 +1,91 @@
-"""The call that saves a workspace, against hand-written twins of the documented classes of wandb-workspaces."""
+"""`megatron-rl dashboard --wandb` with the real client packages, against a stand-in for the server.
 
+The command runs in a process of its own, because wandb's client starts a service that outlives a test.
+"""
+
+import json
+import os
+import subprocess
 import sys
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from launcher.metrics.panels import DASHBOARD
-from launcher.report.wandb_workspace import save_workspace
+from launcher.errors import ConfigError
+from launcher.metrics.panels import DASHBOARD, Panel
+from launcher.report.wandb_workspace import VIEW, save_workspace
+from tests.support.deadline import DEADLINE_S
+from tests.support.wandb_server import KEY, WandbServer, wandb_server
 
 
-@dataclass(kw_only=True)
-class LinePlot:
-    title: str
-    x: str
-    y: list[str]
-    log_y: bool
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with wandb_server() as found:
+        yield found
 
 
-@dataclass(kw_only=True)
-class Section:
-    name: str
-    panels: list[LinePlot]
-    is_open: bool
-
-
-@dataclass(kw_only=True)
-class Workspace:
-    name: str
-    entity: str
-    project: str
-    sections: list[Section]
-    is_saved: bool = field(default=False, init=False)
-
-    def save(self) -> None:
-        self.is_saved = True
-        SAVED.append(self)
-
-    @property
-    def url(self) -> str:
-        assert self.is_saved
-        return f"{self.entity}/{self.project}/{self.name}"
-
-
-SAVED: list[Workspace] = []
-
-
-def test_the_workspace_has_the_sections_and_panels_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, workspaces, reports = (
-        ModuleType(name) for name in ("wandb_workspaces", "wandb_workspaces.workspaces", "wandb_workspaces.reports.v2")
+def dashboard(server: WandbServer, home: Path, *, key: str = KEY) -> subprocess.CompletedProcess[str]:
+    """The command for a user with no other sign-in than `key`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_BASE_URL": server.url, "HOME": str(home)} | ({"WANDB_API_KEY": key} if key else {})
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", "dashboard", "--wandb", "team/project"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
-    vars(workspaces).update(Workspace=Workspace, Section=Section)
-    vars(reports).update(LinePlot=LinePlot)
-    for module in (package, workspaces, reports):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    SAVED.clear()
-    assert save_workspace("team/project") == "team/project/megatron-rl"
-    (saved,) = SAVED
-    assert [section.name for section in saved.sections] == list(DASHBOARD)
-    drawn = [(plot.title, plot.y, plot.x) for section in saved.sections for plot in section.panels]
-    assert drawn == [(panel.title, list(panel.metrics), "Step") for panels in DASHBOARD.values() for panel in panels]
+
+
+def wanted(panel: Panel) -> dict:
+    """The panel in wandb's format of line plots; an ordinary line is the server's default."""
+    config = {
+        "chartTitle": panel.title,
+        "xAxis": "_step",
+        "metrics": list(panel.metrics),
+        "yLogScale": panel.log,
+        "plotType": "stacked-area" if panel.stacked else "line",
+    }
+    return {"viewType": "Run History Line Plot", "config": config}
+
+
+@pytest.mark.slow
+def test_the_server_receives_the_sections_and_panels_of_the_page(server: WandbServer, tmp_path: Path) -> None:
+    done = dashboard(server, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (view,) = server.views()
+    assert (view["entityName"], view["projectName"], view["displayName"]) == ("team", "project", VIEW)
+    assert view["type"] == "project-view"
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == list(DASHBOARD)
+    assert [section["name"] for section in sections if section["isOpen"]] == ["Learning"]
+    for section in sections:
+        sent = [{name: panel[name] for name in ("viewType", "config")} for panel in section["panels"]]
+        assert sent == [wanted(panel) for panel in DASHBOARD[section["name"]]]
+    assert done.stdout.strip() == f"{server.url}/team/project?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+
+
+@pytest.mark.slow
+def test_a_refusal_is_shown_with_the_fix(server: WandbServer, tmp_path: Path) -> None:
+    server.refusal = "project not found"
+    done = dashboard(server, tmp_path)
+    assert done.returncode == 2
+    assert "--wandb = team/project" in done.stderr and "project not found" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_user_who_is_not_signed_in_is_told_to_sign_in(server: WandbServer, tmp_path: Path) -> None:
+    done = dashboard(server, tmp_path, key="")
+    assert done.returncode == 2
+    assert "wandb login" in done.stderr and "Traceback" not in done.stderr
+    assert server.views() == []
+
+
+def test_another_form_of_the_project_is_refused() -> None:
+    for destination in ("project-only", "team/", "/project", "team/project/run"):
+        with pytest.raises(ConfigError, match="ENTITY/PROJECT"):
+            save_workspace(destination)

@@ -1,12 +1,8 @@
-"""Draws the report's charts as inline SVG text: no files, no fonts to load, no links.
-
-Each function returns one `<svg>` element. Callers leave out charts of metrics that were never recorded. matplotlib uses
-its file backend, so no display is needed.
-"""
+"""Draws the pictures beside records as SVG text. matplotlib uses its file backend, so no display is needed."""
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import matplotlib
@@ -18,8 +14,6 @@ from matplotlib.figure import Figure
 
 INK, GRID = "#334155", "#e2e8f0"
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9")
-MAX_BARS = 100
-"""Steps in a chart of bars."""
 STYLE = {
     "svg.fonttype": "none",
     "font.family": ["sans-serif"],
@@ -41,16 +35,8 @@ class Series:
     values: Sequence[float]
 
 
-def lines(
-    name: str,
-    series: Sequence[Series],
-    *,
-    unit: str = "",
-    log: bool = False,
-    limit: float | None = None,
-    over: str = "step",
-) -> str:
-    """Lines over steps, or over the quantity `over`; `limit` draws a dashed line. `name` must be unique in the page."""
+def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = False) -> str:
+    """Lines over steps as one `<svg>`; `name` seeds the identifiers in it, so that equal pictures are equal files."""
 
     def draw(axes: Axes) -> None:
         for colour, line in zip(COLOURS, series, strict=False):
@@ -58,13 +44,11 @@ def lines(
             axes.plot(
                 line.steps, line.values, color=colour, label=line.label, linewidth=1.8, marker=marker, markersize=3
             )
-        if limit is not None:
-            axes.axhline(limit, color=COLOURS[4], linestyle="--", linewidth=1)
         if log:
             _decades(axes)
         axes.set_ylabel(unit)
 
-    return _render(name, draw, legend=len(series) > 1, over=over)
+    return _render(name, draw, legend=len(series) > 1)
 
 
 def _decades(axes: Axes) -> None:
@@ -75,32 +59,7 @@ def _decades(axes: Axes) -> None:
     axes.minorticks_off()
 
 
-def stacked(
-    name: str,
-    steps: Sequence[float],
-    parts: Mapping[str, Sequence[float]],
-    *,
-    unit: str,
-    colours: Sequence[str] = COLOURS,
-) -> str:
-    """Bars over steps, one colour per part; areas if there are more than `MAX_BARS` steps, as bars take seconds."""
-    width = 0.85 * (steps[1] - steps[0] if len(steps) > 1 else 1.0)
-
-    def draw(axes: Axes) -> None:
-        if len(steps) > MAX_BARS:
-            axes.stackplot(steps, *parts.values(), colors=colours[: len(parts)], labels=list(parts), step="mid")
-            axes.set_ylabel(unit)
-            return
-        bottom = [0.0] * len(steps)
-        for colour, (label, values) in zip(colours, parts.items(), strict=False):
-            axes.bar(steps, values, bottom=bottom, color=colour, label=label, width=width)
-            bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-        axes.set_ylabel(unit)
-
-    return _render(name, draw, legend=True)
-
-
-def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, over: str = "step") -> str:
+def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -109,7 +68,7 @@ def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, over: str 
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_xlabel(over)
+        axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
         if legend:
             axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

@@ -1,0 +1,1 @@
+"""How long the pages of a large run take to open."""
