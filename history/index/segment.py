@@ -21,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from history.index.suffix_array import END, SEPARATOR, build_fences, is_sorted, num_fences, sort_by_left_context
+from history.own_files import open_own
 from history.types import PastResponse, TokenIds
 
 _HEADER = struct.Struct("<8sqqqqQQ")
@@ -161,13 +162,16 @@ def write_segment(directory: Path, segment: HistorySegment) -> Path:
 def attach_segment(directory: Path, prompt_key: int) -> HistorySegment | None:
     """Map the prompt's segment read-only; None if there is no file.
 
-    Raises SegmentError naming the file if its header or size is wrong.
+    Raises SegmentError naming the file if its header or size is wrong, or if it is a link or another user's: only the
+    owner may shorten a mapped file.
     """
     path = segment_path(directory, prompt_key)
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open_own(path)
     except FileNotFoundError:
         return None
+    if file is None:
+        raise SegmentError(f"{path}: is a link, or belongs to another user")
     try:
         size = os.fstat(file).st_size
         if size < _HEADER.size:

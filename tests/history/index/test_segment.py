@@ -1,4 +1,5 @@
 import math
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +106,21 @@ def test_a_damaged_header_or_size_is_refused_and_named(tmp_path: Path, damage: s
         path.rename(segment_path(tmp_path, key))
     with pytest.raises(SegmentError, match=str(segment_path(tmp_path, key))):
         attach_segment(tmp_path, key)
+
+
+def test_a_link_and_another_users_file_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_segment(tmp_path, example())
+    real = path.rename(tmp_path / "elsewhere")
+    path.symlink_to(real)
+    with pytest.raises(SegmentError, match="is a link, or belongs to another user"):
+        attach_segment(tmp_path, 77)
+    real.rename(path)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(SegmentError, match="is a link, or belongs to another user"):
+        attach_segment(tmp_path, 77)
 
 
 def test_the_full_check_detects_every_damaged_byte_of_the_body(tmp_path: Path) -> None:
