@@ -38,6 +38,9 @@ class HistoryConfig(Config):
     """Actors that hold the history; each holds a share of the prompts."""
     budget_bytes: int = Field(default=2 << 30, gt=0)
     """Upper bound of the token bytes in all shards together. Above it, the prompts of least value are evicted."""
+    shm_bytes: int = Field(default=0, ge=0)
+    """Upper bound of the segments in the `/dev/shm` of a node, from which its engines draft. 0: as much as the longest
+    responses of two steps need. Above it, the prompts that are needed last are left out and have no drafts."""
     kept_steps: int = Field(default=1, gt=0)
     """Number of visits of a prompt whose responses are kept. More than one rarely helps."""
     warm_start: str = ""

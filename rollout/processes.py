@@ -30,6 +30,8 @@ from pathlib import Path
 
 import psutil
 
+from history.own_files import opener
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnv:
@@ -145,7 +147,7 @@ def redirect_output() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

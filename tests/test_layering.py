@@ -38,7 +38,7 @@ FLOORS = {
     "history/drafting": Floor(imports="history history/index history/lengths"),
     "history/store": Floor(imports="history"),
     "history/store/actors.py": Floor(
-        imports="history/index history/lengths history/store",
+        imports="history history/index history/lengths history/store",
         libraries="ray",
         loads="ray",
     ),
@@ -63,7 +63,7 @@ FLOORS = {
         libraries="torch transformers",
         loads="*",
     ),
-    "rollout/transports": Floor(imports="rollout rollout/weights", libraries="torch", loads="*"),
+    "rollout/transports": Floor(imports="history rollout rollout/weights", libraries="torch", loads="*"),
     "rollout/cpu": Floor(imports="rollout/weights", libraries="torch vllm", loads="*"),
     "rollout/worker": Floor(
         imports="history/drafting rollout rollout/tracing rollout/weights rollout/transports rollout/cpu",
@@ -126,7 +126,7 @@ FLOORS = {
     "launcher": Floor(),
     "launcher/config": Floor(imports="history rollout megatron_rl launcher"),
     "launcher/metrics": Floor(imports="launcher"),
-    "launcher/run_dir/atomic_files.py": Floor(),
+    "launcher/run_dir/atomic_files.py": Floor(imports="history"),
     "launcher/cluster": Floor(
         imports=(
             "history history/store/service.py rollout rollout/data/tokenizer.py rollout/rewards "
@@ -167,7 +167,7 @@ FLOORS = {
     ),
     "launcher/run_dir": Floor(
         imports=(
-            "history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
+            "history history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
             "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks "
             "launcher/run_dir/atomic_files.py"
         ),
@@ -175,7 +175,7 @@ FLOORS = {
         loads="ray",
     ),
     "launcher/endings": Floor(
-        imports="rollout megatron_rl/controller launcher launcher/cluster launcher/run_dir",
+        imports="history rollout megatron_rl/controller launcher launcher/cluster launcher/run_dir",
         loads="ray",
     ),
     "launcher/report": Floor(

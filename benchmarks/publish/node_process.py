@@ -1,7 +1,7 @@
 """A trainer rank or an engine rank of `benchmarks.publish.over_nodes`: the product's transport, random bytes.
 
-It prints the ports of its stores, reads a line with all ports, prints `ready`, waits for a line, publishes once, prints
-`done`, waits for a line and ends. The received buckets are verified by their checksums.
+It prints its stores (port and secret), reads a line with all stores, prints `ready`, waits for a line, publishes once,
+prints `done`, waits for a line and ends. The received buckets are verified by their checksums.
 """
 
 import json
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from rollout.transports.base import GroupChannel, Sender, chain
+from rollout.transports.base import GroupChannel, Sender, StoreAddress, chain
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
-from rollout.transports.rendezvous import join, open_store
+from rollout.transports.rendezvous import join
+from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.types import WeightVersion
 from rollout.weights.format import WeightFormat
@@ -66,10 +66,11 @@ def main(layout_file: str, number: str) -> None:
     layout, rank = Layout(**json.loads(Path(layout_file).read_text(encoding="utf-8"))), int(number)
     plan = layout.plan()
     num_stores = max(1, len(layout.engine_nodes)) if rank == 0 else 0
-    stores: list[TCPStore] = [open_store(host=layout.host, timeout_s=TIMEOUT_S) for _ in range(num_stores)]
-    _say(json.dumps([store.port for store in stores]))
-    ports: list[int] = json.loads(sys.stdin.readline())
-    publish, end = (_colocated if not layout.engine_nodes else _disaggregated)(layout, plan, rank, ports)
+    servers = [StoreServer(layout.host) for _ in range(num_stores)]
+    _say(json.dumps([(server.address.port, server.address.secret.hex()) for server in servers]))
+    found: list[tuple[int, str]] = json.loads(sys.stdin.readline())
+    stores = [StoreAddress(host=layout.host, port=port, secret=bytes.fromhex(secret)) for port, secret in found]
+    publish, end = (_colocated if not layout.engine_nodes else _disaggregated)(layout, plan, rank, stores)
     _say("ready")
     sys.stdin.readline()
     publish()
@@ -82,11 +83,9 @@ Steps = tuple[Callable[[], None], Callable[[], None]]
 """Publishing, and ending."""
 
 
-def _colocated(layout: Layout, plan: ReshardPlan, rank: int, ports: list[int]) -> Steps:
+def _colocated(layout: Layout, plan: ReshardPlan, rank: int, stores: list[StoreAddress]) -> Steps:
     world = len(layout.trainer_nodes)
-    channel = GroupChannel(
-        host=layout.host, port=ports[0], source_ranks=tuple(range(world)), num_engine_ranks=0, timeout_s=TIMEOUT_S
-    )
+    channel = GroupChannel(store=stores[0], source_ranks=tuple(range(world)), num_engine_ranks=0, timeout_s=TIMEOUT_S)
     sender = ColocatedSender(
         ShmRegion(run_id=RUN_ID, rank=rank),
         join(channel, rank),
@@ -107,10 +106,10 @@ def _colocated(layout: Layout, plan: ReshardPlan, rank: int, ports: list[int]) -
     return publish, sender.abandon
 
 
-def _disaggregated(layout: Layout, plan: ReshardPlan, rank: int, ports: list[int]) -> Steps:
+def _disaggregated(layout: Layout, plan: ReshardPlan, rank: int, stores: list[StoreAddress]) -> Steps:
     num_engines, num_trainers = len(layout.engine_nodes), len(layout.trainer_nodes)
     channels = chain(
-        [(layout.host, port) for port in ports],
+        stores,
         order=range(num_engines),
         source_ranks=plan.source_ranks,
         num_engine_ranks=1,

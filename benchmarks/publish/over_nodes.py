@@ -92,8 +92,8 @@ def _publish(case: Layout, file: Path, num_nodes: int) -> int:
         for number, node in enumerate((*case.trainer_nodes, *case.engine_nodes))
     ]
     try:
-        ports, *_ = [_read(rank) for rank in ranks]
-        _tell(ranks, ports, answer="ready")
+        stores, *_ = [_read(rank) for rank in ranks]
+        _tell(ranks, stores, answer="ready")
         before = sent_bytes(num_nodes)
         _tell(ranks, "go", answer="done")
         crossing = sent_bytes(num_nodes) - before

@@ -23,10 +23,12 @@ from megatron_rl.quantization.backends import Quantizer, choose_backend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.packer import CPU_BOX_SIZE, row_boxes
 from megatron_rl.weights.reshard_plan import ReshardPlan, wire_tensors
-from rollout.transports import rendezvous, shm
+from rollout.transports import shm
 from rollout.transports import shm_files as segments
 from rollout.transports import streaming as process_group
-from rollout.transports.base import GroupChannel, Inbox, Sender, chain
+from rollout.transports.base import GroupChannel, Inbox, Sender, StoreAddress, chain
+from rollout.transports.rendezvous import open_store
+from rollout.transports.store_server import StoreServer
 from rollout.types import WeightVersion
 from rollout.weights.format import FP8_BLOCK, WeightFormat
 from rollout.weights.manifest import Box, WeightManifest
@@ -151,8 +153,8 @@ class Route:
     """Whether checksums are left out."""
     folder: str
     """Folder in shared memory in which senders write the paths of their segments."""
-    ports: tuple[int, ...]
-    """Port of each engine's store."""
+    stores: tuple[StoreAddress, ...]
+    """Each engine's store."""
 
     @property
     def world_size(self) -> int:
@@ -162,7 +164,7 @@ class Route:
     def channel(self, engine: int) -> GroupChannel:
         """Channel of one engine in the chain of all engines."""
         return chain(
-            [("127.0.0.1", port) for port in self.ports],
+            self.stores,
             order=range(self.num_engines),
             source_ranks=self.source_ranks,
             num_engine_ranks=self.num_ranks,
@@ -176,7 +178,7 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
     The product's transport sends from the sender's memory into newly allocated memory, until the last checksum is
     verified; with `plain` there are no checksums. Nothing is quantised or loaded. Every rank is a process.
     """
-    stores = [rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S) for _ in range(num_engines)]
+    stores = [StoreServer("127.0.0.1") for _ in range(num_engines)]
     with TemporaryDirectory(dir=segments.SHM) as folder:
         route = Route(
             manifest=plan.manifest(RUN_ID, VERSION),
@@ -186,7 +188,7 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
             transport=transport,
             plain=plain,
             folder=folder,
-            ports=tuple(store.port for store in stores),
+            stores=tuple(store.address for store in stores),
         )
         context = _ready_processes()
         meet = context.Barrier(route.world_size + 1, timeout=TIMEOUT_S)
@@ -263,7 +265,7 @@ def gather_s(model: Path, *, by_stage: bool) -> float:
     The other rank has half of every matrix or, with `by_stage`, the second half of all weights. Peers with pipeline
     stages gather them too before they send (verl, `megatron_utils.broadcast_from_megatron_pp`, even on all stages).
     """
-    store = rendezvous.open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    store = open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
     context = _ready_processes()
     results = context.Queue()
     jobs = [

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from history.index.suffix_array import END, SEPARATOR, build_fences, is_sorted, num_fences, sort_by_left_context
+from history.own_files import open_own
 from history.types import PastResponse, TokenIds
 
 _HEADER = struct.Struct("<8sqqqqQQ")
@@ -131,6 +132,13 @@ def build_segment(prompt_key: int, version: int, responses: Sequence[PastRespons
     return segment
 
 
+def file_bytes(responses: Sequence[PastResponse]) -> int:
+    """Bytes of shared memory of the file of a segment with these responses, in whole pages."""
+    lengths = [len(response.token_ids) for response in responses if len(response.token_ids)]
+    size = sum(map(_aligned, (_HEADER.size, *_array_bytes(sum(lengths) + len(lengths) + 1, len(lengths)))))
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def segment_path(directory: Path, prompt_key: int) -> Path:
     """Path of a prompt's segment in a node's folder of segments."""
     return directory / f"{prompt_key:016x}.segment"
@@ -161,13 +169,16 @@ def write_segment(directory: Path, segment: HistorySegment) -> Path:
 def attach_segment(directory: Path, prompt_key: int) -> HistorySegment | None:
     """Map the prompt's segment read-only; None if there is no file.
 
-    Raises SegmentError naming the file if its header or size is wrong.
+    Raises SegmentError naming the file if its header or size is wrong, or if it is a link or another user's: only the
+    owner may shorten a mapped file.
     """
     path = segment_path(directory, prompt_key)
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open_own(path)
     except FileNotFoundError:
         return None
+    if file is None:
+        raise SegmentError(f"{path}: is a link, or belongs to another user")
     try:
         size = os.fstat(file).st_size
         if size < _HEADER.size:
@@ -219,7 +230,7 @@ def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> HistorySegment:
     if key != prompt_key:
         raise SegmentError(f"{path}: holds prompt {key:016x}")
     sizes = [num_responses] * _NUM_TABLES + [num_tokens] * 2
-    widths = [*(4 * size for size in sizes), 8 * num_fences(num_tokens)]
+    widths = _array_bytes(num_tokens, num_responses)
     offsets = np.cumsum([_aligned(_HEADER.size), *map(_aligned, widths)]).tolist()
     if offsets[-1] != len(mapped):
         raise SegmentError(f"{path}: {len(mapped)} bytes where its header says {offsets[-1]}")
@@ -237,6 +248,11 @@ def _view(path: Path, mapped: mmap.mmap, prompt_key: int) -> HistorySegment:
         samples=samples,
         rewards=rewards.view(np.float32),
     )
+
+
+def _array_bytes(num_tokens: int, num_responses: int) -> list[int]:
+    """Bytes of each array of a segment."""
+    return [4 * num_responses] * _NUM_TABLES + [4 * num_tokens] * 2 + [8 * num_fences(num_tokens)]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -11,6 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
+from history.own_files import is_private_folder, make_private_folder
+
 SHM = Path("/dev/shm")
 _PREFIX = "mrl-history-"
 _LOCK = "LOCK"
@@ -22,8 +24,12 @@ def segments_dir(run_id: str) -> str:
 
 
 def claim(directory: Path) -> int:
-    """Lock `directory` for this process and empty it. Return the lock's descriptor; closing it frees the folder."""
-    directory.mkdir(mode=0o700, exist_ok=True)
+    """Lock `directory` for this process and empty it. Return the lock's descriptor; closing it frees the folder.
+
+    Raises:
+        PlantedError: another user has made something of that name.
+    """
+    make_private_folder(directory)
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     for path in directory.iterdir():
@@ -34,7 +40,7 @@ def claim(directory: Path) -> int:
 
 def sweep_segments() -> list[Path]:
     """Remove the segments folders on this node whose reader has ended; return their paths."""
-    return sorted(path for path in SHM.glob(f"{_PREFIX}*") if path.is_dir() and _remove_if_free(path))
+    return sorted(path for path in SHM.glob(f"{_PREFIX}*") if is_private_folder(path) and _remove_if_free(path))
 
 
 def _remove_if_free(directory: Path) -> bool:

@@ -16,6 +16,7 @@ from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
+from history.types import PastResponse
 
 FETCH_TIMEOUT_S = 60.0
 _PROMPTS_PER_FETCH = 64
@@ -48,6 +49,9 @@ class ReaderReport:
     is_filled: bool
     num_segments: int = 0
     num_bytes: int = 0
+    """Shared memory of the segments."""
+    num_left_out: int = 0
+    """Segments that were left out or removed because there was no room, since the reader began."""
     num_failures: int = 0
     """Fetches that failed and segments that could not be written, since the reader began."""
 
@@ -99,15 +103,23 @@ class Shard:
 
 
 class Reader:
-    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All methods but `report` mutate."""
+    """Publishes segments on its node; an actor (`HistoryReader`) in a run. All methods but `report` mutate.
 
-    def __init__(self, directory: str) -> None:
+    Invariant: the files of segments have at most `budget_bytes`, also while one replaces another. Engines keep removed
+    files until they end the prompt; so a file is written only if as much is free, too.
+    """
+
+    def __init__(self, directory: str, budget_bytes: int) -> None:
         # imported late: the controller and engines import this module and must not import numba
-        from history.index.segment import build_segment, segment_path, write_segment
+        from history.index import segment
 
-        self._build, self._path, self._write = build_segment, segment_path, write_segment
+        self._segment = segment
         self._is_filled = False
         self._directory = Path(directory)
+        self._budget_bytes = budget_bytes
+        self._num_bytes = self._num_left_out = 0
+        self._places: dict[int, int] = {}
+        """Place of each prompt in the order in which they are needed."""
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
         self._num_failures = 0
@@ -121,9 +133,12 @@ class Reader:
     def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Publish the newest segments of these prompts, in this order, and remove all others.
 
+        Where there is no room, segments of prompts that are needed later give way.
+
         Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
         """
-        for key in self._stamps.keys() - set(prompt_keys):
+        self._places = {key: place for place, key in enumerate(prompt_keys)}
+        for key in self._stamps.keys() - self._places.keys():
             self._remove(key)
         for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
             self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
@@ -133,7 +148,8 @@ class Reader:
         return ReaderReport(
             is_filled=self._is_filled,
             num_segments=len(self._bytes),
-            num_bytes=sum(self._bytes.values()),
+            num_bytes=self._num_bytes,
+            num_left_out=self._num_left_out,
             num_failures=self._num_failures,
         )
 
@@ -155,18 +171,43 @@ class Reader:
                 self._num_failures += 1
                 continue
             for key, responses in batch.by_prompt().items():
-                segment = self._build(key, stamps[key], responses)
-                try:
-                    self._write(self._directory, segment)
-                except OSError:
-                    self._num_failures += 1
-                    continue
-                self._stamps[key] = stamps[key]
-                self._bytes[key] = segment.num_bytes
+                self._publish_one(key, stamps[key], responses)
+
+    def _publish_one(self, key: int, stamp: int, responses: Sequence[PastResponse]) -> None:
+        num_bytes = self._segment.file_bytes(responses)
+        if not self._make_room(key, num_bytes):
+            self._num_left_out += 1
+            return
+        try:
+            self._segment.write_segment(self._directory, self._segment.build_segment(key, stamp, responses))
+        except OSError:
+            self._num_failures += 1
+            return
+        self._num_bytes += num_bytes - self._bytes.get(key, 0)
+        self._stamps[key], self._bytes[key] = stamp, num_bytes
+
+    def _make_room(self, key: int, num_bytes: int) -> bool:
+        """Remove the prompt's older segment and those of prompts that are needed after it, if there is no room."""
+        if self._has_room(num_bytes):
+            return True
+        if key in self._bytes:
+            self._remove(key)
+        later = [other for other in self._bytes if self._places[other] > self._places[key]]
+        for other in sorted(later, key=self._places.__getitem__, reverse=True):
+            if self._has_room(num_bytes):
+                break
+            self._remove(other)
+            self._num_left_out += 1
+        return self._has_room(num_bytes)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        free_bytes = shutil.disk_usage(self._directory).free
+        return num_bytes <= min(self._budget_bytes - self._num_bytes, free_bytes)
 
     def _remove(self, key: int) -> None:
-        self._path(self._directory, key).unlink(missing_ok=True)
-        del self._stamps[key], self._bytes[key]
+        self._segment.segment_path(self._directory, key).unlink(missing_ok=True)
+        self._num_bytes -= self._bytes.pop(key)
+        del self._stamps[key]
 
 
 HistoryShard = ray.remote(Shard)

@@ -42,6 +42,8 @@ class ServiceReport:
     num_segments: int
     segment_bytes: int
     """Bytes of the segments of all nodes."""
+    num_left_out: int
+    """Segments that were left out because a node had no room for them, since the run began."""
     num_lost_calls: int
     """Calls to shards and readers that failed, since the run began."""
     returns: tuple[Return, ...]
@@ -92,7 +94,7 @@ class HistoryService:
         self._pending: list[ray.ObjectRef] = [shard.mark_filled.remote() for shard in shards]
         self._published_keys: list[int] = []
         self._newest = ""
-        self._num_lost_calls = 0
+        self._num_lost_calls = self._num_left_out = 0
         self._num_readers = 0
         """Readers that were ever started."""
         self.move_readers(nodes)
@@ -155,6 +157,7 @@ class HistoryService:
             stats=sum((report.stats for report in shards), StoreStats()),
             num_segments=sum(report.num_segments for report in readers),
             segment_bytes=sum(report.num_bytes for report in readers),
+            num_left_out=self._note_left_out(sum(report.num_left_out for report in readers)),
             num_lost_calls=self._num_lost_calls + sum(report.num_failures for report in readers),
             returns=tuple(
                 returned for report in received if isinstance(report, ShardReport) for returned in report.returns
@@ -230,6 +233,16 @@ class HistoryService:
             self._refill(actor)
         return report
 
+    def _note_left_out(self, num_left_out: int) -> int:
+        """Log the first segments that were left out, and return their number."""
+        if num_left_out and not self._num_left_out:
+            self._log(
+                f"{num_left_out} segment(s) of the history have no room in /dev/shm and give no drafts; raise "
+                "`history.shm_bytes`, or enlarge /dev/shm; metric history/left_out_segments counts further ones"
+            )
+        self._num_left_out = max(self._num_left_out, num_left_out)  # a restarted reader counts from 0
+        return num_left_out
+
     def _note_silence(self, actor: _Actor) -> None:
         """An actor has not answered in time; one that hangs is killed, and the next report finds it restarted."""
         now = time.monotonic()
@@ -271,7 +284,7 @@ def start_history(
     """Start `config.num_shards` shards, and readers.
 
     Args:
-        config: number and budget of the shards.
+        config: number and budget of the shards; `shm_bytes` is the bound of a node's segments.
         directory: folder in which readers publish (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
@@ -292,7 +305,7 @@ def start_history(
 
     def start_reader(node: str) -> ray.actor.ActorHandle:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        return HistoryReader.options(**options, scheduling_strategy=on_node).remote(directory)
+        return HistoryReader.options(**options, scheduling_strategy=on_node).remote(directory, config.shm_bytes)
 
     return HistoryService(
         shards,

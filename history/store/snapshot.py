@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from history.own_files import opener
 from history.store.prompt_store import PromptStore
 from history.store.response_batch import ResponseBatch
 from history.types import PastResponse
@@ -67,7 +68,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes a folder of files a snapshot."""
     text = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1) + "\n"
     partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=opener) as file:
+        file.write(text)
     partial.replace(folder / MANIFEST)
 
 
@@ -80,6 +82,8 @@ def read_manifest(folder: Path) -> Manifest:
         if version != _VERSION:
             raise SnapshotError(f"{path}: is of version {version}, this program reads {_VERSION}")
         files = tuple(SnapshotFile(**file) for file in row.pop("files"))
+        if outside := [file.name for file in files if Path(file.name).name != file.name]:
+            raise SnapshotError(f"{path}: names a file outside its folder ({outside[0]})")
         return Manifest(files=files, **row)
     except FileNotFoundError as error:
         raise SnapshotError(f"{folder}: holds no {MANIFEST}") from error
@@ -242,7 +246,7 @@ def _number(name: str) -> int:
 
 
 def _write_file(path: Path, shard: int, alive: npt.NDArray[np.int64], batch: ResponseBatch) -> SnapshotFile:
-    with path.open("wb") as file:
+    with open(path, "wb", opener=opener) as file:
         for array in (alive, *batch.arrays):
             np.save(file, array, allow_pickle=False)
     digest = xxhash.xxh3_128()

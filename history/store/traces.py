@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from history.own_files import opener
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
@@ -31,7 +33,7 @@ class Trace:
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Append `traces` to `path`."""
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=opener) as file:
         for trace in traces:
             row = {
                 "step": trace.step,

@@ -21,6 +21,7 @@ _HALVED = (
     "trainer.logprob_chunk_tokens",
     "sampling.max_response_tokens",
     "history.budget_bytes",
+    "history.shm_bytes",
     "cluster.object_store_bytes",
     "publish.bucket_bytes",
 )

@@ -20,6 +20,7 @@ from types import FrameType
 
 import psutil
 
+from history.own_files import opener
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import RAY_SETTINGS
 from launcher.cluster.ports import PortMap
@@ -107,7 +108,7 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     signal.signal(signal.SIGTERM, note)
     node.temp_dir.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with open(log, "ab", opener=opener) as output:
         ray = subprocess.Popen(
             ray_command(node), env=os.environ | ray_environment(node), stdout=output, stderr=subprocess.STDOUT
         )

@@ -15,6 +15,7 @@ from history.store.warm_start import is_snapshot, read_warm_start
 from history.types import prompt_key
 from launcher.cluster.processes import Processes
 from launcher.config.schema import RunConfig
+from launcher.estimate.host_memory import segment_budget
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.engine.spec import DraftSpec
 from rollout.types import Prompt, PromptId
@@ -46,7 +47,8 @@ def start_history(
             say("engines do not draft: the batches of a deterministic run must not depend on drafts")
         return None
     fingerprint = f"{facts.fingerprint}-{facts.vocab_size}"
-    return running.start_history(config.history, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
+    bounded = config.history.model_copy(update={"shm_bytes": segment_budget(config)})
+    return running.start_history(bounded, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
 
 
 def fill_history(

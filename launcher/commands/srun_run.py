@@ -111,7 +111,7 @@ def _write_files(config: RunConfig, folder: JobFolder, step: SlurmStep) -> None:
     folder.path.mkdir(parents=True)
     (folder.run_dir / "logs").mkdir(exist_ok=True)
     (folder.run_dir / "stop.json").unlink(missing_ok=True)
-    token = os.open(folder.path / "token", os.O_CREAT | os.O_WRONLY, 0o600)
+    token = os.open(folder.path / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(token, "w") as file:
         file.write(secrets.token_hex(32))
     replace_text(folder.path.parent / CONFIG, resolved_yaml(config))

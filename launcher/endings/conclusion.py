@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from history.own_files import opener
 from launcher.cluster.node import memory_kills
 from launcher.endings.kinds import Ending, Verdict, causes, judge
 from launcher.endings.saved_work import saved_work
@@ -96,7 +97,7 @@ def _append(paths: Sequence[Path], text: str) -> str:
         if not path.parent.is_dir():
             continue
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=opener) as file:
                 file.write(text)
         except OSError as error:
             failure = f"no log could be written: {error.strerror}: {path}"

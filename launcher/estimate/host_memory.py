@@ -16,6 +16,7 @@ Constants without a measurement are named estimates.
 from collections.abc import Sequence
 
 from history.store.prompt_store import RESPONSE_BYTES
+from launcher.config.schema import RunConfig
 from launcher.estimate.device_memory import SIDE_BY_SIDE, TURNS
 from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
@@ -34,8 +35,10 @@ SCORER_BYTES = 512 << 20
 """A scoring process with its tokenizer; an estimate."""
 HISTORY_PROCESS_BYTES = 200 << 20
 """Resident memory of an empty history shard or reader."""
-SEGMENT_TOKEN_BYTES = 8
-"""Bytes of a token and of its suffix-array entry."""
+SEGMENT_TOKEN_BYTES = 10
+"""Bytes of a token, of its suffix-array entry, and its share of the search tree and of the tables; an upper bound."""
+SEGMENT_FILE_BYTES = 2 * 4096
+"""Of a segment's file beside its tokens: header, tables of short responses, and the rest of its last page."""
 SLEEP_ROUNDING = 1.5
 """Pinned bytes for each byte of sleeping weights: powers of two are between 1 and 2 times; an estimate."""
 SHARED_MEMORY = frozenset({"object store", "history segments", "weights in transit"})
@@ -99,14 +102,23 @@ def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     step_tokens = num_responses * config.sampling.max_response_tokens
     run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
     stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // config.history.num_shards
-    segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps * load.num_readers
+    segments = segment_budget(config) * load.num_readers
     processes = (load.num_shards + load.num_readers) * HISTORY_PROCESS_BYTES
     items = [
         MemoryItem(what="history", num_bytes=stored, knob="history.budget_bytes"),
-        MemoryItem(what="history segments", num_bytes=segments, knob="sampling.max_response_tokens"),
+        MemoryItem(what="history segments", num_bytes=segments, knob="history.shm_bytes"),
         MemoryItem(what="history processes", num_bytes=processes, knob="history.num_shards"),
     ]
     return [item for item in items if item.num_bytes]
+
+
+def segment_budget(config: RunConfig) -> int:
+    """Upper bound of the history's segments on a node: all responses of two steps at full length, if none is set."""
+    if config.history.shm_bytes:
+        return config.history.shm_bytes
+    num_responses = config.algorithm.group_size * config.history.kept_steps
+    prompt_bytes = SEGMENT_TOKEN_BYTES * num_responses * config.sampling.max_response_tokens
+    return 2 * config.algorithm.prompts_per_step * (prompt_bytes + SEGMENT_FILE_BYTES)
 
 
 def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:

@@ -92,6 +92,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("Repeated publishes", "publish/repeated"),
         _panel("Groups that began again", "engine/reissued_groups"),
         _panel("Lost calls of the history", "history/lost_calls"),
+        _panel("Segments without room or damaged", "history/left_out_segments", "history/damaged_segments"),
     ),
 }
 """Panels by section."""

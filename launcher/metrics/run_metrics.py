@@ -176,6 +176,7 @@ _DRAFTS: tuple[Row, ...] = (
     ("history/bytes", "bytes", "last, sum over shards", "Memory of the stored responses.", ""),
     ("history/prompts", "prompts", "last, sum over shards", "Prompts with stored responses.", ""),
     ("history/segment_bytes", "bytes", "last, sum over nodes", "Shared memory of published segments.", ""),
+    ("history/left_out_segments", "segments", "sum over nodes", "Segments without room in `/dev/shm`.", "0"),
     ("history/evictions", "prompts", "sum", "Prompts that the byte budget removed.", ""),
     (
         "history/reusable_share",

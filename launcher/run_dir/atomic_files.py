@@ -11,11 +11,13 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
+from history.own_files import opener
+
 
 def replace_text(path: Path, text: str) -> None:
     """Replaces the content of `path` by `text`, atomically."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with open(partial, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -46,7 +48,7 @@ def sync_folder(path: Path) -> None:
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Appends one JSON line in a single write."""
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=opener) as file:
         file.write(json.dumps(row) + "\n")
 
 

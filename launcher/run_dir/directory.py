@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from history.own_files import opener, refuse_planted_links
 from launcher.checks.paths import folder_problems
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import append_line, drop_torn_line, read_rows, replace_rows, replace_text, sync_file
@@ -36,7 +37,7 @@ class RunLock:
 
     def __init__(self, path: Path) -> None:
         """Acquires the lock; raises `RunDirectoryError`, which names the holder, if another process has it."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = opener(str(path), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,7 +79,8 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         """Creates the directory if it is missing and acquires its lock.
 
-        Raises `RunDirectoryError` if it cannot be created, or if a living process, which the message names, holds it.
+        Raises `RunDirectoryError` if it cannot be created, if a living process, which the message names, holds it, or
+        if another user has planted a link in it.
         """
         self.path = Path(path).absolute()
         if problems := folder_problems("run_dir", str(path)):
@@ -89,6 +91,10 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"`run_dir` = {path} cannot be created: {error.strerror}; name another directory"
             ) from error
+        try:
+            refuse_planted_links(self.path)
+        except PermissionError as error:
+            raise RunDirectoryError(f"`run_dir` = {path}: {error}") from error
         self._lock = RunLock(self.path / "LOCK")
         self._checkpoints = Checkpoints(self.path / "checkpoints")
         for folder in FOLDERS:

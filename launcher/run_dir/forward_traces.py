@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from history.own_files import opener
 from rollout.tracing.forwards import FORWARD, Forwards, decode_forwards
 
 
 def append_forwards(traces: Path, engine: int, forwards: Forwards) -> None:
     """Append one engine's forwards to its file in the folder `traces`."""
-    with _path(traces, engine).open("ab") as file:
+    with open(_path(traces, engine), "ab", opener=opener) as file:
         file.write(forwards.tobytes())
 
 

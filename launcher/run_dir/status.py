@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from history.own_files import opener
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.checkpoints import Checkpoints
@@ -86,7 +87,8 @@ class StatusFile:
         self._now = replace(now, written_s=time.time())
         partial = self.run_dir / f"{STATUS}.partial"
         with suppress(OSError):  # a status that cannot be written must not end a run; a full disk is found elsewhere
-            partial.write_text(json.dumps(asdict(self._now)) + "\n", encoding="utf-8")
+            with open(partial, "w", encoding="utf-8", opener=opener) as file:
+                file.write(json.dumps(asdict(self._now)) + "\n")
             partial.replace(self.run_dir / STATUS)
 
 

@@ -90,10 +90,10 @@ class StreamingDelivery:
     def connect(self) -> None:
         """Join one process group per engine, which holds the engine and its senders; returns when all are complete."""
         nodes = self._engines.node_ids(timeout_s=self._timeout_s)
-        addresses = self._trainer.open_stores(self._source_ranks[0], len(nodes), timeout_s=self._timeout_s)
+        stores = self._trainer.open_stores(self._source_ranks[0], len(nodes))
         order = side_by_side(list(nodes.values()))
         channels = chain(
-            addresses,
+            stores,
             order=order,
             source_ranks=self._source_ranks,
             num_engine_ranks=self._engines.num_ranks,

@@ -15,7 +15,7 @@ from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.data.sft_rows import SftRows
 from rollout.processes import ProcessId, end_forks_with_this_process, redirect_output, write_stacks_on_signal
-from rollout.transports.base import Backend, GroupChannel, Memory
+from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.offload import Part
     from megatron_rl.trainer.trainer import Trainer
     from rollout.transports.base import Sender
+    from rollout.transports.store_server import StoreServer
 
 
 class TrainerActor:
@@ -44,7 +45,7 @@ class TrainerActor:
         self._sender: Sender | None = None
         self._rows: SftRows | None = None
         self._world: TCPStore | None = None
-        self._stores: list[TCPStore] = []
+        self._stores: list[StoreServer] = []
 
     def process(self) -> ProcessId:
         """This rank's process."""
@@ -113,15 +114,17 @@ class TrainerActor:
 
         self._sender = ShmSender(run_id=self._spec.run_id, rank=self._rank)
 
-    def open_stores(self, first_rank: int, num_engines: int, timeout_s: float) -> list[tuple[str, int]]:
-        """On `first_rank`, open one store per engine for its process group; (host, port) of each."""
-        from rollout.transports.rendezvous import open_store
+    def open_stores(self, first_rank: int, num_engines: int) -> list[StoreAddress]:
+        """On `first_rank`, open one store per engine for its process group, and close those of earlier groups."""
+        from rollout.transports.store_server import StoreServer
 
         if self._rank != first_rank:
             return []
+        for store in self._stores:
+            store.close()
         host = ray.util.get_node_ip_address()
-        self._stores = [open_store(host=host, timeout_s=timeout_s) for _ in range(num_engines)]
-        return [(host, store.port) for store in self._stores]
+        self._stores = [StoreServer(host) for _ in range(num_engines)]
+        return [store.address for store in self._stores]
 
     def attach_group(self, engine: int, channel: GroupChannel) -> None:
         """Publish through the process group of an engine, the first of its chain, from now on."""

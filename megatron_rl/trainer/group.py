@@ -25,6 +25,7 @@ from megatron_rl.trainer.spec import TrainerSpec
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
+from rollout.transports.base import StoreAddress
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
 
@@ -192,9 +193,9 @@ class TrainerGroup:
         """One optimizer step of SFT."""
         return _results(self.ranks.call("sft_step", batch), StepResult)[-1]
 
-    def open_stores(self, first_rank: int, num_engines: int, *, timeout_s: float) -> list[tuple[str, int]]:
-        """Stores for gloo groups, one per engine, on the node of `first_rank`; (host, port) of each."""
-        addresses = _results(self.ranks.call("open_stores", first_rank, num_engines, timeout_s), list)
+    def open_stores(self, first_rank: int, num_engines: int) -> list[StoreAddress]:
+        """Stores for process groups, one per engine, on the node of `first_rank`."""
+        addresses = _results(self.ranks.call("open_stores", first_rank, num_engines), list)
         return list(addresses[first_rank])
 
     def plan_publishes(self, required: Sequence[Required]) -> None:

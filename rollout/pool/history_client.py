@@ -26,7 +26,7 @@ class HistoryClient:
     def __init__(self, service: HistoryService, engines: EngineGroup) -> None:
         self._service = service
         self._engines = engines
-        self._num_evictions = self._num_lost_calls = 0
+        self._num_evictions = self._num_lost_calls = self._num_left_out = 0
 
     def connect(self) -> None:
         """Let the engines send finished responses to the shards."""
@@ -64,9 +64,11 @@ class HistoryClient:
             "history/segment_bytes": float(report.segment_bytes),
             # a restarted shard counts from 0
             "history/evictions": float(max(report.stats.num_evictions - self._num_evictions, 0)),
+            "history/left_out_segments": float(max(report.num_left_out - self._num_left_out, 0)),
             "history/lost_calls": float(max(num_lost_calls - self._num_lost_calls, 0)),
         }
         self._num_evictions, self._num_lost_calls = report.stats.num_evictions, num_lost_calls
+        self._num_left_out = report.num_left_out
         return metrics
 
 

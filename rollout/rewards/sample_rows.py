@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from history.own_files import opener
 from history.store.traces import Trace, write_traces
 from rollout.data.tokenizer import Tokenizer
 from rollout.types import GroupColumns, ScoredGroup
@@ -91,7 +92,8 @@ def _traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
 
 def _replace_rows(path: Path, rows: Sequence[SampleRow]) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=opener) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     partial.replace(path)
 
 

@@ -9,7 +9,7 @@ Invariant: a bucket that `Inbox.take` returns has been verified against its trai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.types import WeightVersion
@@ -32,6 +32,15 @@ class ShmChannel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where a store listens (`rollout.transports.store_server`), and the secret that it asks for."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChannel:
     """A process group of one engine incarnation: source ranks first, then the engine's ranks.
 
@@ -40,9 +49,8 @@ class GroupChannel:
     """
 
     backend: Backend = "gloo"
-    host: str
-    port: int
-    """Where the first source rank's store listens (see `rollout.transports.rendezvous.open_store`)."""
+    store: StoreAddress
+    """The first source rank's store, at which the group meets."""
     source_ranks: tuple[int, ...]
     """Ranks that send, of the trainer or of `source_engine`, in the order of their ranks in the group."""
     source_engine: int | None = None
@@ -83,7 +91,7 @@ class GroupChannel:
 
 
 def chain(
-    addresses: Sequence[tuple[str, int]],
+    stores: Sequence[StoreAddress],
     *,
     order: Sequence[int],
     source_ranks: tuple[int, ...],
@@ -94,7 +102,7 @@ def chain(
     """Channels of a chain of engines, by engine number: the trainer sends to the first, each engine to the next.
 
     Args:
-        addresses: host and port of a store for each engine.
+        stores: a store for each engine.
         order: numbers of all engines, from the first of the chain to the last.
         source_ranks: trainer ranks that send.
         num_engine_ranks: number of ranks of each engine.
@@ -104,18 +112,16 @@ def chain(
     channels: dict[int, GroupChannel] = {}
     behind: GroupChannel | None = None
     for engine, before in reversed([*zip(order, (None, *order), strict=False)]):
-        host, port = addresses[engine]
         behind = channels[engine] = GroupChannel(
             backend=backend,
-            host=host,
-            port=port,
+            store=stores[engine],
             source_ranks=source_ranks if before is None else tuple(range(num_engine_ranks)),
             source_engine=before,
             num_engine_ranks=num_engine_ranks,
             timeout_s=timeout_s,
             onward=behind,
         )
-    return tuple(channels[engine] for engine in range(len(addresses)))
+    return tuple(channels[engine] for engine in range(len(stores)))
 
 
 def side_by_side(nodes: Sequence[str]) -> list[int]:

@@ -10,10 +10,10 @@ Megatron and vLLM. All differences between the two backends are in this file:
   same order.
 """
 
-import socket
 import time
 from datetime import timedelta
 from typing import Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.failures import DeadlineError
 from rollout.transports.base import Backend, GroupChannel
+from rollout.transports.secret_store import SecretStore
+from rollout.transports.store_server import listen
 
-BACKLOG = 2048
-"""Connections that wait to be accepted by a store; as many as torch allows."""
 POLL_S = 0.0002
 MEET_TAG = 1 << 30
 """Tag that no bucket uses."""
@@ -42,22 +42,20 @@ class Group(Protocol):
 
 
 def open_store(*, host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this node's address `host`, and on no other address; its `port` says which.
+    """Open torch's own store on a free port of this node's address `host`, and on no other; its `port` says which.
 
-    The caller keeps the store while the group that meets there exists. Only one process of the group does this.
+    Trainer ranks meet at it. It asks for no secret. Threads of NCCL use the store of a trainer's groups as long as the
+    groups exist, so it must not need the interpreter. The caller keeps it while groups that meet there exist.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)  # torch's own would have all addresses
-    port = listening.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
+    listening = listen(host)  # torch's own would listen on all addresses
+    port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
     return TCPStore(
         host, port, None, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
 
-def store_of(channel: GroupChannel) -> TCPStore:
-    """The store of a channel's group; its calls have the same limit as joining."""
-    return TCPStore(channel.host, channel.port, None, is_master=False, timeout=timedelta(seconds=channel.timeout_s))
+_stores: "WeakKeyDictionary[Group, SecretStore]" = WeakKeyDictionary()
+"""The store of each group of this process: a group itself keeps the C++ half of its store only."""
 
 
 def device_of(backend: Backend) -> torch.device:
@@ -68,25 +66,30 @@ def device_of(backend: Backend) -> torch.device:
 def join(channel: GroupChannel, group_rank: int) -> Group:
     """Join a channel's group; returns when all its processes have joined.
 
+    Whoever opened the store (`rollout.transports.store_server`) keeps it while the group exists.
+
     Raises:
         RuntimeError: naming the processes that did not join in time.
     """
     timeout = timedelta(seconds=channel.timeout_s)
     present = f"present/{group_rank}"
     try:
-        store = store_of(channel)
+        store = SecretStore(channel.store, timeout_s=channel.timeout_s)
         store.set(present, "1")
         store.wait([f"present/{rank}" for rank in range(channel.world_size)], timeout)
         prefix = PrefixStore(channel.backend, store)
         if channel.backend == "gloo":
-            return cast(Group, dist.ProcessGroupGloo(prefix, group_rank, channel.world_size, timeout))
-        group = _nccl_group(prefix, group_rank, channel)
+            group = cast(Group, dist.ProcessGroupGloo(prefix, group_rank, channel.world_size, timeout))
+        else:
+            group = _nccl_group(prefix, group_rank, channel)
     except (RuntimeError, ValueError) as error:
         raise DeadlineError(
-            f"{channel.named(group_rank)} waited {channel.timeout_s:g} s at {channel.host}:{channel.port} for "
-            f"{_absent(channel) or 'the others'} to join the channel"
+            f"{channel.named(group_rank)} waited {channel.timeout_s:g} s at {channel.store.host}:{channel.store.port} "
+            f"for {_absent(channel) or 'the others'} to join the channel"
         ) from error
-    _meet(group, group_rank, channel)
+    _stores[group] = store
+    if channel.backend == "nccl":
+        _meet(group, group_rank, channel)
     return group
 
 
@@ -112,8 +115,8 @@ def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
 
 def _absent(channel: GroupChannel) -> str:
     try:
-        store = TCPStore(channel.host, channel.port, None, is_master=False, timeout=timedelta(seconds=1))
-    except (RuntimeError, ValueError):
+        store = SecretStore(channel.store, timeout_s=1)
+    except RuntimeError:
         return "its store"
     late = [rank for rank in range(channel.world_size) if not store.check([f"present/{rank}"])]
     return ", ".join(channel.named(rank) for rank in late)

@@ -18,10 +18,10 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from history.own_files import open_own
 from rollout.types import WeightVersion
 from rollout.weights.manifest import PIECE_ALIGNMENT, Bucket
 
@@ -158,7 +158,7 @@ def map_segment(rank: int, path: str | None, size: int, version: WeightVersion) 
     if path is None:
         raise RuntimeError(f"weight version {version} was announced without a segment of trainer rank {rank}")
     try:
-        descriptor = _open_own(Path(path))
+        descriptor = open_own(Path(path))
     except FileNotFoundError as error:
         raise RuntimeError(f"trainer rank {rank} has no segment of weight version {version} at {path}") from error
     if descriptor is None:
@@ -197,7 +197,7 @@ def sweep(run_id: str | None = None) -> list[Path]:
 def _remove_own(path: Path, *, also_held: bool) -> bool:
     """Remove a file of this user; one that a process holds only if `also_held`. Returns whether it was removed."""
     try:
-        descriptor = _open_own(path)
+        descriptor = open_own(path)
     except FileNotFoundError:
         return False
     if descriptor is None:
@@ -212,22 +212,3 @@ def _remove_own(path: Path, *, also_held: bool) -> bool:
         return True
     finally:
         os.close(descriptor)
-
-
-def _open_own(path: Path) -> int | None:
-    """Descriptor of a regular file of this user, to read; None if it is a link or belongs to another user.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EACCES):
-            return None
-        raise
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        return descriptor
-    os.close(descriptor)
-    return None

@@ -1,4 +1,6 @@
 import math
+import mmap
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from history.index.segment import (
     attach_segment,
     build_segment,
     check_file,
+    file_bytes,
     segment_path,
     write_segment,
 )
@@ -105,6 +108,28 @@ def test_a_damaged_header_or_size_is_refused_and_named(tmp_path: Path, damage: s
         path.rename(segment_path(tmp_path, key))
     with pytest.raises(SegmentError, match=str(segment_path(tmp_path, key))):
         attach_segment(tmp_path, key)
+
+
+def test_a_link_and_another_users_file_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_segment(tmp_path, example())
+    real = path.rename(tmp_path / "elsewhere")
+    path.symlink_to(real)
+    with pytest.raises(SegmentError, match="is a link, or belongs to another user"):
+        attach_segment(tmp_path, 77)
+    real.rename(path)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(SegmentError, match="is a link, or belongs to another user"):
+        attach_segment(tmp_path, 77)
+
+
+@pytest.mark.parametrize("lengths", [(), (1,), (3, 0, 700), (5000, 1, 1)])
+def test_the_size_of_a_file_is_known_before_it_is_built(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    responses = [response(*range(length), sample=sample) for sample, length in enumerate(lengths)]
+    size = write_segment(tmp_path, build_segment(77, 1, responses)).stat().st_size
+    assert file_bytes(responses) == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def test_the_full_check_detects_every_damaged_byte_of_the_body(tmp_path: Path) -> None:

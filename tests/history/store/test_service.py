@@ -1,6 +1,8 @@
 """Shards and readers as Ray actors: responses return as segments; a dead actor costs drafts and is restarted."""
 
+import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from history.config import HistoryConfig
 from history.index.segment import attach_segment
 from history.index.segments_dir import segments_dir, sweep_segments
 from history.store import service as history_service
-from history.store.actors import HistoryReader, HistoryShard
+from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, start_history
 from history.store.snapshot import SnapshotError, read_manifest
@@ -41,7 +43,7 @@ def started(log_lines):
     services = []
 
     def start(name: str, **changes) -> HistoryService:
-        config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, **changes})
+        config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, "shm_bytes": 1 << 20, **changes})
         services.append(
             start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=log_lines)
         )
@@ -107,6 +109,42 @@ def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_re
     assert len(report.returns) == 7
     assert report.num_lost_calls == 0
     assert log_lines == []
+
+
+def test_prompts_that_are_needed_last_have_no_segment_beyond_the_budget_and_that_is_said_once(started, log_lines):
+    page = mmap.PAGESIZE
+    service = started("budget", num_shards=1, shm_bytes=3 * page)  # a segment of these prompts is one page
+    remember(service, 0)
+    service.publish_segments(KEYS[:5])
+    until(lambda: service.report().num_left_out == 2)
+    assert published(service) == set(KEYS[:3])
+    assert service.report().segment_bytes == 3 * page
+    service.publish_segments([KEYS[8], *KEYS[:3]])  # the last of them gives way
+    until(lambda: published(service) == {KEYS[8], KEYS[0], KEYS[1]})
+    service.publish_segments([KEYS[8], KEYS[3]])  # there is room again
+    until(lambda: published(service) == {KEYS[8], KEYS[3]})
+    until(lambda: service.report().segment_bytes == 2 * page)
+    assert service.report().num_left_out == 3
+    assert [line for line in log_lines if "no room" in line] == [
+        "2 segment(s) of the history have no room in /dev/shm and give no drafts; raise `history.shm_bytes`, or "
+        "enlarge /dev/shm; metric history/left_out_segments counts further ones"
+    ]
+
+
+def test_a_reader_writes_no_segment_where_shared_memory_is_full(tmp_path, monkeypatch):
+    """A full file system is one whose free bytes are few; a file that fits replaces its older version."""
+    reader = Reader(str(tmp_path / "segments"), 1 << 30)
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, mmap.PAGESIZE))
+    reader._places = {1: 0, 2: 1}
+    for key in (1, 2):
+        reader._publish_one(key, 5, visit(key, 0))
+    assert reader.report().num_segments == 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, mmap.PAGESIZE - 1))
+    reader._publish_one(1, 6, visit(1, 1))
+    assert (reader.report().num_left_out, reader.report().num_failures) == (2, 0)
+    assert reader.report().num_bytes == 0 and not list((tmp_path / "segments").glob("*.segment"))
+    reader.close()
 
 
 def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_snapshot(started, log_lines, tmp_path):
@@ -251,7 +289,7 @@ def test_a_reader_that_moves_publishes_on_its_new_node_what_the_others_publish(t
     service = HistoryService(
         [shard],
         ["a", "b"],
-        start_reader=lambda node: HistoryReader.remote(folders[node]),
+        start_reader=lambda node: HistoryReader.remote(folders[node], 1 << 20),
         directory=folders["a"],
         fingerprint="f",
         log=log_lines,

@@ -47,6 +47,18 @@ def restored(folder: Path, num_shards: int, **changes) -> list[PromptStore]:
     return stores
 
 
+def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    kept, writer = store(), SnapshotWriter(0, 1)
+    kept.append(7, visit(7, 0))
+    folder = save(tmp_path / "s", [kept], [writer], None)
+    (named,) = read_manifest(folder).files
+    (folder / named.name).rename(tmp_path / named.name)
+    text = (folder / MANIFEST).read_text().replace(named.name, f"../{named.name}")
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(SnapshotError, match=rf"manifest.json: names a file outside its folder \(\.\./{named.name}\)"):
+        check_snapshot(folder, "f")
+
+
 def pay(kept: PromptStore, key: int, step: int) -> None:
     kept.note_rewards(key, step, [0.5] * 4)
 

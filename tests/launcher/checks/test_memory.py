@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from history.index.segment import file_bytes
+from history.types import PastResponse
 from launcher.checks.memory import MemoryPlan, Shortage, run_memory
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
@@ -256,7 +259,9 @@ def test_the_history_is_planned_with_its_budget_or_all_tokens_of_a_short_run(tmp
 
     short = items()
     assert short["history"] >= 2 * 4 * 8 * 100 * 4
-    assert short["history segments"] == 2 * 4 * 8 * 100 * 8
+    visit = [PastResponse(token_ids=np.zeros(100, np.int32), step=0, sample=sample, reward=0.0) for sample in range(8)]
+    assert 2 * 4 * file_bytes(visit) <= short["history segments"] <= 2 * 4 * 2 * file_bytes(visit)
+    assert items(history={"shm_bytes": 12345})["history segments"] == 12345
     assert items(num_steps=10**6)["history"] == 2 << 30
     assert items(num_steps=10**6, history={"budget_bytes": 1 << 20})["history"] == 1 << 20
     assert items(history={"num_shards": 3})["history processes"] == 2 * short["history processes"]

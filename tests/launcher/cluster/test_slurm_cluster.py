@@ -166,6 +166,22 @@ def test_sockets_that_others_can_reach_are_in_the_block_of_the_job(two_nodes: En
         assert [at for at in outside if at.process not in KERNEL_CHOOSES or not low <= at.port <= high] == []
 
 
+WILDCARDS = ("0.0.0.0", "[::]", "*")
+"""Addresses of sockets that listen on every device of their node."""
+
+
+def test_sockets_of_process_groups_listen_on_the_network_of_the_cluster_only(two_nodes: EndedJob) -> None:
+    """Ray's, which ask for its token, have ports of the job's block and may listen everywhere."""
+    low, high = ephemeral_range()
+    ours = [
+        at
+        for sockets in two_nodes.sockets.values()
+        for at in sockets
+        if at.process in KERNEL_CHOOSES[:2] and low <= at.port <= high
+    ]
+    assert ours and [at for at in ours if at.host in WILDCARDS] == []
+
+
 ALIKE = ("deterministic=true", "engine.num_engines=1", "num_steps=3")
 """Overrides of runs with equal metrics."""
 

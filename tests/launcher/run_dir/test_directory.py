@@ -47,6 +47,26 @@ def test_a_closed_directory_can_be_opened_again(tmp_path: Path) -> None:
         RunDirectory(tmp_path)
 
 
+def test_a_planted_link_is_refused_before_anything_is_read_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")  # the run directory may be a link, and its folders too
+    (tmp_path / "big").mkdir()
+    (tmp_path / "scratch" / "checkpoints").symlink_to(tmp_path / "big")
+    RunDirectory(tmp_path / "run").close()
+    planted = tmp_path / "scratch" / "status.json.partial"
+    planted.symlink_to(tmp_path / "bashrc")
+    (tmp_path / "scratch" / "LOCK").unlink()
+    if os.geteuid() == 0:
+        os.chown(planted, 12345, 12345, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(RunDirectoryError, match=r"`run_dir` = .*/run: .* is a link that .* made; a run follows only"):
+        RunDirectory(tmp_path / "run")
+    assert not (tmp_path / "bashrc").exists() and not (tmp_path / "scratch" / "LOCK").exists()
+
+
 def test_children_do_not_keep_the_lock_alive(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)

@@ -28,6 +28,7 @@ class Service:
         self.calls = []
         self.lost = 5
         self.evictions = 7
+        self.left_out = 2
 
     def publish_segments(self, keys):
         self.calls.append(("publish_segments", keys))
@@ -37,7 +38,14 @@ class Service:
 
     def report(self):
         stats = StoreStats(num_bytes=100, num_prompts=3, num_evictions=self.evictions)
-        return ServiceReport(stats=stats, num_segments=2, segment_bytes=64, num_lost_calls=self.lost, returns=())
+        return ServiceReport(
+            stats=stats,
+            num_segments=2,
+            segment_bytes=64,
+            num_left_out=self.left_out,
+            num_lost_calls=self.lost,
+            returns=(),
+        )
 
 
 def come_back(before: float, now: float, share: float = math.nan, tokens: int = 10) -> Return:
@@ -50,9 +58,12 @@ def test_metrics_sum_over_engines_and_count_each_lost_call_once():
     first = client.metrics()
     assert first["history/tokens_per_forward"] == 3.0
     assert (first["history/lost_calls"], first["history/evictions"]) == (8.0, 7.0)
+    assert first["history/left_out_segments"] == 2.0
     service.lost += 1
+    service.left_out += 3
     second = client.metrics()
     assert (second["history/lost_calls"], second["history/evictions"]) == (1.0, 0.0)
+    assert second["history/left_out_segments"] == 3.0
     service.evictions = 2  # the shard was started again
     assert client.metrics()["history/evictions"] == 0.0
 

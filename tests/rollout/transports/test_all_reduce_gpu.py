@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout.transports.all_reduce import all_reduce
-from rollout.transports.rendezvous import open_store
+from rollout.transports.store_server import listen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,5 +13,6 @@ pytestmark = [
 
 
 def test_a_sum_on_one_device_is_right_by_gloo_and_nccl() -> None:
-    port = open_store(host="127.0.0.1", timeout_s=60.0).port  # free again: nothing holds the store
+    with listen("127.0.0.1") as listening:
+        port = listening.getsockname()[1]
     assert all_reduce(0, 1, "127.0.0.1", port, 60.0) == "a sum over 1 node(s) is right by gloo and nccl"

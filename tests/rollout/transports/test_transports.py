@@ -24,8 +24,9 @@ from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
 from rollout.transports.delta import HEADER
 from rollout.transports.prefetch import Prefetch
-from rollout.transports.rendezvous import join, open_store
+from rollout.transports.rendezvous import join
 from rollout.transports.shm import ShmInbox, ShmSender
+from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.types import WeightVersion
 from rollout.weights.manifest import Box, Bucket, WeightManifest
@@ -266,10 +267,8 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
 def connect(
     num_engine_ranks: int, timeout_s: float, **more: object
 ) -> tuple[list[GroupSender], list[GroupInbox], object]:
-    store = open_store(host="127.0.0.1", timeout_s=20)
-    channel = GroupChannel(
-        host="127.0.0.1", port=store.port, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20
-    )
+    store = StoreServer("127.0.0.1")
+    channel = GroupChannel(store=store.address, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20)
     senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
     found = in_threads(
         *(lambda s=sender: s.attach(0, channel) for sender in senders),
@@ -360,19 +359,19 @@ def test_an_engine_that_receives_nothing_is_named_and_detached():
 
 def test_a_restarted_engine_gets_a_whole_publish():
     """The new process has no baselines; the other engine still gets deltas."""
-    store = open_store(host="127.0.0.1", timeout_s=20)
-    again = open_store(host="127.0.0.1", timeout_s=20)
-    other = open_store(host="127.0.0.1", timeout_s=20)
+    store = StoreServer("127.0.0.1")
+    again = StoreServer("127.0.0.1")
+    other = StoreServer("127.0.0.1")
     sender = GroupSender(run_id=RUN_ID, rank=4, timeout_s=20, delta=True)
 
-    def join(engine_id: int, port: int) -> GroupInbox:
-        channel = GroupChannel(host="127.0.0.1", port=port, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
+    def join(engine_id: int, store: StoreServer) -> GroupInbox:
+        channel = GroupChannel(store=store.address, source_ranks=(4,), num_engine_ranks=1, timeout_s=20)
         return in_threads(lambda: sender.attach(engine_id, channel), lambda: GroupInbox(channel, engine_rank=0))[1]
 
-    inboxes = [join(0, store.port), join(1, other.port)]
+    inboxes = [join(0, store), join(1, other)]
     for version in range(3):
         if version == 2:
-            inboxes[0] = join(0, again.port)
+            inboxes[0] = join(0, again)
         publish = pack(tensors(), version, "int8")
         renumbered = dataclasses.replace(
             publish.manifest,
@@ -408,8 +407,8 @@ def test_a_bucket_of_another_version_is_refused():
 
 
 def test_an_engine_rank_that_does_not_join_a_channel_is_named():
-    store = open_store(host="127.0.0.1", timeout_s=20)
-    channel = GroupChannel(host="127.0.0.1", port=store.port, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
+    store = StoreServer("127.0.0.1")
+    channel = GroupChannel(store=store.address, source_ranks=(3,), num_engine_ranks=2, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"trainer rank 3 waited 1 s .* for engine rank 0, engine rank 1"):
         GroupSender(run_id=RUN_ID, rank=3, timeout_s=1).attach(0, channel)
 
@@ -427,8 +426,8 @@ class Chain:
         **more: object,
     ) -> None:
         order = range(num_engines) if order is None else order
-        self.stores = [open_store(host="127.0.0.1", timeout_s=20) for _ in range(num_engines)]
-        addresses = [("127.0.0.1", store.port) for store in self.stores]
+        self.stores = [StoreServer("127.0.0.1") for _ in range(num_engines)]
+        addresses = [store.address for store in self.stores]
         channels = chain(addresses, order=order, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
         self.senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
         _, _, *inboxes = in_threads(
@@ -579,13 +578,12 @@ class Exchange:
     def __init__(
         self, publish: Publish, hosted: list[list[int]], *, timeout_s: float = 20, nodes: Sequence[str] = ()
     ) -> None:
-        self.store = open_store(host="127.0.0.1", timeout_s=20)
+        self.store = StoreServer("127.0.0.1")
         self.hosted = hosted
         world = len(hosted)
         # every rank joins as a source, so the group is one of trainer ranks only
         channel = GroupChannel(
-            host="127.0.0.1",
-            port=self.store.port,
+            store=self.store.address,
             source_ranks=tuple(range(world)),
             num_engine_ranks=0,
             timeout_s=20,

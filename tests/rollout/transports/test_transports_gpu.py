@@ -6,10 +6,10 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from rollout.transports.base import GroupChannel
+from rollout.transports.base import GroupChannel, StoreAddress
 from rollout.transports.checksum import multilinear
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender
-from rollout.transports.rendezvous import open_store
+from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupInbox, GroupSender
 from rollout.weights.manifest import Box
 from rollout.worker.received_pieces import ReceivedPieces
@@ -85,31 +85,29 @@ def test_buckets_on_a_device_are_mapped_by_another_process_and_freed():
     assert torch.cuda.memory_allocated() < 1 << 20
 
 
-def _take(port: int, pipe: Connection) -> None:
+def _take(store: StoreAddress, pipe: Connection) -> None:
     torch.cuda.set_device(1)
-    inbox = GroupInbox(_channel(port), engine_rank=0)
+    inbox = GroupInbox(_channel(store), engine_rank=0)
     for version in range(3):
         found = publish(version)
         inbox.expect(found.manifest, timeout_s=TIMEOUT_S)
         pipe.send(arrived(found, inbox))
 
 
-def _channel(port: int) -> GroupChannel:
-    return GroupChannel(
-        backend="nccl", host="127.0.0.1", port=port, source_ranks=(0,), num_engine_ranks=1, timeout_s=TIMEOUT_S
-    )
+def _channel(store: StoreAddress) -> GroupChannel:
+    return GroupChannel(backend="nccl", store=store, source_ranks=(0,), num_engine_ranks=1, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
 @pytest.mark.parametrize("delta", [False, True])
 def test_nccl_delivers_publishes_from_device_to_device(delta):
-    store = open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
+    store = StoreServer("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
-    reader = context.Process(target=_take, args=(store.port, end))
+    reader = context.Process(target=_take, args=(store.address, end))
     reader.start()
     sender = GroupSender(run_id=RUN_ID, rank=0, backend="nccl", timeout_s=TIMEOUT_S, delta=delta)
-    sender.attach(0, _channel(store.port))
+    sender.attach(0, _channel(store.address))
     for version in range(3):
         publish(version).send(sender)
         assert pipe.poll(TIMEOUT_S) and pipe.recv() is True

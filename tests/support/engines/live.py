@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from rollout.engine.engine import Engine
 from rollout.transports.base import GroupChannel, ShmChannel
-from rollout.transports.rendezvous import open_store
 from rollout.transports.shm import ShmSender
+from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupSender
 from rollout.types import GroupColumns, GroupId, GroupSummary, Prompt, PromptGroup, PromptId, SamplingSpec
 from tests.support.engines.engine_answers import Checkpoints
@@ -57,10 +57,9 @@ class Live:
 
     async def use_gloo(self, timeout_s: float = 60) -> tuple[list[GroupSender], object]:
         """Returns the senders of two trainer ranks, and the store, which must stay alive."""
-        store = open_store(host="127.0.0.1", timeout_s=timeout_s)
+        store = StoreServer("127.0.0.1")
         channel = GroupChannel(
-            host="127.0.0.1",
-            port=store.port,
+            store=store.address,
             source_ranks=(0, 1),
             num_engine_ranks=self.engine.spec.config.tensor_parallel,
             timeout_s=timeout_s,
