@@ -14,14 +14,13 @@ All methods run in one event loop; nothing in them waits for a worker.
 """
 
 import asyncio
-import heapq
 import itertools
 import logging
 import pickle
 import signal
 import socket
 import subprocess
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os import environ
@@ -29,6 +28,7 @@ from os import environ
 from rollout.config import RewardConfig
 from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError
 from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
+from rollout.rewards.call_queue import Call, CallQueue
 from rollout.rewards.frames import Begun, Ended, Numbered, Ready, frame, read_answer
 from rollout.rewards.process_tree import cpu_seconds, descendants
 from rollout.rewards.worker import WorkerLimits
@@ -40,27 +40,15 @@ GRACE_S = 2.0
 _LOOK_EVERY_S = 0.25
 """Interval in which CPU seconds and processes are counted."""
 _MAX_FAILED_STARTS = 5
+"""Workers that die in succession before they are ready; then none can start."""
 _MAX_TRIES = 3
+"""Workers that a call may lose before it fails."""
 _RETRY_S = 0.1
+"""Pause after a failed start, times the number of those in succession."""
 _END_S = 10.0
+"""Time for the server to end its workers."""
 _NUM_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
-    number: int
-    request: RewardRequest
-    outcome: "asyncio.Future[RewardOutcome]"
-    has_begun: bool = False
-    num_tries: int = 0
-    limit: asyncio.TimerHandle | None = None
-
-    def settle(self, outcome: RewardOutcome) -> None:
-        if self.limit is not None:
-            self.limit.cancel()
-        if not self.outcome.done():  # else nobody waits for it any more
-            self.outcome.set_result(outcome)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,7 +60,7 @@ class _Worker:
     writer: asyncio.StreamWriter | None = None
     pid: int = 0
     """0 until it is ready."""
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
     runs_alone: bool = False
     """Its call may not share it."""
     cpu_before_s: float = 0.0
@@ -89,10 +77,7 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._workers: dict[int, _Worker] = {}
-        self._waiting: list[tuple[int, _Call]] = []
-        """Heap by number."""
-        self._alone: list[tuple[int, _Call]] = []
-        """The same for calls that may not share a worker."""
+        self._queue = CallQueue()
         self._numbers = itertools.count()
         self._num_failed_starts = 0
         self._per_worker = 1
@@ -140,8 +125,7 @@ class RewardWorkers:
         if self._broken is not None:
             outcome.set_exception(self._broken)
             return outcome
-        call = _Call(number=next(self._numbers), request=request, outcome=outcome)
-        heapq.heappush(self._waiting, (call.number, call))
+        self._queue.add(Call(number=next(self._numbers), request=request, outcome=outcome))
         self._dispatch()
         return outcome
 
@@ -184,15 +168,13 @@ class RewardWorkers:
             worker = min(able, key=lambda w: len(w.calls), default=None)
             if worker is None:
                 return
-            if self._alone and not worker.calls:
-                worker.runs_alone = True
-                self._give(worker, heapq.heappop(self._alone)[1])
-            elif self._waiting and len(worker.calls) < self._per_worker:
-                self._give(worker, heapq.heappop(self._waiting)[1])
-            else:
+            taken = self._queue.take(num_running=len(worker.calls), most=self._per_worker)
+            if taken is None:
                 return
+            call, worker.runs_alone = taken
+            self._give(worker, call)
 
-    def _give(self, worker: _Worker, call: _Call) -> None:
+    def _give(self, worker: _Worker, call: Call) -> None:
         if not worker.calls:
             worker.cpu_before_s, worker.num_calls = cpu_seconds([worker.pid]), 0
         worker.num_calls += 1
@@ -222,11 +204,11 @@ class RewardWorkers:
         for call in worker.calls.values():
             if (call.has_begun and num_begun == 1) or call.num_tries >= _MAX_TRIES:
                 call.settle(verdict)
-                continue
-            if call.limit is not None:
-                call.limit.cancel()
-            self._num_repeated += 1
-            heapq.heappush(self._alone if call.has_begun else self._waiting, (call.number, call))
+            else:
+                call.stop_clock()
+                self._num_repeated += 1
+                self._queue.add(call, alone=call.has_begun)
+                _log.warning("a call runs again, because its worker was lost beside it: %s", verdict.error)
         if self._num_failed_starts >= _MAX_FAILED_STARTS:
             text = f"reward.function: {self._config.function}: {self._num_failed_starts} workers in succession died "
             self._give_up(RewardBrokenError(f"{text}before their first call: {_exit_text(code)}; see the scorer's log"))
@@ -236,17 +218,10 @@ class RewardWorkers:
     def _give_up(self, error: PlacedError) -> None:
         """No call will ever run."""
         self._broken = error
-        for call in self._unsettled():
+        running = [call for worker in self._workers.values() for call in worker.calls.values()]
+        for call in (*running, *self._queue.take_all()):
             if not call.outcome.done():
                 call.outcome.set_exception(error)
-        self._waiting.clear()
-        self._alone.clear()
-
-    def _unsettled(self) -> Iterator[_Call]:
-        for _, call in (*self._waiting, *self._alone):
-            yield call
-        for worker in self._workers.values():
-            yield from worker.calls.values()
 
     # workers
 
