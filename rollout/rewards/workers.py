@@ -138,7 +138,7 @@ class RewardWorkers:
         return events
 
     async def close(self) -> None:
-        """End all workers, the calls that they run, and what these have started."""
+        """End all workers, and what their calls have started; calls that have not ended are cancelled."""
         if self._control is None or self._server is None:
             return
         self._broken = self._broken or ProcessLostError("the reward workers were closed")
@@ -151,7 +151,8 @@ class RewardWorkers:
             await asyncio.to_thread(self._server.wait, _END_S)
         except subprocess.TimeoutExpired:
             self._server.kill()
-        self._give_up(self._broken)
+        for call in self._unsettled():
+            call.outcome.cancel()
         self._control = self._server = None
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
@@ -218,10 +219,13 @@ class RewardWorkers:
     def _give_up(self, error: PlacedError) -> None:
         """No call will ever run."""
         self._broken = error
-        running = [call for worker in self._workers.values() for call in worker.calls.values()]
-        for call in (*running, *self._queue.take_all()):
+        for call in self._unsettled():
             if not call.outcome.done():
                 call.outcome.set_exception(error)
+
+    def _unsettled(self) -> list[Call]:
+        running = [call for worker in self._workers.values() for call in worker.calls.values()]
+        return [*running, *self._queue.take_all()]
 
     # workers
 

@@ -179,11 +179,11 @@ def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, 
 
     async def abandon() -> list[int]:
         outcome = calls.workers.submit(calls.request(f"child {tmp_path / 'pid'}"))
-        outcome.add_done_callback(lambda done: done.exception())  # nobody awaits it
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             await asyncio.sleep(0.01)
         pids = [process.pid for process in (calls.server, *calls.server.children(recursive=True))]
         await calls.workers.close()  # closes the control socket, as the scorer's death does
+        assert outcome.cancelled()
         return pids
 
     pids = calls.loop.run(abandon())
