@@ -40,6 +40,8 @@ class ResponseScorer:
         self._has_succeeded = False
         self._num_failed = 0
         self._failed_prompts: set[PromptId] = set()
+        self._verdict = ""
+        """Why the function is broken; groups that are scored side by side all end with the same words."""
 
     async def start(self) -> None:
         """Import the reward function and start the workers; errors as for `RewardWorkers.start`."""
@@ -106,12 +108,15 @@ class ResponseScorer:
         return Score(reward=substitute or 0.0, status=status, error=line, is_left_out=substitute is None)
 
     def _give_up_if_broken(self, prompt_id: PromptId, error: str) -> None:
+        if self._verdict:
+            raise RewardBrokenError(self._verdict)
         if self._has_succeeded:
             return
         self._num_failed += 1
         self._failed_prompts.add(prompt_id)
         if self._num_failed >= _FEWEST_FAILURES and len(self._failed_prompts) >= _FEWEST_PROMPTS:
-            raise RewardBrokenError(
+            self._verdict = (
                 f"reward.function: {self._config.function} has failed for each of the first {self._num_failed} "
                 f"responses, to {len(self._failed_prompts)} prompts; the last time: {error}"
             )
+            raise RewardBrokenError(self._verdict)

@@ -171,6 +171,21 @@ def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_r
         scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId("set/3"))), columns)
 
 
+def test_groups_that_are_scored_side_by_side_end_with_the_same_words(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.broken")
+    group, columns = group_of(scorer, ["a", "b", "c", "d"])
+
+    async def score_all():
+        prompts = [replace(group.prompt, prompt_id=PromptId(f"set/{number}")) for number in range(8)]
+        scoring = [scorer.inner.score(replace(group, prompt=prompt), columns) for prompt in prompts]
+        return await asyncio.gather(*scoring, return_exceptions=True)
+
+    ends = scorer.loop.run(score_all())
+    words = {str(end) for end in ends if isinstance(end, RewardBrokenError)}
+    assert sum(isinstance(end, RewardBrokenError) for end in ends) == 5
+    assert len(words) == 1 and "each of the first 16 responses, to 4 prompts" in words.pop()
+
+
 def test_a_function_that_succeeded_once_does_not_stop_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.moody")
     group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
