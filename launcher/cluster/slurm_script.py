@@ -52,7 +52,7 @@ def render(slurm: SlurmConfig, submission: Submission) -> str:
         "RUN_DIR": shlex.quote(str(submission.run_dir)),
         "CONFIG": shlex.quote(str(submission.config)),
         "PYTHON": shlex.join(_python(slurm.container, submission)),
-        "SRUN_OPTIONS": shlex.join(_srun_options(slurm.container, submission)),
+        "SRUN_OPTIONS": _srun_options(slurm.container, submission),
         "WORK_DIR": shlex.quote(str(submission.work_dir)),
         "SETUP": "\n".join(f"module load {shlex.quote(name)}" for name in slurm.modules),
     }
@@ -138,8 +138,18 @@ def _python(container: ContainerConfig, submission: Submission) -> list[str]:
     return ["apptainer", "exec", "--nv", "--pwd", str(submission.work_dir), *binds, container.image, container.python]
 
 
-def _srun_options(container: ContainerConfig, submission: Submission) -> list[str]:
+def _srun_options(container: ContainerConfig, submission: Submission) -> str:
+    """Shell words. All steps on a node use one container, so that pyxis unpacks the image once.
+
+    pyxis gives every step a `/tmp` of its own, but the controller meets Ray's processes there: the node's is mounted.
+    """
     if container.kind != "pyxis":
-        return []
-    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
-    return [f"--container-image={container.image}", f"--container-workdir={submission.work_dir}", *mounts]
+        return ""
+    targets = [mount.split(":")[1] for mount in container.mounts if ":" in mount]
+    mounts = [*([] if "/tmp" in targets else ["/tmp:/tmp"]), *container.mounts]
+    options = [
+        f"--container-image={container.image}",
+        f"--container-workdir={submission.work_dir}",
+        f"--container-mounts={','.join(mounts)}",
+    ]
+    return f'{shlex.join(options)} --container-name="megatron-rl-$SLURM_JOB_ID:no_exec"'

@@ -26,8 +26,12 @@ from rollout.failures import (
     node_of,
 )
 
-_DISK_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "StorageFull", "has no room for")
+_DISK_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_DISK_TEXTS = (
+    *("No space left on device", "Disk quota exceeded", "StorageFull", "has no room for"),
+    *("Read-only file system", "Input/output error", "Stale file handle"),
+    "] . unexpected pos ",  # torch.save, whose last write was short
+)
 _MEMORY_TEXTS = (
     *("CUDA out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError", "OutOfMemoryError"),
     *("No available memory for the cache blocks", "node was running low on memory", "node running low on memory"),
@@ -65,11 +69,11 @@ class Ending(Enum):
         "the reward function is broken",
         "Fix the function that `reward.function` names; first call it alone with one row of the data set.",
     )
-    DISK_FULL = (
+    UNWRITABLE = (
         7,
-        "the disk is full",
-        "Free space on that file system, or name another `run_dir`. A lower `checkpoint.keep_last` and "
-        "`history.record_traces=false` write less.",
+        "the disk is full or cannot be written",
+        "Free space on that file system or make it writable, or name another `run_dir`. A lower "
+        "`checkpoint.keep_last` and `history.record_traces=false` write less.",
     )
     OUT_OF_MEMORY = (
         8,
@@ -205,7 +209,7 @@ _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.TERMINATED: lambda error: isinstance(error, Terminated),
     Ending.STOPPED: lambda error: isinstance(error, StopRequestedError),
     Ending.USER_INPUT: lambda error: isinstance(error, LaunchError),
-    Ending.DISK_FULL: _is_disk,
+    Ending.UNWRITABLE: _is_disk,
     Ending.OUT_OF_MEMORY: _is_memory,
     Ending.REWARD_BROKEN: lambda error: isinstance(error, RewardBrokenError),
     Ending.ENGINES_LOST: lambda error: isinstance(error, EnginesLostError),

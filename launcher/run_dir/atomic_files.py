@@ -21,6 +21,18 @@ def replace_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Makes the content of `path` durable; nothing if there is no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(path: Path) -> None:
     """Makes renames inside `path` durable."""
     descriptor = os.open(path, os.O_RDONLY)

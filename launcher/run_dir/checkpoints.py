@@ -4,12 +4,11 @@ Invariants: `latest` names a folder that was complete when it was renamed; a fol
 incomplete; older checkpoints are removed only after `latest` names a newer one.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import replace_text, sync_folder
+from launcher.run_dir.atomic_files import replace_text, sync_file, sync_folder
 
 
 class Checkpoints:
@@ -64,8 +63,4 @@ def _sync_tree(path: Path) -> None:
     """Flushes every file below `path` to disk; a rename must not precede the data."""
     for child in path.rglob("*"):
         if child.is_file():
-            descriptor = os.open(child, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(child)

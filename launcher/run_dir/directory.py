@@ -26,7 +26,7 @@ from typing import Self
 
 from launcher.checks.paths import folder_problems
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import append_line, drop_torn_line, read_rows, replace_rows, replace_text
+from launcher.run_dir.atomic_files import append_line, drop_torn_line, read_rows, replace_rows, replace_text, sync_file
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.forward_traces import drop_torn_record
 
@@ -66,6 +66,8 @@ def _describe(holder: str) -> str:
     return f"process {fields['pid']} on {fields['host']}"
 
 
+RECORDS = ("metrics.jsonl", "events.jsonl", "evaluation.jsonl")
+"""Files to which the run appends."""
 FOLDERS = ("samples", "traces", "logs", "checkpoints", "wandb")
 Row = Mapping[str, object]
 
@@ -91,7 +93,7 @@ class RunDirectory:
         self._checkpoints = Checkpoints(self.path / "checkpoints")
         for folder in FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
-        for name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl"):
+        for name in RECORDS:
             drop_torn_line(self.path / name)
         drop_torn_record(self.path / "traces")
 
@@ -183,7 +185,16 @@ class RunDirectory:
         return self._checkpoints.begin(step)
 
     def finish_checkpoint(self, step: int, keep_last: int) -> Path:
-        """Renames the folder, lets `latest` name it, then removes all but the newest `keep_last` checkpoints."""
+        """Renames the folder, lets `latest` name it, then removes all but the newest `keep_last` checkpoints.
+
+        The records of the steps before it become durable first: a run resumes after this checkpoint even if the machine
+        loses its power now.
+        """
+        previous, _ = self.latest_checkpoint() or (0, None)
+        steps = range(min(previous, step), step)
+        records = [path for each in steps for path in (self.samples_path(each), self.traces_path(each))]
+        for path in [*(self.path / name for name in RECORDS), *records]:
+            sync_file(path)
         return self._checkpoints.finish(step, keep_last)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:

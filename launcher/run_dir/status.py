@@ -66,7 +66,8 @@ class StatusFile:
 
     def progress(self, done: int, total: int) -> None:
         """The present phase has come to `done` of `total`."""
-        if self._now is not None and time.time() - self._now.written_s >= WRITE_EVERY_S:
+        # the wall clock may be set back
+        if self._now is not None and abs(time.time() - self._now.written_s) >= WRITE_EVERY_S:
             self._write(replace(self._now, done=done, total=total))
 
     def finished(self, step: int) -> None:

@@ -10,7 +10,7 @@ from launcher.endings.screen import WIDTH
     [
         ("import", 6, ["the reward function is broken", "tests.support.runs.unimportable_reward", "KeyError: 'wrong'"]),
         ("every sample", 6, ["the reward function is broken", "for each of the first 16 responses", "scorer 0"]),
-        ("disk", 7, ["the disk is full", "No space left on device"]),
+        ("disk", 7, ["the disk is full or cannot be written", "No space left on device"]),
     ],
 )
 def test_what_a_person_can_mend_ends_in_one_screen_without_traceback(ended, name, code, parts):

@@ -58,6 +58,15 @@ def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(uninterrupted, in
 
 
 @pytest.mark.slow
+def test_a_clock_that_jumps_changes_no_result(uninterrupted, jumping_clock):
+    assert metrics(jumping_clock) == metrics(uninterrupted)
+    begins = [row["start_s"] for row in rows(jumping_clock / "events.jsonl")]
+    assert max(begins) - min(begins) > 3600, "the clock has jumped"
+    steps = rows(jumping_clock / "metrics.jsonl")
+    assert all(value >= 0 for row in steps for name, value in row.items() if name.startswith("timing_s/"))
+
+
+@pytest.mark.slow
 def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterrupted, trainer_killed):
     print(f"kill points drawn with seed {trainer_killed.seed}")
     run_dir, restarts = trainer_killed.run_dir, ("trainer/restarts", "trainer/repeated_steps")

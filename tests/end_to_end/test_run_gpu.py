@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.cluster.ray_nodes import ray_nodes
 from tests.support.runs.whole_runs import configuration, finish, rows, start
 
 torch = pytest.importorskip("torch")
@@ -72,3 +73,38 @@ def test_a_run_on_one_device_keeps_sampler_and_trainer_close(example, format, bo
         assert row["rollout_corr/k3_kl"] <= bound
         assert row["actor/skipped_updates"] == 0
     assert json.loads((run_dir / "checkpoints" / "2" / "state.json").read_text())["finished_steps"] == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a device for each node")
+@pytest.mark.parametrize(("mode", "transport"), [("colocated", "cuda_ipc"), ("disaggregated", "nccl")])
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8_channel"])
+def test_weights_stay_on_devices_in_a_joined_cluster_of_two_nodes(example, mode, transport, format):
+    """Colocated ranks exchange buckets by NCCL, then hand them over by CUDA IPC; both nodes share this machine."""
+    run_dir = example / f"gpu-nodes-{mode}-{format}"
+    num_nodes = 2
+    with ray_nodes(num_nodes, devices=1, cpus=8) as address:
+        config = configuration(
+            example,
+            num_steps=2,
+            deterministic=False,
+            model=str(example / "model"),
+            engine={
+                "format": format,
+                "bf16_first_layers": 0,
+                "bf16_last_layers": 1,
+                "max_num_seqs": 64,
+                "kv_cache_bytes": 1 << 30,
+                "num_engines": num_nodes if mode == "colocated" else 1,
+            },
+            placement={"mode": mode},
+            publish={"transport": transport},
+            trainer={"dtype": "bf16", "parallel": {"data": num_nodes if mode == "colocated" else 1}},
+            history={"drafts": False},  # readers of nodes that share /dev/shm would wait for each other
+            wandb={"mode": "disabled"},
+            cluster={"address": address, "min_nodes": num_nodes},
+        )
+        output = finish(start(config, run_dir))
+    assert "weights go through the host" not in output
+    for row in rows(run_dir / "metrics.jsonl"):
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < 0.01
+        assert row["rollout_corr/k3_kl"] <= (1e-3 if format == "bf16" else 5e-3)

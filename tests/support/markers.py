@@ -36,6 +36,7 @@ LONG_FIXTURES = frozenset(
         "evaluated",
         "fed_with_changes",
         "interrupted",
+        "jumping_clock",
         "killed",
         "parallel_formats",
         "ring",

@@ -36,6 +36,13 @@ prepare() {
     "$@" "${srun_options[@]}" "${python[@]}" -m launcher.commands.slurm_job "$part" "$config")
 }
 
+# pyxis keeps a container that has a name, unless the cluster sets its option `container_scope=job`.
+remove_containers() {
+  [[ "${srun_options[*]}" == *--container-name=* ]] || return 0
+  timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill \
+    enroot remove --force "pyxis_megatron-rl-$SLURM_JOB_ID" > /dev/null 2>&1 || true
+}
+
 # Requeues the job or not, and ends it with the exit code of the run.
 finish() {
   local code
@@ -43,7 +50,9 @@ finish() {
   prepare "$batch_node" 1 decide
   "${step[@]}" || say "could not decide on a requeue"
   if [ -e "$job_dir/requeue" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" # the same container serves the next start
+  else
+    remove_containers
   fi
   exit "$code"
 }

@@ -78,7 +78,7 @@ def test_what_is_empty_is_left_to_slurm_and_whole_nodes_are_asked_for() -> None:
             ContainerConfig(kind="pyxis", image="lab/rl:1", mounts=("/a b:/a b",)),
             "python=(python3)",
             "srun_options=(--container-image=lab/rl:1 '--container-workdir=/work dirs/it'\"'\"'s here' "
-            "'--container-mounts=/a b:/a b')",
+            "'--container-mounts=/tmp:/tmp,/a b:/a b' --container-name=\"megatron-rl-$SLURM_JOB_ID:no_exec\")",
         ),
         (
             ContainerConfig(kind="apptainer", image="/img/rl.sif", mounts=("/data:/data",), python="/opt/python"),

@@ -65,11 +65,17 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (DeadlineError("rank(s) [1] had not returned after 3 s"), Ending.DEADLINE),
         (RewardBrokenError("x.y has failed"), Ending.REWARD_BROKEN),
         (remote(RewardBrokenError("x.y has failed")), Ending.REWARD_BROKEN),
-        (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.DISK_FULL),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.DISK_FULL),
-        (caused(CallError("trainer.save failed", TRAINER), remote(OSError(errno.ENOSPC, "full"))), Ending.DISK_FULL),
-        (remote(ValueError('Os { code: 28, kind: StorageFull, message: "..." }')), Ending.DISK_FULL),
-        (RuntimeError("/dev/shm has no room for 9 bytes of a segment"), Ending.DISK_FULL),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.UNWRITABLE),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.UNWRITABLE),
+        (OSError(errno.EROFS, "Read-only file system", "/runs/a/events.jsonl"), Ending.UNWRITABLE),
+        (CallError("trainer.save failed on rank 0: Stale file handle", TRAINER), Ending.UNWRITABLE),
+        (
+            CallError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", TRAINER),
+            Ending.UNWRITABLE,
+        ),
+        (caused(CallError("trainer.save failed", TRAINER), remote(OSError(errno.ENOSPC, "full"))), Ending.UNWRITABLE),
+        (remote(ValueError('Os { code: 28, kind: StorageFull, message: "..." }')), Ending.UNWRITABLE),
+        (RuntimeError("/dev/shm has no room for 9 bytes of a segment"), Ending.UNWRITABLE),
         (MemoryError(), Ending.OUT_OF_MEMORY),
         (remote(MemoryError("big")), Ending.OUT_OF_MEMORY),
         (
@@ -96,7 +102,7 @@ def test_every_error_has_one_kind(error: BaseException, ending: Ending) -> None:
 def test_an_error_raised_while_handling_another_has_the_kind_of_the_first() -> None:
     error = KeyError("from the cleaning up")
     error.__context__ = OSError(errno.ENOSPC, "full")
-    assert judge(error).ending is Ending.DISK_FULL
+    assert judge(error).ending is Ending.UNWRITABLE
 
 
 def test_a_process_that_the_memory_killer_ended_has_run_out_of_memory() -> None:

@@ -49,6 +49,15 @@ def test_a_long_phase_reports_its_groups_and_a_silent_run_is_called_so(tmp_path:
     assert "the run may be gone" in second
 
 
+def test_progress_is_written_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10)
+    status.phase("engines", "rollout")
+    status._now = status._now and type(status._now)(**{**_fields(status._now), "written_s": time.time() + 3600})
+    status.progress(2, 64)
+    now = read_now(tmp_path)
+    assert now is not None and now.done == 2
+
+
 def _fields(now: object) -> dict[str, object]:
     return {name: getattr(now, name) for name in now.__slots__}
 

@@ -68,12 +68,14 @@ def configuration(example: Path, **changes) -> Path:
     return Path(file.name)
 
 
-def start(config: Path, run_dir: Path, *overrides: str, launcher: str = "launcher") -> subprocess.Popen:
-    return command("run", str(config), f"run_dir={run_dir}", *overrides, launcher=launcher)
+def start(config: Path, run_dir: Path, *overrides: str, launcher: str = "launcher", path: str = "") -> subprocess.Popen:
+    return command("run", str(config), f"run_dir={run_dir}", *overrides, launcher=launcher, path=path)
 
 
-def command(*arguments: str, launcher: str = "launcher") -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def command(*arguments: str, launcher: str = "launcher", path: str = "") -> subprocess.Popen:
+    """`path` is searched for modules before PYTHONPATH."""
+    paths = [each for each in (path, os.environ.get("PYTHONPATH", "")) if each]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": ":".join(paths)} if paths else {})}
     line = [sys.executable, "-m", launcher, *arguments]
     return popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -132,6 +134,13 @@ class Killed:
     """Of the second start."""
     left_behind: set[str]
     """Shared memory of processes that have ended."""
+
+
+def run_under_a_jumping_clock(example: Path) -> Path:
+    """The run of `run_to_its_end` while somebody sets the clock forth and back."""
+    run_dir = example / "jumping-clock"
+    finish(start(configuration(example), run_dir, path=str(Path(__file__).parent / "jumping_clock")))
+    return run_dir
 
 
 def run_killed_once(example: Path) -> Killed:
