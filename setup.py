@@ -46,7 +46,6 @@ COMMON = [
     "megatron-core>=0.16.1,<0.20",
     "numba>=0.61",
     "numpy>=2",
-    "Pebble>=5",
     "psutil>=6",
     "pyarrow>=17",
     "pydantic>=2.11,<3",

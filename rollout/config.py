@@ -134,17 +134,30 @@ class RewardConfig(Config):
     """Scoring of responses."""
 
     function: str = "rollout.rewards.exact.compute_score"
-    """Dotted path of `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`."""
+    """Dotted path of `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`. It may be an
+    `async def`."""
+    num_scorers: int = Field(default=1, gt=0)
+    """Number of scorers. They take the nodes of the run in turn, and each has `num_workers` workers."""
     num_workers: int = Field(default=1, gt=0)
-    """Number of scoring processes."""
+    """Number of responses that a scorer scores at a time, over all its groups; each has a worker process."""
+    async_concurrency: int = Field(default=16, gt=0)
+    """Number of calls that a worker awaits at a time if the function is an `async def`."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for scoring one response."""
+    cpu_s: float = Field(default=120.0, gt=0)
+    """Most CPU seconds of a call, with all processes that it starts. A call that needs more counts as late."""
+    max_processes: int = Field(default=64, gt=0)
+    """Most processes that a call has at a time, beside its worker. A call that has more fails."""
     memory_bytes: int = Field(default=8 << 30, gt=0)
     """Most memory of a reward worker, and of each process that it starts. A call that needs more fails."""
     max_file_bytes: int = Field(default=1 << 30, gt=0)
     """Largest file that a reward worker may write. A call that writes more fails."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that the function needs, such as the key of a service. Workers have no others but
+    paths, language, threads and proxies."""
     max_restarts: int = Field(default=3, ge=0)
-    """How many times the scorer's own process is restarted after it died or hung. Its groups are scored again."""
+    """How many times a scorer, or the process that writes samples, is restarted after it died or hung. Its calls are
+    repeated."""
     failure_score: float | None = None
     """Reward of a response whose scoring failed or exceeded the time limit. Without it the response leaves its group:
     it is not trained on, and has no part in the baseline. Both are counted. In an evaluation it scores 0."""

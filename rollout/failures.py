@@ -30,7 +30,7 @@ class Place:
     """The process or processes in which a failure happened."""
 
     role: str = ""
-    """`engine`, `trainer` or `scorer`; empty where unknown."""
+    """`engine`, `trainer`, `scorer` or `text actor`; empty where unknown."""
     ranks: tuple[int, ...] = ()
     """Number of the engine, or rank of the trainer."""
     node: str = ""

@@ -185,6 +185,25 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEvents:
+    """What happened to the reward workers of a scorer in some time."""
+
+    num_restarts: int = 0
+    """Workers that were killed at a limit or died, and were replaced."""
+    num_repeated: int = 0
+    """Calls that ran again, because they shared a worker that ended or had not begun there."""
+    num_strays: int = 0
+    """Processes that calls left behind, and that were killed."""
+
+    def __add__(self, other: "WorkerEvents") -> "WorkerEvents":
+        return WorkerEvents(
+            num_restarts=self.num_restarts + other.num_restarts,
+            num_repeated=self.num_repeated + other.num_repeated,
+            num_strays=self.num_strays + other.num_strays,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerAnswer:
     """A scorer's answer for one group."""
 
@@ -192,6 +211,8 @@ class ScorerAnswer:
     """[G], in the order of the responses."""
     process: ProcessId
     """The scorer's process; another one than before means that the scorer died and was restarted."""
+    events: WorkerEvents = WorkerEvents()
+    """Since the scorer's last answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,7 @@ FLOORS = {
     ),
     "launcher/run_dir": Floor(
         imports=(
-            "history history/store/service.py rollout rollout/tracing rollout/planning rollout/pool "
+            "history history/store/service.py rollout rollout/rewards rollout/tracing rollout/planning rollout/pool "
             "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks "
             "launcher/run_dir/atomic_files.py"
         ),

@@ -82,7 +82,7 @@ def test_every_direct_dependency_is_locked_for_cpu() -> None:
 @pytest.mark.slow
 def test_the_libraries_of_the_lock_import_together() -> None:
     code = (
-        "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, pebble, math_verify, pyarrow.parquet, "
+        "import transformers, vllm, vllm.v1.engine.async_llm, ray, wandb, math_verify, pyarrow.parquet, "
         "matplotlib.figure, safetensors.torch, xxhash, yaml, rich, pydantic, megatron.core"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)

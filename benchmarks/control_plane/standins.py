@@ -19,6 +19,7 @@ from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from rollout.engine.state import UpdateTimes
 from rollout.processes import ProcessId
+from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.forwards import FORWARD
 from rollout.types import (
     FinishReason,
@@ -156,9 +157,9 @@ class Host:
         scores = tuple(Score(reward=float(sample % 2), status=ScoreStatus.OK) for sample in range(len(group.seeds)))
         return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, created_s=0.0))
 
-    async def write_samples(self, scorer: int, groups: object, **_: object) -> list[object]:
+    async def write_samples(self, scorer: int, groups: object, **_: object) -> WrittenSamples:
         """The samples are written."""
-        return []
+        return WrittenSamples(rows=[], process=ProcessId(node_id="", pid=scorer, created_s=0.0))
 
     async def publish(self, reader: int, prompt_keys: object, shards: object) -> None:
         """A reader publishes segments."""

@@ -17,7 +17,8 @@ ROLES = {
     "trainer rank": "ray::TrainerActor",
     "engine actor": "ray::EngineActor",
     "engine core": "VLLM::EngineCore",
-    "scorer": "ray::TextActor",
+    "scorer": "ray::ScorerActor",
+    "text actor": "ray::TextActor",
     "reward worker": "",
     "history shard": "ray::Shard",
     "history reader": "ray::Reader",
@@ -57,9 +58,10 @@ def cells() -> Sequence[Cell]:
 
     A frozen controller is not among them: nobody in the run watches it, and the run goes on when it is continued.
     """
+    scoring = ("scorer", "text actor", "reward worker")
     exact = [
         Cell(role=role, fault=fault, phase=phase, run="exact")
-        for role in ("controller", "trainer rank", "engine actor", "engine core", "scorer", "reward worker")
+        for role in ("controller", "trainer rank", "engine actor", "engine core", *scoring)
         for fault in SIGNALS
         for phase in PHASES
         if (role, fault) != ("controller", "freeze")

@@ -24,6 +24,8 @@ LIMIT_S = 900.0
 MAX_DELAY_S = 0.1
 """Most time between the begin of the phase and the signal."""
 _POLL_S = 0.002
+_SERVER = "rollout.rewards.worker_server"
+"""In the titles of reward workers and of their parent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ def _targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Pro
     except psutil.NoSuchProcess:
         return []
     if role == "reward worker":
-        found = [each for each in descendants if "forkserver" in _title(each) and "forkserver" in _title(each.parent())]
+        found = [each for each in descendants if _SERVER in _title(each) and _SERVER in _title(each.parent())]
     else:
         found = [each for each in descendants if _title(each).startswith(ROLES[role])]
     return sorted(found, key=lambda each: each.pid)

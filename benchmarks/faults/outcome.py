@@ -21,6 +21,8 @@ REPAIRS = (
     "engine/reissued_groups",
     "publish/repeated",
     "reward/scorer_restarts",
+    "reward/text_actor_restarts",
+    "reward/worker_restarts",
 )
 _SHM = re.compile(r"\.?mrl-.+")
 

@@ -5,8 +5,8 @@ Colocated: trainer and engines share cores (they work in turns) or devices. Trai
 devices, or nodes, of their own. `launcher.cluster.node_assignment` has the order of nodes, and
 `launcher.cluster.node_shares` the number of processes on each.
 
-The controller and the scorers are on the first node. History shards take the nodes in turn, and each node with an
-engine has a reader.
+The controller and the text actor are on the first node. Scorers and history shards take the nodes in turn, and each
+node with an engine has a reader.
 
 Invariants: engine ids are 0..n-1; trainer ranks are 0..world-1; the fractions on a device sum to at most 1.
 """
@@ -35,11 +35,10 @@ class Placement:
     """The processes of one run on the nodes."""
 
     nodes: tuple[str, ...]
-    """Names of the nodes that the run uses, in order of placement; the first has the controller and the scorers."""
+    """Names of the nodes that the run uses, in order of placement; the first has the controller and the text actor."""
     trainers: tuple[TrainerRank, ...]
     engines: tuple[EngineSlot, ...]
     num_scorers: int
-    """Processes that score rewards."""
     num_history_shards: int
     """Processes that own the history; each node with an engine has one reader besides. 0 if no engine drafts."""
     transport: Transport
@@ -52,12 +51,17 @@ class Placement:
     @property
     def num_actors(self) -> int:
         """Ray actors of the run that reserve a logical CPU; history actors reserve none."""
-        return len(self.trainers) + len(self.engines) + 1
+        return len(self.trainers) + len(self.engines) + len(self.scorers) + 1
 
     @property
     def num_actors_on(self) -> dict[str, int]:
         """The same by node."""
-        return dict(Counter([self.nodes[0], *self._slot_nodes]))
+        return dict(Counter([self.nodes[0], *self.scorers, *self._slot_nodes]))
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """The node of each scorer."""
+        return in_turn(self.num_scorers, self.nodes)
 
     @property
     def serving(self) -> tuple[EngineSlot, ...]:
@@ -84,7 +88,7 @@ class Placement:
         """Nodes of the history's actors: shards take the nodes in turn, and each node with an engine has a reader."""
         with_engine = {slot.node for slot in self.serving} if self.num_history_shards else set()
         return HistoryPlaces(
-            shards=tuple(self.nodes[number % len(self.nodes)] for number in range(self.num_history_shards)),
+            shards=in_turn(self.num_history_shards, self.nodes),
             readers=tuple(node for node in self.nodes if node in with_engine),
         )
 
@@ -100,10 +104,11 @@ class Placement:
         readers = len(self.history.readers)
         history = f"history: {self.num_history_shards} shard(s) and {readers} reader{'s' * (readers != 1)}"
         scorers = f"scorers: {self.num_scorers} process(es)"
+        on = ", ".join(dict.fromkeys(self.scorers))
         return [
             *places,
             f"weights: by {self.transport}",
-            scorers if len(self.nodes) == 1 else f"controller and {scorers} on {self.nodes[0]}",
+            scorers if len(self.nodes) == 1 else f"controller on {self.nodes[0]}, {scorers} on {on}",
             *([history] if self.num_history_shards else []),
             *self.notes,
         ]
@@ -160,11 +165,16 @@ def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
         nodes=tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines),
         trainers=trainers,
         engines=engines,
-        num_scorers=config.reward.num_workers,
+        num_scorers=config.reward.num_scorers,
         num_history_shards=config.history.num_shards if config.drafts else 0,
         transport=transport,
         notes=(*crowded, *_idle(config), *_unused(uses)),
     )
+
+
+def in_turn(count: int, nodes: Sequence[str]) -> tuple[str, ...]:
+    """The node of each of so many processes that take the nodes in turn."""
+    return tuple(nodes[number % len(nodes)] for number in range(count))
 
 
 def plan_sft(trainer: TrainerConfig, nodes: Sequence[NodeResources]) -> tuple[TrainerRank, ...]:

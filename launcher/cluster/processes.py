@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a command: Ray, text actors, engines, trainer ranks.
+"""Starts and ends the processes of a command: Ray, text actors, scorers, engines, trainer ranks.
 
 Engines and trainer ranks start at the same time, because each needs many seconds. `Processes.close` ends every started
 process, also after an error: a command leaves no process, no shared memory and no Ray behind.
@@ -19,18 +19,16 @@ from history.store.service import HistoryService, start_history
 from history.types import HistoryPlaces
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
+from launcher.cluster.text_processes import TextProcesses, start_text_processes
 from launcher.config.schema import ClusterConfig
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout.config import RewardConfig
-from rollout.data.tokenizer import TokenizerFacts
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
-from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineCall, EngineGroup
 from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, on_devices
-from rollout.rewards.text_actor import TextActor
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
 
@@ -38,7 +36,7 @@ START_TIMEOUT_S = 600.0
 """Longest start of a process; a slower one is considered dead."""
 
 CLOSE_TIMEOUT_S = 15.0
-"""Time for an engine or a text actor to end its children."""
+"""Time for an engine or a scorer to end its children."""
 
 Actor = ray.actor.ActorHandle
 StartingEngines = tuple[EngineGroup, EngineCall[ProcessId]]
@@ -53,7 +51,7 @@ class Processes:
     log_dir: Path | None
     """Folder of `ROLE-RANK.log` files; None leaves output to Ray. In a joined cluster each node has its own folder."""
     nodes: tuple[NodeResources, ...]
-    """Nodes of the command; the first one has the scorers."""
+    """Nodes of the command; the first one has the text actor."""
     history: HistoryPlaces | None = None
     """Nodes of the history's actors, by name; None: a reader on every node."""
     reservation: Reservation | None = None
@@ -62,25 +60,17 @@ class Processes:
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
 
-    def start_text_actor(self, model: str, config: RewardConfig) -> tuple[ray.actor.ActorHandle, TokenizerFacts]:
-        """Start the process with the tokenizer and the reward workers."""
-        actor_class: ray.actor.ActorClass = TextActor
-        variables = self._variables(self.environment.single_threaded(), "scorer-0")
-        text_actor = actor_class.options(
-            num_cpus=self._num_cpus,
-            max_restarts=config.max_restarts,
-            runtime_env={"env_vars": variables},
-            scheduling_strategy=self._strategy(self.nodes[0].name),
-        ).remote(model, config)
-        self.started.append(text_actor)
-        try:
-            facts: TokenizerFacts = ray.get(text_actor.start.remote(), timeout=START_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineError(
-                f"the controller waited {START_TIMEOUT_S:.0f} s for the scorer to load tokenizer and reward function",
-                Place(role="scorer", ranks=(0,)),
-            ) from error
-        return text_actor, facts
+    def start_text_processes(self, model: str, config: RewardConfig, scorers: Sequence[str]) -> TextProcesses:
+        """Start the text actor on the first node, and scorers on these nodes; see `start_text_processes`."""
+        variables = [
+            self._variables(self.environment.single_threaded(), role)
+            for role in ("text-0", *(f"scorer-{number}" for number in range(len(scorers))))
+        ]
+        ids = None if self.reservation is None else self.reservation.node_ids
+        node_ids = ["" if ids is None else ids[node] for node in (self.nodes[0].name, *scorers)]
+        return start_text_processes(
+            model, config, environments=variables, node_ids=node_ids, num_cpus=self._num_cpus, note=self.started.append
+        )
 
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
         """Start engine processes."""
@@ -151,7 +141,7 @@ class Processes:
         self.histories.remove(service)
 
     def end(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        """End engines and text actors with their child processes."""
+        """End engines, text actors and scorers with their child processes."""
         closing = [actor.close.remote() for actor in actors]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:

@@ -6,6 +6,7 @@ the values of each part, so that no part gets the whole configuration.
 
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,8 +106,8 @@ def execute(
     """
     config, run_id = checked.config, secrets.token_hex(4)
     progress, status = shown.progress, shown.status
-    status.phase("scorer", "load prompts")
-    inputs = read_inputs(config, running, resume, run_id, progress)
+    status.phase("text actor", "load prompts")
+    inputs = read_inputs(checked, running, resume, run_id, progress)
     status.phase("engines and trainer", "start")
     workers = start_workers(checked, running, resume, run_id, progress)
     note_begin()
@@ -219,7 +220,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
     restarter = EngineRestarter(lost=parts.lost_engines, delivery=delivery, history=parts.history, sharing=sharing)
     clock = PhaseClock(recorder.record_span, recorder.begin_phase)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
-    pool = _pool(config, engines, parts.inputs.text_actor, planner, recorder, revival)
+    pool = _pool(config, engines, parts.inputs.text.scorers, planner, recorder, revival)
     controller = Controller(
         planner=planner,
         pool=pool,
@@ -270,7 +271,7 @@ def _recorder(
         tracker,
         shown.progress,
         status=shown.status,
-        text_actor=inputs.text_actor,
+        text_actor=inputs.text.text_actor,
         engines=engines,
         history=inputs.history,
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
@@ -283,7 +284,7 @@ def _recorder(
 def _pool(
     config: RunConfig,
     engines: EngineGroup,
-    text_actor: Actor,
+    scorers: Sequence[Actor],
     planner: Planner,
     recorder: RunRecorder,
     revival: EngineRevival,
@@ -294,7 +295,7 @@ def _pool(
     sizes = [config.algorithm.group_size, *(each.samples_per_prompt for each in config.evaluation.sets.values())]
     return EnginePool(
         engines,
-        [text_actor],
+        scorers,
         seats_per_engine=config.engine.max_num_seqs,
         batches=planner,
         whole_step=config.deterministic,
@@ -325,7 +326,7 @@ def _end(engines: EngineGroup, trainer: TrainerGroup, inputs: Inputs, running: P
     if inputs.history is not None:
         running.end_history(inputs.history)
     kept = [actor for number, actor in enumerate(engines.actors) if number not in engines.retired]
-    running.end([*kept, inputs.text_actor])
+    running.end([*kept, *inputs.text.actors])
 
 
 def _export(trainer: TrainerGroup, run_dir: Path) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cluster.node import NodeResources
-from launcher.cluster.placement import plan_evaluation
+from launcher.cluster.placement import in_turn, plan_evaluation
 from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes, StartingEngines, processes
+from launcher.cluster.text_processes import TextProcesses
 from launcher.commands.prompts import load_evaluation_prompts
 from launcher.config.schema import EvalConfig, RunConfig
 from launcher.endings.conclusion import logs_beside
@@ -54,21 +55,21 @@ def evaluate_directories(
     at_once = 1 if any(node.gpu_bytes for node in running.nodes) else 2
     started: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []
-    text_actor: Actor | None = None
+    text: TextProcesses | None = None
     prompts: EvaluationPrompts = {}
     for number, (step, evaluation) in enumerate(evaluations.items()):
         for ahead in list(evaluations)[number : number + at_once]:
             if ahead not in started:
                 started[ahead] = _begin_engines(evaluations[ahead], running)
-            if text_actor is None:  # before the second directory's engines take the cores
-                text_actor, prompts = _load_prompts(evaluation, running)
-        assert text_actor is not None
-        step_rows = _evaluate(evaluation, started[step], text_actor, prompts, progress, step=step)
+            if text is None:  # before the second directory's engines take the cores
+                text, prompts = _load_prompts(evaluation, running)
+        assert text is not None
+        step_rows = _evaluate(evaluation, started[step], text.scorers, prompts, progress, step=step)
         running.end(started[step][0].actors)
         progress.evaluation(step_rows)
         rows += step_rows
-    if text_actor is not None:
-        running.end([text_actor])
+    if text is not None:
+        running.end(text.actors)
     return rows
 
 
@@ -76,17 +77,18 @@ def evaluate_directory(
     config: EvalConfig, running: Processes, progress: RunProgress, *, step: int
 ) -> list[EvaluationRow]:
     """Read the prompts, start BF16 engines on one directory, sample and score every set, end the engines."""
-    text_actor, prompts = _load_prompts(config, running)
+    text, prompts = _load_prompts(config, running)
     started = _begin_engines(config, running)
-    rows = _evaluate(config, started, text_actor, prompts, progress, step=step)
-    running.end([*started[0].actors, text_actor])
+    rows = _evaluate(config, started, text.scorers, prompts, progress, step=step)
+    running.end([*started[0].actors, *text.actors])
     return rows
 
 
-def _load_prompts(config: EvalConfig, running: Processes) -> tuple[Actor, EvaluationPrompts]:
+def _load_prompts(config: EvalConfig, running: Processes) -> tuple[TextProcesses, EvaluationPrompts]:
     with judging_user_input():
-        text_actor, _ = running.start_text_actor(config.model, config.reward)
-        return text_actor, load_evaluation_prompts(text_actor, config.sets, config.max_prompt_tokens)
+        scorers = in_turn(config.reward.num_scorers, [node.name for node in running.nodes])
+        text = running.start_text_processes(config.model, config.reward, scorers)
+        return text, load_evaluation_prompts(text.text_actor, config.sets, config.max_prompt_tokens)
 
 
 def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
@@ -109,7 +111,7 @@ def _begin_engines(config: EvalConfig, running: Processes) -> StartingEngines:
 def _evaluate(
     config: EvalConfig,
     started: StartingEngines,
-    text_actor: Actor,
+    scorers: Sequence[Actor],
     prompts: EvaluationPrompts,
     progress: RunProgress,
     *,
@@ -119,7 +121,7 @@ def _evaluate(
     engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
     pool = EnginePool(
         engines,
-        [text_actor],
+        scorers,
         seats_per_engine=config.engine.max_num_seqs,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
         scoring_timeout_s=scoring_timeout_s(
@@ -134,9 +136,12 @@ def evaluate(config: EvalConfig, nodes: Sequence[NodeResources]) -> None:
     """Evaluate every set of `config`, print one line each and write `config.output` unless it is empty."""
     progress = RunProgress(0)
     slots = plan_evaluation(config.engine, nodes)
-    placed = Counter([nodes[0].name, *[slot.node for slot in slots]])
+    with_engine = dict.fromkeys([nodes[0].name, *[slot.node for slot in slots]])
+    scorers = in_turn(config.reward.num_scorers, list(with_engine))
+    placed = Counter([nodes[0].name, *scorers, *[slot.node for slot in slots]])
+    num_actors = len(slots) + len(scorers) + 1
     logs = logs_beside(Path(config.output)) if config.output else None
-    with processes(config.cluster, num_actors=len(slots) + 1, log_dir=logs, nodes=nodes, placed=placed) as running:
+    with processes(config.cluster, num_actors=num_actors, log_dir=logs, nodes=nodes, placed=placed) as running:
         rows = evaluate_directory(config, running, progress, step=0)
     progress.evaluation(rows)
     if config.output:

@@ -1,15 +1,15 @@
-"""Starts the processes of a run: text actor and history with the prompts, then engines and trainer."""
+"""Starts the processes of a run: text actor, scorers and history with the prompts, then engines and trainer."""
 
 from dataclasses import dataclass
 
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
-from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes
+from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from launcher.cluster.text_processes import TextProcesses
 from launcher.commands.history import fill_history, start_history
 from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
-from launcher.config.schema import RunConfig
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import load_kernels
@@ -23,7 +23,7 @@ from rollout.types import Prompt
 class Inputs:
     """Prompts and history of a run."""
 
-    text_actor: Actor
+    text: TextProcesses
     training: TrainingPrompts
     evaluation: dict[str, tuple[Prompt, ...]]
     history: HistoryService | None
@@ -42,21 +42,24 @@ class Workers:
 
 
 def read_inputs(
-    config: RunConfig, running: Processes, resume: ResumePoint, run_id: str, progress: RunProgress
+    checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str, progress: RunProgress
 ) -> Inputs:
     """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
+    config = checked.config
     with judging_user_input():
-        text_actor, tokenizer = running.start_text_actor(config.model, config.reward)
-        training = load_training_prompts(text_actor, config.data, prompts_per_step=config.algorithm.prompts_per_step)
-        evaluation = load_evaluation_prompts(text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
-        history = start_history(config, running, tokenizer, run_id=run_id, say=progress.say)
+        text = running.start_text_processes(config.model, config.reward, checked.placement.scorers)
+        training = load_training_prompts(
+            text.text_actor, config.data, prompts_per_step=config.algorithm.prompts_per_step
+        )
+        evaluation = load_evaluation_prompts(text.text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
+        history = start_history(config, running, text.tokenizer, run_id=run_id, say=progress.say)
         if history is not None:
             evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
             prompts = {**evaluated, **training.by_id()}
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
     for line in training.lines():
         progress.say(line)
-    return Inputs(text_actor=text_actor, training=training, evaluation=evaluation, history=history)
+    return Inputs(text=text, training=training, evaluation=evaluation, history=history)
 
 
 def start_workers(

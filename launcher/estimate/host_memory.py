@@ -31,8 +31,10 @@ RAY_BYTES = 1 << 30
 """Raylet, agents and, on the first node, Ray's head processes; an estimate."""
 CONTROLLER_BYTES = 1 << 30
 """The controller; an estimate."""
-SCORER_BYTES = 512 << 20
-"""A scoring process with its tokenizer; an estimate."""
+TOKENIZER_PROCESS_BYTES = 512 << 20
+"""A text actor or a scorer: a process with a tokenizer; an estimate."""
+REWARD_WORKER_BYTES = 128 << 20
+"""A reward worker; an estimate."""
 HISTORY_PROCESS_BYTES = 200 << 20
 """Resident memory of an empty history shard or reader."""
 SEGMENT_TOKEN_BYTES = 10
@@ -85,11 +87,15 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
         ),
     ]
     if load.is_first:
-        scorers = run.placement.num_scorers * SCORER_BYTES
         items += [
             MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES, knob=""),
-            MemoryItem(what="scorers", num_bytes=scorers, knob="reward.num_workers"),
+            MemoryItem(what="text actor", num_bytes=TOKENIZER_PROCESS_BYTES, knob=""),
         ]
+    workers = load.num_scorers * run.config.reward.num_workers * REWARD_WORKER_BYTES
+    items += [
+        MemoryItem(what="scorers", num_bytes=load.num_scorers * TOKENIZER_PROCESS_BYTES, knob="reward.num_scorers"),
+        MemoryItem(what="reward workers", num_bytes=workers, knob="reward.num_workers"),
+    ]
     return [item for item in items if item.num_bytes]
 
 

@@ -34,7 +34,8 @@ class NodeLoad:
     num_engines: int
     num_engine_ranks: int
     is_first: bool
-    """Whether the controller and the scorers are here."""
+    """Whether the controller and the text actor are here."""
+    num_scorers: int
     num_shards: int
     """History shards."""
     num_readers: int
@@ -67,7 +68,7 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
     for slot in placement.engines:
         ranks[slot.node] += slot.num_ranks
     history = placement.history
-    shards = Counter(history.shards)
+    shards, scorers = Counter(history.shards), Counter(placement.scorers)
     loads: dict[NodeLoad, list[str]] = {}
     for number, node in enumerate(placement.nodes):
         load = NodeLoad(
@@ -75,6 +76,7 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
             num_engines=engines[node],
             num_engine_ranks=ranks[node],
             is_first=number == 0,
+            num_scorers=scorers[node],
             num_shards=shards[node],
             num_readers=int(node in history.readers),
         )

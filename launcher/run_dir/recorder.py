@@ -27,6 +27,8 @@ from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
+from rollout.processes import ProcessId
+from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.draft_savings import seconds_saved
 from rollout.tracing.engine_speed import EngineSpeed
 from rollout.tracing.forwards import FORWARD, Forwards
@@ -83,6 +85,8 @@ class RunRecorder:
         self._record_traces = record_traces
         self._keep_last = keep_last
         self._pending: ray.ObjectRef | None = None
+        self._writers: set[ProcessId] = set()
+        """Processes of the text actor that have written samples."""
         self._unlogged: tuple[int, dict[str, float]] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
@@ -105,6 +109,7 @@ class RunRecorder:
         ended_s = time.time()
         forwards = self._record_forwards()
         metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
+        metrics["reward/text_actor_restarts"] = float(max(0, len(self._writers) - 1))
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
         self._directory.append_metrics(step, metrics)
@@ -152,17 +157,18 @@ class RunRecorder:
         """
         for is_last in (False, True):
             try:
-                rows: list[dict[str, object]] = ray.get(writing, timeout=WRITE_TIMEOUT_S)
+                written: WrittenSamples = ray.get(writing, timeout=WRITE_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError as error:
                 if is_last:
                     raise DeadlineError(
-                        f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the scorer to write samples",
-                        Place(role="scorer", ranks=(0,)),
+                        f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the text actor to write samples",
+                        Place(role="text actor"),
                     ) from error
-                self._progress.say(f"the scorer has not written samples for {WRITE_TIMEOUT_S:.0f} s and is restarted")
+                self._progress.say(f"the text actor wrote no samples for {WRITE_TIMEOUT_S:.0f} s and is restarted")
                 ray.kill(self._text_actor, no_restart=False)
             else:
-                return rows
+                self._writers.add(written.process)
+                return [dict(row) for row in written.rows]
         raise AssertionError
 
     def finish(self) -> None:

@@ -35,7 +35,7 @@ from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.group_places import Generating, GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_counts import SeatCounts
-from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup
+from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
 
 Progress = Callable[[int, int], None]
 """Called with (groups scored, groups waited for) whenever a group is scored."""
@@ -86,7 +86,7 @@ class EnginePool:
     ) -> None:
         """A pool over engines that have just started, or started over (`EngineGroup.start_over`).
 
-        `scorers` are `rollout.rewards.text_actor.TextActor` handles.
+        `scorers` are `rollout.rewards.scorer_actor.ScorerActor` handles.
 
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
@@ -181,6 +181,11 @@ class EnginePool:
     def num_scorer_restarts(self) -> int:
         """Scorers that died or hung, and were restarted."""
         return self._scorers.num_restarts
+
+    @property
+    def reward_workers(self) -> WorkerEvents:
+        """What happened to the reward workers of all scorers."""
+        return self._scorers.events
 
     @contextmanager
     def run_in_background(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Scorers in turn: each finished group goes to the next scorer.
+"""Each finished group goes to the scorer with the fewest responses.
 
 Ray restarts a scorer that dies, and repeats its calls (`rollout.rewards.text_actor`). A scorer that hangs is killed, so
 that the same happens. Both are counted.
@@ -22,41 +22,51 @@ from rollout.failures import (
 from rollout.pool.group_places import Scoring
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
-from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer
+from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer, WorkerEvents
 
 _log = logging.getLogger(__name__)
 
 _MARGIN_S = 120.0
-"""Time of a scorer for a group beside its calls of the reward function: new workers, decoding."""
+"""Time of a scorer for a group beside its calls of the reward function: new workers, grace, decoding."""
 
 
 def scoring_timeout_s(group_sizes: Iterable[int], *, reward_timeout_s: float) -> float:
-    """Longest time for one group: the largest one, a response after another, each up to `reward.timeout_s`."""
-    return max(group_sizes) * reward_timeout_s + _MARGIN_S
+    """Longest time in which a scorer that has groups finishes none.
+
+    Calls of its oldest group are begun first. In the worst case one worker takes one after another, each up to
+    `reward.timeout_s`, after they had shared a worker that was killed.
+    """
+    return (max(group_sizes) + 1) * reward_timeout_s + _MARGIN_S
 
 
 class ScorerPool:
     """All scorers of a run. `submit` and `finish` mutate."""
 
     def __init__(self, scorers: Sequence[ray.actor.ActorHandle], *, timeout_s: float) -> None:
-        """`scorers` are `rollout.rewards.text_actor.TextActor` handles.
+        """`scorers` are `rollout.rewards.scorer_actor.ScorerActor` handles.
 
         `timeout_s` is the longest time in which a scorer with groups finishes none.
         """
         self._scorers = tuple(scorers)
-        self._next = 0
         self._timeout_s = timeout_s
-        self._processes: dict[int, ProcessId] = {}
-        """By scorer, the process that answered last."""
-        self.num_restarts = 0
-        """Scorers that died or hung, and answered again."""
+        self._processes: list[set[ProcessId]] = [set() for _ in self._scorers]
+        """By scorer, all processes that have answered; an old one may answer after its successor."""
+        self.events = WorkerEvents()
+        """Of the reward workers of all scorers."""
         self._num_pending = [0] * len(self._scorers)
+        self._num_responses = [0] * len(self._scorers)
+        """By scorer, responses of the pending groups."""
         self._waiting_since = [0.0] * len(self._scorers)
+
+    @property
+    def num_restarts(self) -> int:
+        """Scorers that died or hung, and answered again."""
+        return sum(len(processes) - 1 for processes in self._processes if processes)
 
     def submit(self, group: PromptGroup, columns: ColumnsRef) -> tuple[ray.ObjectRef, int]:
         """Start scoring a finished group; returns the call and the number of its scorer."""
-        number = self._next
-        self._next = (self._next + 1) % len(self._scorers)
+        number = min(range(len(self._scorers)), key=self._num_responses.__getitem__)
+        self._num_responses[number] += len(group.seeds)
         if not self._num_pending[number]:
             self._waiting_since[number] = time.monotonic()
         self._num_pending[number] += 1
@@ -73,15 +83,15 @@ class ScorerPool:
             CallError: the scorer raised something else.
         """
         self._num_pending[item.scorer] -= 1
+        self._num_responses[item.scorer] -= len(item.group.seeds)
         self._waiting_since[item.scorer] = time.monotonic()
         try:
             answer: ScorerAnswer = ray.get(ref)
         except ray.exceptions.RayError as error:
             place = Place(role="scorer", ranks=(item.scorer,), node=node_of(error))
             raise _kind(error)(f"scoring of group {item.group.group_id} failed: {brief(error)}", place) from error
-        before = self._processes.get(item.scorer, answer.process)
-        self.num_restarts += answer.process != before
-        self._processes[item.scorer] = answer.process
+        self._processes[item.scorer].add(answer.process)
+        self.events += answer.events
         return ScoredGroup(
             group=item.group,
             summary=item.sampled.summary,
@@ -101,8 +111,9 @@ class ScorerPool:
                 "response; the scorer is restarted, and its log has the stacks of its threads",
                 *(number, num_pending, self._timeout_s),
             )
-            if number in self._processes:
-                kill_on_nodes([self._processes[number]], stacks=True)
+            if self._processes[number]:
+                newest = max(self._processes[number], key=lambda process: process.created_s)
+                kill_on_nodes([newest], stacks=True)
             else:  # it has never answered
                 ray.kill(self._scorers[number], no_restart=False)
             self._waiting_since[number] = time.monotonic()

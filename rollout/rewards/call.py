@@ -5,11 +5,10 @@ cannot be pickled. A return value of the wrong type affects every sample, so it 
 run.
 """
 
+import asyncio
+import inspect
 import json
 import math
-import os
-import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +40,8 @@ class RewardOutcome:
     details: tuple[tuple[str, float], ...] = ()
     error: str = ""
     """The function raised, or returned a number that is not finite."""
+    is_late: bool = False
+    """The error is that the call exceeded its time or its CPU seconds."""
     misuse: str = ""
     """The function returned something that is neither a number nor a dict with `score`."""
 
@@ -52,35 +53,6 @@ def load_reward(function: str) -> Callable[..., object]:
         ValueError: there is no such function.
     """
     return _loaded(function)
-
-
-def begin_worker(function: str, memory_bytes: int, file_bytes: int) -> None:
-    """Prepare a worker process: limits, without Ray's variables, in a process group of its own.
-
-    One of Ray's variables holds the secret of the run. The time limit of a call terminates the worker, and with it the
-    processes that the reward function has started. A limit on their number would count all processes of the user.
-
-    Args:
-        function: dotted path of the reward function.
-        memory_bytes: most private memory of the worker, and of each process that it starts.
-        file_bytes: largest file that they may write.
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
-    ):
-        _, allowed = resource.getrlimit(limit)
-        most = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
-        resource.setrlimit(limit, (most, most))
-    for name in [name for name in os.environ if name.startswith("RAY_")]:
-        del os.environ[name]
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    load_reward(function)
 
 
 def check_reward(function: str, *, timeout_s: float) -> None:
@@ -95,19 +67,52 @@ def check_reward(function: str, *, timeout_s: float) -> None:
         check(timeout_s)
 
 
+def is_async(function: str) -> bool:
+    """Whether the function is an `async def`; errors as for `load_reward`."""
+    loaded = _loaded(function)
+    return inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(type(loaded).__call__)
+
+
 def call_reward(request: RewardRequest) -> RewardOutcome:
-    """Call the function; its exceptions become part of the outcome."""
-    function = _loaded(request.function)
+    """Call the function; its exceptions become part of the outcome. An `async def` runs in a loop of its own."""
     try:
-        returned = function(
-            data_source=request.data_source,
-            solution_str=request.solution_str,
-            ground_truth=request.ground_truth,
-            extra_info=json.loads(request.extra_info_json),
-        )
+        returned = _begin(request)
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
     except BaseException as error:  # the border to the user's code: no sample ends the run, not by `sys.exit` either
-        return RewardOutcome(error=f"{type(error).__name__}: {error}")
+        return _failed(error)
     return read_outcome(returned, function=request.function)
+
+
+async def call_reward_async(request: RewardRequest, *, timeout_s: float) -> RewardOutcome:
+    """Call and await an `async def`; it is cancelled after `timeout_s`."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            returned = _begin(request)
+            if inspect.isawaitable(returned):
+                returned = await returned
+    except BaseException as error:  # as above
+        return late_outcome(timeout_s) if limit.expired() else _failed(error)
+    return late_outcome(timeout_s) if limit.expired() else read_outcome(returned, function=request.function)
+
+
+def late_outcome(timeout_s: float) -> RewardOutcome:
+    """Outcome of a call that exceeded its time."""
+    return RewardOutcome(error=f"over the limit of {timeout_s} s", is_late=True)
+
+
+def _begin(request: RewardRequest) -> object:
+    return _loaded(request.function)(
+        data_source=request.data_source,
+        solution_str=request.solution_str,
+        ground_truth=request.ground_truth,
+        extra_info=json.loads(request.extra_info_json),
+    )
+
+
+def _failed(error: BaseException) -> RewardOutcome:
+    return RewardOutcome(error=f"{type(error).__name__}: {error}")
 
 
 def read_outcome(returned: object, *, function: str) -> RewardOutcome:

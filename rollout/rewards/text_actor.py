@@ -1,13 +1,12 @@
-"""The process with the tokenizer, as a Ray actor of three parts; logs and messages call it `scorer`.
+"""The process that turns text into prompts and responses into text, as a Ray actor of two parts: the text actor.
 
     PromptLoader      rows of a file  ->  tokenised prompts
-    ResponseScorer    a finished group  ->  its scores
     SampleWriter      the scored groups of a step  ->  its files of samples and traces
 
-If its process dies, Ray restarts it under the same handle and repeats the calls that it had (`Processes.
-start_text_actor`). So every call may be the first of a process, and may come twice.
+It does not score, so writing never delays a score. If its process dies, Ray restarts it under the same handle and
+repeats the calls that it had. So every call may be the first of a process, and may come twice.
 
-All three need the tokenizer. `transformers` imports torch, which the controller must not load, so they share a process
+Both parts need the tokenizer. `transformers` imports torch, which the controller must not load, so they share a process
 of their own. The parts are plain classes; Ray is used here only.
 """
 
@@ -17,13 +16,11 @@ from pathlib import Path
 
 import ray
 
-from rollout.config import RewardConfig
 from rollout.data.prompts import LoadedPrompts, Overlong, PromptLoader
 from rollout.data.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
-from rollout.rewards.scorer import ResponseScorer
-from rollout.types import GroupColumns, PromptGroup, ScoredGroup, ScorerAnswer
+from rollout.types import GroupColumns, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +29,38 @@ class TextParts:
 
     tokenizer: TokenizerFacts
     prompts: PromptLoader
-    scorer: ResponseScorer
     samples: SampleWriter
 
     @classmethod
-    def start(cls, model_directory: str, config: RewardConfig) -> "TextParts":
-        """Load the tokenizer and the reward function, and start the reward workers.
+    def start(cls, model_directory: str) -> "TextParts":
+        """Load the tokenizer.
 
         Raises:
-            ValueError: there is no tokenizer, it does not fit the model, or the reward function's path is bad.
-            RewardBrokenError: the module of the reward function fails while it is imported.
+            ValueError: there is no tokenizer, or it does not fit the model.
         """
         tokenizer = Tokenizer(model_directory)
         facts = tokenizer.facts()
         check_fits_model(facts, model_directory)
-        scorer = ResponseScorer(tokenizer, config)
-        scorer.start()
-        return cls(tokenizer=facts, prompts=PromptLoader(tokenizer), scorer=scorer, samples=SampleWriter(tokenizer))
+        return cls(tokenizer=facts, prompts=PromptLoader(tokenizer), samples=SampleWriter(tokenizer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSamples:
+    """Answer of a text actor that has written the samples of a step."""
+
+    rows: list[SampleRow]
+    """As many as were asked for."""
+    process: ProcessId
+    """The text actor's process; another one than before means that it died and was restarted."""
 
 
 @ray.remote
 class TextActor:
     """Passes each call to the part that serves it."""
 
-    def __init__(self, model_directory: str, config: RewardConfig) -> None:
+    def __init__(self, model_directory: str) -> None:
         """Only remembers its arguments; `start` does the work, so that its errors reach the caller unwrapped."""
         self._directory = model_directory
-        self._config = config
         self._parts: TextParts | None = None
 
     def start(self) -> TokenizerFacts:
@@ -75,34 +77,26 @@ class TextActor:
         )
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    def score(self, group: PromptGroup, columns: GroupColumns) -> ScorerAnswer:
-        """See `ResponseScorer.score`."""
-        node_id = str(ray.get_runtime_context().get_node_id())
-        return ScorerAnswer(
-            scores=self._started().scorer.score(group, columns), process=ProcessId.of_this_process(node_id)
-        )
-
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     def write_samples(
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
-    ) -> list[SampleRow]:
+    ) -> WrittenSamples:
         """See `SampleWriter.write`; an empty `traces_path` writes no traces."""
         columns: list[GroupColumns] = ray.get([group.columns for group in groups])
-        return self._started().samples.write(
+        rows = self._started().samples.write(
             list(zip(groups, columns, strict=True)),
             samples_path=Path(samples_path),
             traces_path=Path(traces_path) if traces_path else None,
             num_returned=num_returned,
         )
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return WrittenSamples(rows=rows, process=ProcessId.of_this_process(node_id))
 
     def close(self) -> None:
-        """See `ResponseScorer.close`."""
-        if self._parts is not None:
-            self._parts.scorer.close()
+        """Nothing to end; `Processes.end` calls it for every actor."""
 
     def _started(self) -> TextParts:
         if self._parts is None:
             redirect_output()
             write_stacks_on_signal()
-            self._parts = TextParts.start(self._directory, self._config)
+            self._parts = TextParts.start(self._directory)
         return self._parts

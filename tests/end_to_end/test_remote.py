@@ -353,9 +353,9 @@ def test_a_scorer_that_hangs_is_named():
     engines = group_of(Engine.remote())
     engines.finish_start(engines.begin_start(), timeout_s=60)
     watch = EngineWatch(engines, timeout_s=4)
-    pool = EnginePool(
-        engines, [Scorer.remote(), HungScorer.remote()], seats_per_engine=8, watch=watch, scoring_timeout_s=2
-    )
+    scorer = Scorer.remote()
+    ray.get(scorer.__ray_ready__.remote())  # its start is not part of the two seconds
+    pool = EnginePool(engines, [scorer, HungScorer.remote()], seats_per_engine=8, watch=watch, scoring_timeout_s=2)
     pool.admit(groups(2))
     with pytest.raises(ProcessLostError, match=r"scoring of group \d failed") as lost:
         pool.take("train", 0)

@@ -4,14 +4,16 @@ Each row is scored twice, with its ground truth and with an empty text as the re
 shown and not judged: many rewards ask for a form that the bare ground truth lacks.
 """
 
+import asyncio
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
-
-from pebble import ProcessExpired, ProcessPool
 
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
-from rollout.rewards.call import RewardOutcome, RewardRequest, begin_worker, call_reward, check_reward
+from rollout.rewards.call import RewardOutcome, RewardRequest
+from rollout.rewards.workers import RewardWorkers
+
+KINDS = ("ground truth", "empty text")
+"""What stands for the response."""
 
 
 def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
@@ -19,31 +21,41 @@ def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, l
 
     Raises:
         ValueError: the reward function cannot be imported, or cannot work on this machine.
+        RewardBrokenError: the function's module fails while it is imported.
     """
-    check_reward(config.function, timeout_s=config.timeout_s)
+    outcomes = asyncio.run(_outcomes(config, rows))
     problems: list[str] = []
     means = []
-    with ProcessPool(
-        max_workers=1, initializer=begin_worker, initargs=(config.function, config.memory_bytes, config.max_file_bytes)
-    ) as workers:
-        for kind in ("ground truth", "empty text"):
-            rewards = []
-            for row in rows:
-                request = RewardRequest(
-                    function=config.function,
-                    data_source=row.data_source,
-                    solution_str=row.ground_truth if kind == "ground truth" else "",
-                    ground_truth=row.ground_truth,
-                    extra_info_json=row.extra_info_json,
-                )
-                try:
-                    outcome = workers.schedule(call_reward, args=(request,), timeout=config.timeout_s).result()
-                except FutureTimeoutError:
-                    outcome = RewardOutcome(error=f"takes longer than `reward.timeout_s` = {config.timeout_s} s")
-                except ProcessExpired as error:
-                    outcome = RewardOutcome(error=f"ends its process: {error}")
-                rewards.append(outcome.reward)
-                if fault := outcome.misuse or outcome.error:
-                    problems.append(f"{row.where}, {kind} as the response: {fault}; mend {config.function}")
-            means.append(f"{kind} {sum(rewards) / len(rewards):.2f}")
+    for kind in KINDS:
+        rewards = [outcomes[kind, number].reward for number in range(len(rows))]
+        for number, row in enumerate(rows):
+            outcome = outcomes[kind, number]
+            fault = outcome.misuse or outcome.error
+            late = f"takes longer than `reward.timeout_s` = {config.timeout_s} s or `reward.cpu_s` = {config.cpu_s} s"
+            if fault:
+                shown = late if outcome.is_late else fault
+                problems.append(f"{row.where}, {kind} as the response: {shown}; mend {config.function}")
+        means.append(f"{kind} {sum(rewards) / len(rewards):.2f}")
     return f"mean of {len(rows)} rows: {', '.join(means)}", problems[:1]
+
+
+async def _outcomes(config: RewardConfig, rows: Sequence[PromptRow]) -> dict[tuple[str, int], RewardOutcome]:
+    """Outcome of each row, by kind of response and number of the row."""
+    requests = {
+        (kind, number): RewardRequest(
+            function=config.function,
+            data_source=row.data_source,
+            solution_str=row.ground_truth if kind == "ground truth" else "",
+            ground_truth=row.ground_truth,
+            extra_info_json=row.extra_info_json,
+        )
+        for kind in KINDS
+        for number, row in enumerate(rows)
+    }
+    workers = RewardWorkers(config)
+    try:
+        await workers.start()
+        outcomes = await asyncio.gather(*map(workers.submit, requests.values()))
+    finally:
+        await workers.close()
+    return dict(zip(requests, outcomes, strict=True))

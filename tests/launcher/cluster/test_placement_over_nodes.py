@@ -13,6 +13,7 @@ from launcher.cluster.node_assignment import near_together
 from launcher.cluster.placement import Placement, plan, plan_evaluation, plan_sft
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
+from rollout.config import RewardConfig
 from tests.launcher.cluster.test_placement import run_config
 
 AHEAD = {"overlap": 1, "max_staleness": 1}
@@ -193,7 +194,7 @@ def test_two_test_nodes_hold_a_replica_and_an_engine_each() -> None:
         "  trainer 1: tp 1 pp 0 dp 0, 1 CPU thread(s)",
         "  engine 0: 1 rank(s), each 1 CPU core(s)",
     ]
-    assert "controller and scorers: 1 process(es) on n0" in placement.lines()
+    assert "controller on n0, scorers: 1 process(es) on n0" in placement.lines()
 
 
 def test_disaggregated_sides_have_whole_nodes_in_the_ratio_of_their_cores() -> None:
@@ -216,6 +217,15 @@ def test_nodes_of_a_rack_and_of_a_block_are_adjacent() -> None:
     placement = plan(config_of(tp=8, dp=2, engines=2, engine_tp=8), nodes)
     assert {slot.node for slot in placement.trainers} == {"n0", "n4"}
     assert placement.nodes[0] == "n0"
+
+
+def test_scorers_take_the_nodes_in_turn_and_each_reserves_a_logical_cpu() -> None:
+    config = config_of(dp=2, engines=2)
+    placement = plan(config.model_copy(update={"reward": RewardConfig(num_scorers=3)}), gpu_nodes(1, 1, 1))
+    assert placement.scorers == ("n0", "n1", "n0")
+    # controller's node: rank, engine, text actor and two scorers
+    assert placement.num_actors_on == {"n0": 5, "n1": 3} and placement.num_actors == 8
+    assert "controller on n0, scorers: 3 process(es) on n0, n1" in placement.lines()
 
 
 def test_history_shards_take_the_nodes_in_turn_and_engines_have_a_reader_beside_them() -> None:

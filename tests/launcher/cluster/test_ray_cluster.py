@@ -62,3 +62,4 @@ def test_processes_run_in_the_bundle_of_their_node_until_another_node_replaces_i
     assert (answer["before"], answer["gone"]) == ([], ["node9"])
     assert answer["replaced"] == ["node2", "node1"] and answer["right place"]
     assert answer["gone afterwards"] == []
+    assert answer["scorer"] and answer["scorer afterwards"], "Ray restarts a scorer on a node that is left"

@@ -12,6 +12,8 @@ from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
 from rollout.evaluation import EvaluationRow
+from rollout.processes import ProcessId
+from rollout.rewards.text_actor import WrittenSamples
 
 
 class WandbRun:
@@ -57,7 +59,9 @@ def evaluation(step: int, average: float) -> EvaluationRow:
 
 
 def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda ref, timeout: [])
+    processes = [ProcessId(node_id="n", pid=pid, created_s=0.0) for pid in (7, 8)]  # the text actor was restarted
+    answers = iter([WrittenSamples(rows=[], process=process) for process in processes])
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: next(answers))
     run = WandbRun()
     with RunDirectory(str(tmp_path / "run")) as directory:
         (directory.path / "wandb").mkdir(exist_ok=True)

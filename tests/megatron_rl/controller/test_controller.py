@@ -10,6 +10,7 @@ from megatron_rl.controller.controller import Controller, LoopSettings
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.stopping import StopRequestedError
 from megatron_rl.trainer.results import StepResult
+from rollout.types import WorkerEvents
 from tests.support.scored_groups import scored_group
 
 
@@ -82,6 +83,7 @@ def controller(
             num_reissued=0,
             num_hung=0,
             num_scorer_restarts=0,
+            reward_workers=WorkerEvents(),
             migration=StandIn(num_moved=0),
             loads=lambda: [],
             admit=log.call("admit"),

@@ -1,15 +1,13 @@
-"""Scoring in watched worker processes, and the start of the text actor's parts; no Ray."""
+"""Scores of groups in watched worker processes, and the start of the text actor's parts; no Ray."""
 
+import asyncio
 import logging
 import os
 import signal
 import time
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 
 from rollout.config import RewardConfig
@@ -31,22 +29,35 @@ def model_directory(tmp_path_factory):
     return str(directory)
 
 
+class Scorer:
+    """A scorer in an event loop of its own."""
+
+    def __init__(self, loop, scorer):
+        self.loop = loop
+        self.inner = scorer
+
+    def score(self, group, columns):
+        return self.loop.run(self.inner.score(group, columns))
+
+
 @pytest.fixture
 def scorer_of(model_directory):
     made = []
+    with asyncio.Runner() as loop:
 
-    def start(function, **config):
-        made.append(ResponseScorer(Tokenizer(model_directory), RewardConfig(function=function, **config)))
-        made[-1].start()
-        return made[-1]
+        def start(function, **config):
+            scorer = ResponseScorer(Tokenizer(model_directory), RewardConfig(function=function, **config))
+            loop.run(scorer.start())
+            made.append(scorer)
+            return Scorer(loop, scorer)
 
-    yield start
-    for scorer in made:
-        scorer.close()
+        yield start
+        for scorer in made:
+            loop.run(scorer.close())
 
 
 def group_of(scorer, texts):
-    encoded = [np.append(ids, 256) for ids in scorer._tokenizer.encode(texts, add_special_tokens=False)]
+    encoded = [np.append(ids, 256) for ids in scorer.inner._tokenizer.encode(texts, add_special_tokens=False)]
     prompt = Prompt(
         prompt_id=PromptId("set/0"),
         data_source="set",
@@ -102,18 +113,6 @@ def test_a_call_that_exits_or_interrupts_fails_alone(scorer_of):
     assert [score.status for score in scores] == [ScoreStatus.ERROR, ScoreStatus.OK, ScoreStatus.ERROR]
 
 
-def test_a_worker_has_no_variables_of_ray_and_ends_with_the_processes_that_it_started(scorer_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=2.0)
-    alone, late = scorer.score(*group_of(scorer, ["environment", f"child {tmp_path / 'pid'}"]))
-    assert (alone.reward, alone.status) == (0.0, ScoreStatus.OK) and late.status == ScoreStatus.TIMEOUT
-    child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_a_call_over_the_limit_of_memory_or_file_size_fails_and_the_next_one_succeeds(scorer_of, tmp_path):
     scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=30.0, memory_bytes=2 << 30, max_file_bytes=1 << 20)
     scores = scorer.score(*group_of(scorer, ["memory", f"file {tmp_path / 'large'}", "fine"]))
@@ -132,35 +131,21 @@ def test_an_idle_worker_that_is_killed_is_replaced(scorer_of, wait_s):
     assert [score.status for score in scores] == [ScoreStatus.OK] * 2
 
 
-class BrokenWorkers:
-    """Workers that have given up: every call ends with their error."""
+def test_a_hung_response_delays_no_other_group(scorer_of, tmp_path):
+    """The hung response of the first group ends when all other groups have their scores, however late that is."""
+    scorer = scorer_of(f"{FUNCTIONS}.moody", num_workers=2, timeout_s=DEADLINE_S)
+    end = tmp_path / "end"
 
-    active = True
+    async def score_all():
+        hung = asyncio.create_task(scorer.inner.score(*group_of(scorer, ["fine", f"until {end}"])))
+        others = [scorer.inner.score(*group_of(scorer, ["fine"] * 4)) for _ in range(7)]
+        before = await asyncio.gather(*others)
+        is_early = not hung.done()
+        end.touch()
+        return before, is_early, await hung
 
-    def __init__(self):
-        self.log = []
-
-    def schedule(self, function, args, timeout):
-        self.log.append("schedule")
-        outcome = Future()
-        outcome.set_exception(BrokenProcessPool("All workers expired"))
-        return outcome
-
-    def stop(self):
-        self.log.append("stop")
-
-    def join(self):
-        self.log.append("join")
-
-
-def test_calls_to_workers_that_have_given_up_are_repeated_with_new_workers(scorer_of):
-    scorer = scorer_of(f"{FUNCTIONS}.moody")
-    scorer._workers.stop()
-    scorer._workers.join()
-    scorer._workers = broken = BrokenWorkers()
-    scores = scorer.score(*group_of(scorer, ["fine", "fine", "raise"]))
-    assert [score.status for score in scores] == [ScoreStatus.OK, ScoreStatus.OK, ScoreStatus.ERROR]
-    assert broken.log == ["schedule"] * 3 + ["stop", "join"]
+    before, is_early, last = scorer.loop.run(score_all())
+    assert is_early and [score.reward for group in (*before, last) for score in group] == [1.0] * 30
 
 
 def test_without_a_substitute_a_response_whose_scoring_failed_leaves_its_group(scorer_of):
@@ -186,6 +171,21 @@ def test_a_function_that_fails_for_every_response_of_several_prompts_stops_the_r
         scorer.score(replace(group, prompt=replace(group.prompt, prompt_id=PromptId("set/3"))), columns)
 
 
+def test_groups_that_are_scored_side_by_side_end_with_the_same_words(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.broken")
+    group, columns = group_of(scorer, ["a", "b", "c", "d"])
+
+    async def score_all():
+        prompts = [replace(group.prompt, prompt_id=PromptId(f"set/{number}")) for number in range(8)]
+        scoring = [scorer.inner.score(replace(group, prompt=prompt), columns) for prompt in prompts]
+        return await asyncio.gather(*scoring, return_exceptions=True)
+
+    ends = scorer.loop.run(score_all())
+    words = {str(end) for end in ends if isinstance(end, RewardBrokenError)}
+    assert sum(isinstance(end, RewardBrokenError) for end in ends) == 5
+    assert len(words) == 1 and "each of the first 16 responses, to 4 prompts" in words.pop()
+
+
 def test_a_function_that_succeeded_once_does_not_stop_the_run(scorer_of):
     scorer = scorer_of(f"{FUNCTIONS}.moody")
     group, columns = group_of(scorer, ["fine"] + ["raise"] * 9)
@@ -208,17 +208,13 @@ def test_a_bad_path_is_an_error_at_start(scorer_of):
 def test_a_tokenizer_that_does_not_fit_the_model_is_an_error_at_start(tmp_path):
     write_byte_tokenizer(tmp_path, model_vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size is 100"):
-        TextParts.start(str(tmp_path), RewardConfig())
+        TextParts.start(str(tmp_path))
 
 
 def test_the_parts_of_the_text_actor_share_a_tokenizer(model_directory, tmp_path):
-    parts = TextParts.start(model_directory, RewardConfig(function=f"{FUNCTIONS}.length"))
-    try:
-        facts = parts.tokenizer
-        assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
-        assert [score.reward for score in parts.scorer.score(*group_of(parts.scorer, ["abcd"]))] == [4.0]
-        (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
-        loaded = parts.prompts.load(str(tmp_path / "one.jsonl"), max_prompt_tokens=99)
-        assert [prompt.prompt_id for prompt in loaded.prompts] == ["one/0"]
-    finally:
-        parts.scorer.close()
+    parts = TextParts.start(model_directory)
+    facts = parts.tokenizer
+    assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
+    loaded = parts.prompts.load(str(tmp_path / "one.jsonl"), max_prompt_tokens=99)
+    assert [prompt.prompt_id for prompt in loaded.prompts] == ["one/0"]

@@ -4,8 +4,10 @@ The suite's own process is connected to another Ray cluster, so this is a script
 """
 
 import json
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
@@ -15,8 +17,12 @@ from launcher.cluster import ray_cluster
 from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes, reserve
 from launcher.config.schema import ClusterConfig
+from rollout.config import RewardConfig
 from rollout.failures import DeadlineError
+from rollout.types import ScorerAnswer
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
+from tests.support.scored_groups import scored_group
 
 RACK = {"rack": "leaf3", "block": "spine"}
 
@@ -42,6 +48,13 @@ def refusal(call: Callable[[], object]) -> str:
     except (RuntimeError, DeadlineError) as error:
         return str(error)
     return ""
+
+
+def score(scorer: ray.actor.ActorHandle) -> str:
+    """Ray's id of the node on which a group is scored."""
+    made = scored_group(0)
+    answer: ScorerAnswer = ray.get(scorer.score.remote(made.group, made.columns), timeout=DEADLINE_S)
+    return answer.process.node_id
 
 
 def after_a_loss(running: Processes, cluster: Cluster, node: object) -> dict[str, object]:
@@ -91,7 +104,12 @@ def main() -> None:
             "first": [node.name for node in first],
         }
         ray_cluster.ANSWER_TIMEOUT_S = 120.0
-        answer |= after_a_loss(running, cluster, node9)
+        with tempfile.TemporaryDirectory() as folder:
+            write_byte_tokenizer(Path(folder))
+            (scorer,) = running.start_text_processes(folder, RewardConfig(), ["node9"]).scorers
+            answer["scorer"] = score(scorer) == ids["node9"]
+            answer |= after_a_loss(running, cluster, node9)
+            answer["scorer afterwards"] = score(scorer) in {ids["node2"], running.reservation.node_ids["node1"]}
     cluster.shutdown()
     print(json.dumps(answer))
 

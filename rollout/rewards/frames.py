@@ -1,0 +1,95 @@
+"""Messages between a scorer and a reward worker: pickled, after their length.
+
+Ready and then, for each call, Begun and Ended come from the worker. Numbered requests come from the scorer.
+"""
+
+import pickle
+import socket
+import struct
+from asyncio import StreamReader
+from dataclasses import dataclass
+
+from rollout.rewards.call import RewardOutcome, RewardRequest
+
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """A request with the number of its call."""
+
+    number: int
+    request: RewardRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker has loaded the reward function."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A worker has received a request; if the worker dies, the call may be the reason."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A call has ended."""
+
+    number: int
+    outcome: RewardOutcome
+    num_strays: int
+    """Processes that the worker's calls had started and left behind, and that were killed."""
+
+
+Answer = Ready | Begun | Ended
+
+
+def frame(message: Numbered | Answer) -> bytes:
+    """A message as bytes."""
+    payload = pickle.dumps(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def read_answer(reader: StreamReader) -> Answer:
+    """The next answer of a worker.
+
+    Raises:
+        asyncio.IncompleteReadError: the other side has closed the channel.
+    """
+    answer: Answer = pickle.loads(await _read(reader))
+    return answer
+
+
+async def read_request(reader: StreamReader) -> Numbered:
+    """The next request of the scorer; errors as for `read_answer`."""
+    request: Numbered = pickle.loads(await _read(reader))
+    return request
+
+
+async def _read(reader: StreamReader) -> bytes:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(length)
+
+
+def receive_request(channel: socket.socket) -> Numbered | None:
+    """The same without an event loop; None if the scorer has closed the channel."""
+    head = _receive(channel, _LENGTH.size)
+    if head is None:
+        return None
+    payload = _receive(channel, _LENGTH.unpack(head)[0])
+    return None if payload is None else pickle.loads(payload)
+
+
+def _receive(channel: socket.socket, length: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < length:
+        block = channel.recv(length - len(received))
+        if not block:
+            return None
+        received += block
+    return bytes(received)

@@ -1,0 +1,69 @@
+"""A scorer: a Ray actor with a tokenizer and reward workers, which scores many groups at a time.
+
+If its process dies, Ray restarts it under the same handle and repeats the calls that it had. So every call may be the
+first of a process, and may come twice. Its methods run in one event loop and wait for workers without blocking it.
+"""
+
+import asyncio
+import logging
+import os
+
+import ray
+
+from rollout.config import RewardConfig
+from rollout.data.tokenizer import Tokenizer
+from rollout.failures import ProcessLostError
+from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.rewards.scorer import ResponseScorer
+from rollout.types import GroupColumns, PromptGroup, ScorerAnswer
+
+_log = logging.getLogger(__name__)
+
+
+@ray.remote
+class ScorerActor:
+    """Passes groups to a `ResponseScorer`."""
+
+    def __init__(self, model_directory: str, config: RewardConfig) -> None:
+        """Only remembers its arguments; `start` does the work, so that its errors reach the caller unwrapped."""
+        self._directory = model_directory
+        self._config = config
+        self._scorer: ResponseScorer | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the tokenizer and start the reward workers; idempotent.
+
+        Raises:
+            ValueError: there is no tokenizer, or the reward function's path is bad.
+            RewardBrokenError: the module of the reward function fails while it is imported.
+        """
+        await self._started()
+
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    async def score(self, group: PromptGroup, columns: GroupColumns) -> ScorerAnswer:
+        """See `ResponseScorer.score`."""
+        scorer = await self._started()
+        try:
+            scores = await scorer.score(group, columns)
+        except ProcessLostError:
+            _log.exception("this scorer ends, so that Ray starts another one")
+            os._exit(1)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return ScorerAnswer(scores=scores, process=ProcessId.of_this_process(node_id), events=scorer.take_events())
+
+    async def close(self) -> None:
+        """See `ResponseScorer.close`."""
+        if self._scorer is not None:
+            await self._scorer.close()
+
+    async def _started(self) -> ResponseScorer:
+        async with self._starting:
+            if self._scorer is None:
+                redirect_output()
+                write_stacks_on_signal()
+                tokenizer = await asyncio.to_thread(Tokenizer, self._directory)
+                scorer = ResponseScorer(tokenizer, self._config)
+                await scorer.start()
+                self._scorer = scorer
+        return self._scorer

@@ -1,0 +1,307 @@
+"""The reward workers of a scorer, seen from the scorer: so many calls at a time, in order of submission.
+
+A worker runs one call of an ordinary function, or `reward.async_concurrency` of an `async def`. It is killed, with all
+that its calls started, if a call exceeds its time (an `async def` that is only cancelled in time keeps its worker), if
+its calls use more CPU seconds or processes than they may, or if it dies. Another one takes its place.
+
+Invariants:
+
+* A call fails for the end of a worker only if it was alone there. Calls that shared a worker run again, each alone.
+* A call that a worker has not begun is repeated.
+* Among calls that wait, the oldest is begun first.
+
+All methods run in one event loop; nothing in them waits for a worker.
+"""
+
+import asyncio
+import itertools
+import logging
+import pickle
+import signal
+import socket
+import subprocess
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os import environ
+
+from rollout.config import RewardConfig
+from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError
+from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
+from rollout.rewards.call_queue import Call, CallQueue
+from rollout.rewards.frames import Begun, Ended, Numbered, Ready, frame, read_answer
+from rollout.rewards.process_tree import cpu_seconds, descendants
+from rollout.rewards.worker import WorkerLimits
+from rollout.rewards.worker_server import Exited, Prepared, clean_environment, start_server
+from rollout.types import WorkerEvents
+
+GRACE_S = 2.0
+"""Time for a worker to answer after it has cancelled a late call; then a call must block the event loop."""
+_LOOK_EVERY_S = 0.25
+"""Interval in which CPU seconds and processes are counted."""
+_MAX_FAILED_STARTS = 5
+"""Workers that die in succession before they are ready; then none can start."""
+_MAX_TRIES = 3
+"""Workers that a call may lose before it fails."""
+_RETRY_S = 0.1
+"""Pause after a failed start, times the number of those in succession."""
+_END_S = 10.0
+"""Time for the server to end its workers."""
+_NUM_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    number: int
+    channel: socket.socket
+    exited: "asyncio.Future[int]"
+    """The exit code."""
+    writer: asyncio.StreamWriter | None = None
+    pid: int = 0
+    """0 until it is ready."""
+    calls: dict[int, Call] = field(default_factory=dict)
+    runs_alone: bool = False
+    """Its call may not share it."""
+    cpu_before_s: float = 0.0
+    """Its CPU seconds when it last had no call."""
+    num_calls: int = 0
+    """Calls since then."""
+    verdict: RewardOutcome | None = None
+    """Why it is being ended."""
+
+
+class RewardWorkers:
+    """The server of workers, its workers and the calls that wait for one."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._workers: dict[int, _Worker] = {}
+        self._queue = CallQueue()
+        self._numbers = itertools.count()
+        self._num_failed_starts = 0
+        self._per_worker = 1
+        self._broken: PlacedError | None = None
+        """Why no call will ever run."""
+        self._control: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_restarts = self._num_repeated = self._num_strays = 0
+
+    async def start(self) -> None:
+        """Import the reward function, in the server, and start the workers.
+
+        Raises:
+            ValueError: the reward function's path is bad, or it cannot work on this machine.
+            RewardBrokenError: the function's module fails while it is imported.
+        """
+        config = self._config
+        limits = WorkerLimits(
+            timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, file_bytes=config.max_file_bytes
+        )
+        self._control, self._server = start_server(
+            config.function, limits, clean_environment(environ, config.environment)
+        )
+        self._control.setblocking(False)
+        message = await asyncio.get_running_loop().sock_recv(self._control, _NUM_BYTES)
+        prepared: Prepared = (
+            pickle.loads(message) if message else Prepared(error=RewardBrokenError(_import_ended(config.function)))
+        )
+        if prepared.error is not None:
+            await self.close()
+            raise prepared.error
+        self._per_worker = config.async_concurrency if prepared.is_async else 1
+        self._spawn(self._listen(self._control))
+        self._spawn(self._watch())
+        for _ in range(config.num_workers):
+            self._start_worker()
+
+    def submit(self, request: RewardRequest) -> "asyncio.Future[RewardOutcome]":
+        """Begin a call as soon as a worker is free.
+
+        The future raises ProcessLostError if the server of the workers died, RewardBrokenError if no worker can start.
+        """
+        outcome: asyncio.Future[RewardOutcome] = asyncio.get_running_loop().create_future()
+        if self._broken is not None:
+            outcome.set_exception(self._broken)
+            return outcome
+        self._queue.add(Call(number=next(self._numbers), request=request, outcome=outcome))
+        self._dispatch()
+        return outcome
+
+    def take_events(self) -> WorkerEvents:
+        """What has happened to workers since the last call."""
+        events = WorkerEvents(
+            num_restarts=self._num_restarts, num_repeated=self._num_repeated, num_strays=self._num_strays
+        )
+        self._num_restarts = self._num_repeated = self._num_strays = 0
+        return events
+
+    async def close(self) -> None:
+        """End all workers, and what their calls have started; calls that have not ended are cancelled."""
+        if self._control is None or self._server is None:
+            return
+        self._broken = self._broken or ProcessLostError("the reward workers were closed")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._server.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+        for call in self._unsettled():
+            call.outcome.cancel()
+        self._control = self._server = None
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # calls
+
+    def _dispatch(self) -> None:
+        """Give waiting calls to workers with room, to the emptiest one first."""
+        while True:
+            able = [w for w in self._workers.values() if w.pid and w.verdict is None and not w.runs_alone]
+            worker = min(able, key=lambda w: len(w.calls), default=None)
+            if worker is None:
+                return
+            taken = self._queue.take(num_running=len(worker.calls), most=self._per_worker)
+            if taken is None:
+                return
+            call, worker.runs_alone = taken
+            self._give(worker, call)
+
+    def _give(self, worker: _Worker, call: Call) -> None:
+        if not worker.calls:
+            worker.cpu_before_s, worker.num_calls = cpu_seconds([worker.pid]), 0
+        worker.num_calls += 1
+        worker.calls[call.number] = call
+        call.has_begun, call.num_tries = False, call.num_tries + 1
+        assert worker.writer is not None
+        worker.writer.write(frame(Numbered(number=call.number, request=call.request)))
+        grace_s = 0.0 if self._per_worker == 1 else GRACE_S
+        limit_s = self._config.timeout_s + grace_s
+        late = late_outcome(self._config.timeout_s)
+        call.limit = asyncio.get_running_loop().call_later(limit_s, self._end, worker, late)
+
+    def _end(self, worker: _Worker, verdict: RewardOutcome) -> None:
+        """Have a worker killed, with its group."""
+        if worker.verdict is None:
+            worker.verdict = verdict
+        self._command("end", worker.number)
+
+    def _lost(self, worker: _Worker, code: int) -> None:
+        """A worker has ended: its calls fail or run again, and another worker starts."""
+        del self._workers[worker.number]
+        was_ready = worker.pid != 0
+        self._num_restarts += was_ready
+        self._num_failed_starts = 0 if was_ready else self._num_failed_starts + 1
+        verdict = worker.verdict or RewardOutcome(error=f"its process died: {_exit_text(code)}")
+        num_begun = sum(call.has_begun for call in worker.calls.values())
+        for call in worker.calls.values():
+            if (call.has_begun and num_begun == 1) or call.num_tries >= _MAX_TRIES:
+                call.settle(verdict)
+            else:
+                call.stop_clock()
+                self._num_repeated += 1
+                self._queue.add(call, alone=call.has_begun)
+                _log.warning("a call runs again, because its worker was lost beside it: %s", verdict.error)
+        if self._num_failed_starts >= _MAX_FAILED_STARTS:
+            text = f"reward.function: {self._config.function}: {self._num_failed_starts} workers in succession died "
+            self._give_up(RewardBrokenError(f"{text}before their first call: {_exit_text(code)}; see the scorer's log"))
+        elif self._broken is None:
+            asyncio.get_running_loop().call_later(_RETRY_S * self._num_failed_starts, self._start_worker)
+
+    def _give_up(self, error: PlacedError) -> None:
+        """No call will ever run."""
+        self._broken = error
+        for call in self._unsettled():
+            if not call.outcome.done():
+                call.outcome.set_exception(error)
+
+    def _unsettled(self) -> list[Call]:
+        running = [call for worker in self._workers.values() for call in worker.calls.values()]
+        return [*running, *self._queue.take_all()]
+
+    # workers
+
+    def _start_worker(self) -> None:
+        if self._broken is not None or self._control is None:
+            return
+        ours, theirs = socket.socketpair()
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        worker = _Worker(number=next(self._numbers), channel=ours, exited=exited)
+        self._workers[worker.number] = worker
+        with theirs, suppress(BrokenPipeError, ConnectionError):  # `_listen` notices that the server is gone
+            socket.send_fds(self._control, [f"start {worker.number}".encode()], [theirs.fileno()])
+        self._spawn(self._follow(worker))
+
+    def _command(self, command: str, number: int) -> None:
+        if self._control is not None:
+            with suppress(BrokenPipeError, ConnectionError):
+                self._control.send(f"{command} {number}".encode())
+
+    async def _follow(self, worker: _Worker) -> None:
+        """Act on a worker's answers until it ends."""
+        reader, worker.writer = await asyncio.open_connection(sock=worker.channel)
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    answer = await read_answer(reader)
+                    match answer:
+                        case Ready():
+                            worker.pid, self._num_failed_starts = answer.pid, 0
+                        case Begun():
+                            worker.calls[answer.number].has_begun = True
+                        case Ended():
+                            self._ended(worker, answer)
+                    self._dispatch()
+            self._command("end", worker.number)  # the function may have closed the channel
+            self._lost(worker, await worker.exited)
+            self._dispatch()
+        finally:
+            worker.writer.close()
+
+    def _ended(self, worker: _Worker, answer: Ended) -> None:
+        worker.calls.pop(answer.number).settle(answer.outcome)
+        self._num_strays += answer.num_strays
+        if not worker.calls:
+            worker.runs_alone = False
+
+    async def _listen(self, control: socket.socket) -> None:
+        """Hear from the server which workers have ended."""
+        message = b"x"
+        while message:
+            try:
+                message = await asyncio.get_running_loop().sock_recv(control, _NUM_BYTES)
+            except ConnectionError:
+                message = b""
+            if message:
+                exited: Exited = pickle.loads(message)
+                self._workers[exited.number].exited.set_result(exited.code)
+        self._give_up(ProcessLostError("the server of the reward workers ended"))
+
+    async def _watch(self) -> None:
+        """End workers whose calls use more CPU seconds or processes than they may."""
+        cpu_s, num_processes = self._config.cpu_s, self._config.max_processes
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            for worker in [w for w in self._workers.values() if w.calls and w.verdict is None]:
+                family = descendants(worker.pid)
+                used_s = cpu_seconds([worker.pid, *family]) - worker.cpu_before_s
+                if used_s > cpu_s * worker.num_calls:
+                    self._end(worker, RewardOutcome(error=f"over the limit of {cpu_s} CPU seconds", is_late=True))
+                elif len(family) > num_processes * len(worker.calls):
+                    self._end(worker, RewardOutcome(error=f"over the limit of {num_processes} processes"))
+
+
+def _import_ended(function: str) -> str:
+    return f"reward.function: {function}: the process that imported its module died; see the scorer's log"
+
+
+def _exit_text(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -1,0 +1,205 @@
+"""Reward workers: calls side by side, limits, and what is left when a call or a worker has ended. No Ray."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+import pytest
+
+from rollout.config import RewardConfig
+from rollout.failures import ProcessLostError, RewardBrokenError
+from rollout.rewards import workers as workers_module
+from rollout.rewards.call import RewardOutcome, RewardRequest
+from rollout.rewards.worker_server import clean_environment
+from rollout.rewards.workers import RewardWorkers
+from rollout.types import WorkerEvents
+from tests.support.deadline import DEADLINE_S
+
+FUNCTIONS = "tests.support.reward_functions"
+
+
+@pytest.fixture
+def workers_of():
+    made = []
+    with asyncio.Runner() as loop:
+
+        def start(function: str = f"{FUNCTIONS}.moody", **config: object) -> "Calls":
+            workers = RewardWorkers(RewardConfig(function=function, **config))
+            loop.run(workers.start())
+            made.append(workers)
+            return Calls(loop, workers, function)
+
+        yield start
+        for workers in made:
+            loop.run(workers.close())
+
+
+class Calls:
+    """Reward workers in an event loop of their own."""
+
+    def __init__(self, loop: asyncio.Runner, workers: RewardWorkers, function: str) -> None:
+        self.loop, self.workers, self.function = loop, workers, function
+
+    def __call__(self, texts: Iterable[str]) -> list[RewardOutcome]:
+        async def call() -> list[RewardOutcome]:
+            return list(await asyncio.gather(*[self.workers.submit(self.request(text)) for text in texts]))
+
+        return self.loop.run(call())
+
+    def request(self, text: str) -> RewardRequest:
+        return RewardRequest(
+            function=self.function, data_source="", solution_str=text, ground_truth="", extra_info_json="null"
+        )
+
+    @property
+    def server(self) -> psutil.Process:
+        assert self.workers._server is not None
+        return psutil.Process(self.workers._server.pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_worker_leads_a_session_without_core_dumps_and_without_ray(workers_of):
+    calls = workers_of()
+    assert [outcome.reward for outcome in calls(["group", "cores", "ray"])] == [1.0, 0.0, 0.0]
+
+
+def test_a_worker_has_only_the_named_secrets(workers_of, monkeypatch):
+    secrets = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY")
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
+    calls = workers_of(environment=("JUDGE_KEY",))
+    found = calls([f"environment {name}" for name in (*secrets, "PATH")])
+    assert [outcome.reward for outcome in found] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_clean_environment_keeps_paths_threads_and_what_is_named():
+    given = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "WANDB_API_KEY": "a", "JUDGE_KEY": "b", "RAY_ADDRESS": "c"}
+    assert clean_environment(given, ["JUDGE_KEY"]) == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "JUDGE_KEY": "b"}
+
+
+def test_at_the_time_limit_the_whole_group_is_killed(workers_of, tmp_path):
+    calls = workers_of(timeout_s=2.0)
+    (late,) = calls([f"child {tmp_path / 'pid'}"])
+    assert late.is_late and late.error == "over the limit of 2.0 s"
+    wait_until_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_daemon_that_outlives_its_call_is_killed_before_the_next_one(workers_of, tmp_path):
+    calls = workers_of(timeout_s=DEADLINE_S)
+    (left,) = calls([f"leave {tmp_path / 'pid'}"])
+    daemon = int((tmp_path / "pid").read_text())
+    assert left.reward == 1.0 and not psutil.pid_exists(daemon)
+    assert calls.workers.take_events() == WorkerEvents(num_strays=1)
+
+
+def test_a_daemon_of_a_killed_worker_is_killed(workers_of, tmp_path):
+    calls = workers_of(timeout_s=DEADLINE_S)
+
+    async def kill_meanwhile() -> RewardOutcome:
+        outcome = calls.workers.submit(calls.request(f"leave and hang {tmp_path / 'pid'}"))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+        (worker,) = calls.server.children()
+        worker.kill()
+        return await outcome
+
+    assert calls.loop.run(kill_meanwhile()).error == "its process died: killed by SIGKILL"
+    wait_until_gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("text", ["burn", "burn below"])
+def test_a_call_over_its_cpu_seconds_is_late_and_the_next_call_has_all_of_its_own(workers_of, text):
+    calls = workers_of(cpu_s=1.0, timeout_s=DEADLINE_S)
+    outcomes = calls([text, "fine", text])
+    assert [(outcome.error, outcome.is_late) for outcome in outcomes] == [
+        ("over the limit of 1.0 CPU seconds", True),
+        ("", False),
+        ("over the limit of 1.0 CPU seconds", True),
+    ]
+
+
+def test_a_call_with_too_many_processes_fails_and_they_are_killed(workers_of):
+    calls = workers_of(max_processes=4, timeout_s=DEADLINE_S)
+    over, fine = calls(["many 5", "fine"])
+    assert (over.error, over.is_late) == ("over the limit of 4 processes", False) and fine.reward == 1.0
+    assert not [child for child in calls.server.children(recursive=True) if child.name() == "sleep"]
+
+
+def test_so_many_calls_run_at_a_time_as_there_are_workers(workers_of, tmp_path):
+    calls = workers_of(num_workers=3, timeout_s=DEADLINE_S)
+    files = [tmp_path / str(number) for number in range(2)]
+
+    async def order() -> list[bool]:
+        held = [calls.workers.submit(calls.request(f"until {file}")) for file in files]
+        await calls.workers.submit(calls.request("fine"))  # by the third worker
+        done = [outcome.done() for outcome in held]
+        for file in files:
+            file.touch()
+        await asyncio.gather(*held)
+        return done
+
+    assert calls.loop.run(order()) == [False, False]
+
+
+def test_a_worker_awaits_many_calls_of_an_asynchronous_function(workers_of, tmp_path):
+    calls = workers_of(f"{FUNCTIONS}.patient", async_concurrency=8, timeout_s=DEADLINE_S)
+    outcomes = calls([f"meet {tmp_path} 8 {number}" for number in range(8)])
+    assert {outcome.reward for outcome in outcomes} == {1.0}
+    assert len({dict(outcome.details)["pid"] for outcome in outcomes}) == 1
+
+
+def test_a_late_asynchronous_call_is_cancelled_and_its_worker_goes_on(workers_of):
+    calls = workers_of(f"{FUNCTIONS}.patient", timeout_s=1.0)
+    late, fine, bad = calls(["hang", "fine", "exit"])
+    assert late.is_late and late.error == "over the limit of 1.0 s" and bad.error == "SystemExit: 3"
+    assert fine.reward == 1.0 and calls.workers.take_events() == WorkerEvents()
+
+
+@pytest.mark.parametrize(("text", "error"), [("block", "over the limit of"), ("die", "its process died: exit code 3")])
+def test_calls_that_share_a_worker_with_the_culprit_are_repeated(workers_of, monkeypatch, text, error):
+    monkeypatch.setattr(workers_module, "GRACE_S", 0.1)
+    calls = workers_of(f"{FUNCTIONS}.patient", timeout_s=1.0)
+    outcomes = calls(["fine", "hang", text, "fine"])
+    assert [outcome.error.startswith(error) for outcome in outcomes] == [False, text == "block", True, False]
+    assert outcomes[1].is_late and [outcomes[0].reward, outcomes[3].reward] == [1.0, 1.0]
+    assert calls.workers.take_events().num_restarts == 2  # shared, then alone
+
+
+def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, tmp_path):
+    calls = workers_of(timeout_s=DEADLINE_S)
+
+    async def abandon() -> list[int]:
+        outcome = calls.workers.submit(calls.request(f"child {tmp_path / 'pid'}"))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+        pids = [process.pid for process in (calls.server, *calls.server.children(recursive=True))]
+        await calls.workers.close()  # closes the control socket, as the scorer's death does
+        assert outcome.cancelled()
+        return pids
+
+    pids = calls.loop.run(abandon())
+    assert len(pids) == 3
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_calls_fail_when_the_server_has_died(workers_of, tmp_path):
+    calls = workers_of(timeout_s=DEADLINE_S)
+    os.kill(calls.server.pid, signal.SIGKILL)
+    with pytest.raises(ProcessLostError, match="the server of the reward workers ended"):
+        calls([f"until {tmp_path / 'never'}"])
+
+
+def test_workers_that_cannot_start_are_an_error(workers_of):
+    calls = workers_of("tests.support.runs.unforkable_reward.compute_score")
+    with pytest.raises(RewardBrokenError, match="5 workers in succession died before their first call: exit code 7"):
+        calls(["fine"])
