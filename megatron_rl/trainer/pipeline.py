@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.model.packed_batch import PackedBatch
+from rollout import progress
 
 
 class MicroBatchClock:
@@ -73,6 +74,7 @@ def run_schedule(
         numbered: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
     ) -> tuple[object, Callable[[TokenScores], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
         number, batch = next(numbered)
+        progress.mark(f"micro batch {number + 1} of {len(micro_batches)}, forward{' and backward' if backward else ''}")
         if clock is not None:
             clock.begin()
 
