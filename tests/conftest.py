@@ -23,6 +23,7 @@ from tests.support.runs.whole_runs import (
     run_killed_once,
     run_to_its_end,
     run_warm_start,
+    run_whose_trainer_hangs,
     run_whose_trainer_is_killed,
 )
 
@@ -38,6 +39,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "interrupted": run_killed_once,
     "trainer_killed": run_whose_trainer_is_killed,
+    "trainer_hung": run_whose_trainer_hangs,
     "fed_with_changes": run_fed_with_changes,
     "evaluated": run_exported_and_evaluated,
     "ended": run_to_other_ends,

@@ -183,6 +183,23 @@ def run_whose_trainer_is_killed(example: Path) -> TrainerKilled:
     return TrainerKilled(run_dir, seed, output, abandoned() - before)
 
 
+HANGING_LOSS = "tests.support.runs.hanging_loss.hanging_loss"
+
+
+def run_whose_trainer_hangs(example: Path) -> tuple[Path, str]:
+    """The run of `run_to_its_end`, in which a trainer rank once loops and once freezes while it computes a loss."""
+    run_dir = example / "trainer-hung"
+    calm = yaml.safe_load(configuration(example).read_text(encoding="utf-8"))
+    config = configuration(
+        example,
+        algorithm={**calm["algorithm"], "loss": HANGING_LOSS},
+        trainer={**calm["trainer"], "progress_timeout_s": 30},
+        checkpoint={"every": 2},
+        wandb={"mode": "disabled"},
+    )
+    return run_dir, finish(start(config, run_dir))
+
+
 def stop(run_dir: Path, process: subprocess.Popen) -> Stopped:
     """Ask a run to stop, wait for its end and ask for its status."""
     finish(command("stop", str(run_dir)))
