@@ -75,7 +75,7 @@ def _head(process: psutil.Process) -> str:
 
 def _by_faulthandler(process: psutil.Process) -> str:
     """What a process writes to its standard error after the signal."""
-    if not _catches(process, STACKS_SIGNAL):
+    if not catches(process, STACKS_SIGNAL):
         return "--- faulthandler: not installed in this process"
     try:
         with Path(f"/proc/{process.pid}/fd/2").open("rb") as log:
@@ -103,7 +103,7 @@ def _await_growth(log: int, before: int) -> None:
         time.sleep(0.02)
 
 
-def _catches(process: psutil.Process, number: int) -> bool:
+def catches(process: psutil.Process, number: int) -> bool:
     """Whether a process has a handler for a signal, which would otherwise end it."""
     try:
         lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()

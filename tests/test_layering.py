@@ -38,7 +38,7 @@ FLOORS = {
     "history/drafting": Floor(imports="history history/index history/lengths"),
     "history/store": Floor(imports="history"),
     "history/store/actors.py": Floor(
-        imports="history/index history/lengths history/store",
+        imports="history history/index history/lengths history/store",
         libraries="ray",
         loads="ray",
     ),
@@ -131,7 +131,7 @@ FLOORS = {
     "launcher/run_dir/atomic_files.py": Floor(),
     "launcher/cluster": Floor(
         imports=(
-            "history history/store/service.py rollout rollout/data/tokenizer.py rollout/rewards "
+            "history history/store/service.py rollout rollout/remote_kill.py rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
             "launcher launcher/config launcher/run_dir/atomic_files.py"
         ),
