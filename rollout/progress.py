@@ -40,6 +40,7 @@ class _Page:
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._num_marks = self._num_calls = self._in_call = 0
         self._call = "start"
+        self._write(self._call, "work")
 
     def begin(self, call: str, kind: Kind) -> None:
         self._call, self._in_call = call, 0

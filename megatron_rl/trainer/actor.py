@@ -150,6 +150,7 @@ class TrainerActor:
         if self._rank in channel.source_ranks:
             sender.attach(engine, channel)
         self._sender = sender
+        progress.mark("joined")
 
     def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory, nodes: Sequence[str]) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.

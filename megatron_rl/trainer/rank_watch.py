@@ -63,14 +63,19 @@ class _Rank:
     """What is known of a rank."""
 
     seen: Seen
+    """The newest look."""
+    num_bytes: int = 0
+    """Bytes of files when it last made progress."""
     silent_s: float = 0.0
 
     def follow(self, seen: Seen, waited_s: float) -> None:
-        moved = seen.num_bytes - self.seen.num_bytes >= MOVED_BYTES
-        if seen.num_marks != self.seen.num_marks or seen.kind == "handover" or seen.waits_for_disk or moved:
-            self.seen, self.silent_s = seen, 0.0
+        moved = seen.num_bytes - self.num_bytes >= MOVED_BYTES
+        may_wait = seen.state != psutil.STATUS_STOPPED and (seen.kind == "handover" or seen.waits_for_disk)
+        if seen.num_marks != self.seen.num_marks or moved or may_wait:
+            self.num_bytes, self.silent_s = seen.num_bytes, 0.0
         else:
             self.silent_s += waited_s
+        self.seen = seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +131,7 @@ class RankWatch:
 
     def report(self, busy: Collection[int]) -> Report | None:
         """Who of the busy ranks the others wait for; None if nothing is known of them."""
+        self._read_answers()  # perhaps of a question from the call before
         self._ask()
         asked = [node.asked for node in self._nodes if node.asked is not None]
         if asked:
@@ -175,7 +181,7 @@ class RankWatch:
             elif rank in self._ranks:
                 self._ranks[rank].follow(seen, waited_s)
             else:
-                self._ranks[rank] = _Rank(seen)
+                self._ranks[rank] = _Rank(seen, seen.num_bytes)
 
     def _replace_reader(self, node: _Node, why: str) -> None:
         _log.warning(

@@ -185,6 +185,7 @@ class WeightPacker:
         started = time.perf_counter()
         progress.mark("hand over the last buckets", kind="handover")
         path = sender.finish()
+        progress.mark("all buckets are handed over")
         self.send_s += time.perf_counter() - started
         return path
 

@@ -282,7 +282,9 @@ def test_a_reader_that_does_not_answer_is_replaced_and_says_nothing_about_its_ra
         assert not watch.hangs([0])
     assert watch._nodes[0].reader is not first and "it is replaced" in caplog.text
     ray.wait([watch._nodes[0].asked], timeout=DEADLINE_S)
-    assert watch.report([0]).suspects == (0,)
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    report = watch.report([0])  # asks anew
+    assert report.suspects == (0,) and report.text.endswith("at `start` (stopped)")
     watch.close()
     del actors  # they live until here
 

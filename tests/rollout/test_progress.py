@@ -63,7 +63,7 @@ def test_the_newest_mark_of_another_process_is_read_even_if_it_is_frozen(frozen)
         os.waitpid(process.pid, os.WUNTRACED)
     seen = progress.look(process.pid, descriptor)
     assert seen is not None
-    assert (seen.num_marks, seen.num_calls, seen.in_call) == (4, 2, 2)
+    assert (seen.num_marks, seen.num_calls, seen.in_call) == (5, 2, 2)
     assert (seen.text, seen.kind, seen.num_bytes) == ("train: micro batch 2 of 2", "work", 0)
     assert (seen.state == psutil.STATUS_STOPPED) is frozen
     end(process)

@@ -30,6 +30,7 @@ def test_only_a_new_mark_ends_the_silence_of_a_rank_that_works():
 
 def test_a_rank_that_hands_over_a_bucket_is_not_silent():
     assert silence_after(seen(kind="handover"), seen(kind="handover")) == 0.0
+    assert silence_after(seen(kind="handover"), seen(kind="handover", state="stopped")) == 5.0
 
 
 def test_bytes_of_files_end_the_silence_even_if_they_come_slowly():
