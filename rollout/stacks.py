@@ -56,7 +56,7 @@ def _write_family(process: ProcessId, when: str) -> Path | None:
         for member in members:  # one after the other, because they may share a log
             try:
                 sections = _head(member), _by_faulthandler(member), _by_py_spy(member)
-            except psutil.NoSuchProcess:
+            except (psutil.Error, OSError):  # it has ended meanwhile
                 continue
             out.write("\n".join(sections) + "\n\n")
             out.flush()

@@ -95,7 +95,7 @@ def test_a_run_replaces_a_trainer_whose_rank_hangs_names_it_and_ends_as_if_nothi
     whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
     assert whole == again
     named = re.findall(
-        r"rank\(s\) \[1\] of 2 made no progress for 30 s \(`trainer.progress_timeout_s`\): "
+        r"rank\(s\) \[1\] of 2 made no progress for 60 s \(`trainer.progress_timeout_s`\): "
         r"rank 1 on (\S+) at `train: micro batch \d of \d, forward` \((\w+)\)",
         output,
     )

@@ -193,7 +193,7 @@ def run_whose_trainer_hangs(example: Path) -> tuple[Path, str]:
     config = configuration(
         example,
         algorithm={**calm["algorithm"], "loss": HANGING_LOSS},
-        trainer={**calm["trainer"], "progress_timeout_s": 30},
+        trainer={**calm["trainer"], "progress_timeout_s": 60},
         checkpoint={"every": 2},
         wandb={"mode": "disabled"},
     )
