@@ -293,8 +293,9 @@ def run_ahead(example: Path) -> Path:
     assert output.count("engine 0 died and is restarted") == 2
     assert re.search(r"engine 0 \(process \d+\) (emitted no token|did not answer) for 30 s .*was ended", output)
     (stacks,) = (path.read_text() for path in (run_dir / "logs" / "stacks").glob("*/engine-0-*.txt"))
-    actor, core = stacks.split("=== process ")[1:3]
-    assert "Current thread 0x" in actor and ", stopped: VLLM::EngineCore" in core
+    actor, *children = stacks.split("=== process ")[1:]
+    assert "Current thread 0x" in actor
+    assert any(", stopped: VLLM::EngineCore" in child for child in children), stacks
     assert f"weight version {NUM_STEPS} is published again, because an engine died" in output
     return run_dir
 
