@@ -33,6 +33,17 @@ def prompt_key(prompt_id: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActorProcess:
+    """The process of a shard or a reader."""
+
+    node_id: str
+    """Ray's id of its node."""
+    pid: int
+    created_s: float
+    """When it started; process ids are used again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPlaces:
     """Nodes of the history's actors, all by name or all by Ray's id."""
 

@@ -93,6 +93,10 @@ class TrainerConfig(Config):
     """Threads of each trainer rank. CPU only."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one call to all trainer ranks. A missed deadline ends the trainer and names the late ranks."""
+    progress_timeout_s: float = Field(default=600.0, gt=0)
+    """A trainer whose ranks make no progress for this long during a call is ended and counts as dead. Progress is a
+    micro batch, a tensor, a bucket, or a MiB of a file. It must be longer than the first micro batch, which compiles
+    kernels on a GPU. `timeout_s` still bounds the whole call."""
     max_restarts: int = Field(default=2, ge=0)
     """Most restarts of the trainer in a run. If a rank dies, hangs or fails, all ranks start again from the newest
     checkpoint. Engines and history stay, and the steps since the checkpoint are repeated."""

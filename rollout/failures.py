@@ -14,6 +14,7 @@ Ray unchanged. Pure: imports no ray; errors that Ray has wrapped are read by the
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_BRIEF = 600
@@ -37,9 +38,20 @@ class Place:
     """Address of the machine; empty where unknown."""
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
+        ranks = ranges(self.ranks)
         numbered = f"{self.role} {ranks}".strip() if self.role != "trainer" else f"trainer rank {ranks}".rstrip()
         return f"{numbered}, node {self.node}" if self.node else numbered
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in ascending order for people; three or more in a row as a range: `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 NOWHERE = Place()

@@ -8,7 +8,8 @@ engines share core 0. Invariant: equal arguments give equal environments.
 `redirect_output` sends the output of a process and its children to a file of the run directory. It redirects file
 descriptors, not Python objects, because vLLM, gloo and the allocator write to descriptors directly.
 
-`write_stacks_on_signal` and `kill_process` end a process that hangs, after it has written its threads' stacks.
+`write_stacks_on_signal` lets a process write its threads' stacks (`rollout.stacks`). `kill_processes` ends processes
+that hang.
 
 `die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
 parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
@@ -31,6 +32,7 @@ from pathlib import Path
 import psutil
 
 from history.own_files import opener
+from rollout.progress import page_descriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,17 +164,35 @@ class ProcessId:
     pid: int
     created_s: float
     """When it started; process ids are used again."""
+    log: str = ""
+    """Its log file, where `VARIABLE` named one; the name of the node is in it."""
+    page: int = -1
+    """Descriptor of its `rollout.progress` page; -1 if it leaves no marks."""
 
     @classmethod
     def of_this_process(cls, node_id: str) -> "ProcessId":
         """This process, on a node of this id."""
         me = psutil.Process()
-        return cls(node_id=node_id, pid=me.pid, created_s=me.create_time())
+        return cls(
+            node_id=node_id,
+            pid=me.pid,
+            created_s=me.create_time(),
+            log=os.environ.get(VARIABLE, ""),
+            page=page_descriptor(),
+        )
+
+    def stacks_file(self, when: str) -> Path | None:
+        """File for the stacks of the process, on its node; None if it has no log."""
+        if not self.log:
+            return None
+        log = Path(self.log)
+        logs = log.parent.parent if log.parent.name == NODE else log.parent
+        return logs / STACKS / socket.gethostname() / f"{log.stem}-{when}.txt"
 
 
+STACKS = "stacks"
+"""Folder of the stacks of processes that hung, in the folder of the logs."""
 STACKS_SIGNAL = signal.SIGUSR1
-_STACKS_S = 1.0
-"""Time in which a process writes its stacks."""
 _END_S = 20.0
 """Longest time in which a killed process ends and its device memory becomes free."""
 
@@ -182,24 +202,23 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
-def kill_process(process: ProcessId, *, stacks: bool) -> int:
-    """Kill a process of this node and its children; returns their number once they have ended.
-
-    `stacks`: they first write the stacks of their threads, if they called `write_stacks_on_signal`.
-    """
+def family(process: ProcessId) -> list[psutil.Process]:
+    """A process of this node and its children; empty if it has ended."""
     try:
         root = psutil.Process(process.pid)
         if abs(root.create_time() - process.created_s) > 1.0:
-            return 0
-        family = [root, *root.children(recursive=True)]
+            return []
+        return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0
-    if stacks:
-        send_signal(family, STACKS_SIGNAL)
-        time.sleep(_STACKS_S)
-    send_signal(family, signal.SIGKILL)
-    psutil.wait_procs(family, timeout=_END_S)
-    return len(family)
+        return []
+
+
+def kill_processes(processes: Sequence[ProcessId]) -> int:
+    """Kill processes of this node and their children; returns their number once they have ended."""
+    members = [member for process in processes for member in family(process)]
+    send_signal(members, signal.SIGKILL)
+    psutil.wait_procs(members, timeout=_END_S)
+    return len(members)
 
 
 def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

@@ -24,6 +24,7 @@ from tests.support.runs.whole_runs import (
     run_to_its_end,
     run_under_a_jumping_clock,
     run_warm_start,
+    run_whose_trainer_hangs,
     run_whose_trainer_is_killed,
 )
 
@@ -40,6 +41,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "interrupted": run_killed_once,
     "trainer_killed": run_whose_trainer_is_killed,
     "jumping_clock": run_under_a_jumping_clock,
+    "trainer_hung": run_whose_trainer_hangs,
     "fed_with_changes": run_fed_with_changes,
     "evaluated": run_exported_and_evaluated,
     "ended": run_to_other_ends,

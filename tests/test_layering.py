@@ -79,6 +79,7 @@ FLOORS = {
         loads="*",
     ),
     "rollout/remote_kill.py": Floor(imports="rollout", libraries="ray", loads="ray"),
+    "rollout/node_reader.py": Floor(imports="rollout", libraries="ray", loads="ray"),
     "rollout/pool": Floor(
         imports=(
             "history history/lengths history/drafting history/store history/store/service.py rollout "
@@ -109,7 +110,8 @@ FLOORS = {
     "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
     "megatron_rl/trainer": Floor(
         imports=(
-            "rollout rollout/remote_kill.py rollout/data rollout/weights rollout/transports megatron_rl "
+            "rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights rollout/transports "
+            "megatron_rl "
             "megatron_rl/cpu megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
             "megatron_rl/weights"
         ),
@@ -129,7 +131,7 @@ FLOORS = {
     "launcher/run_dir/atomic_files.py": Floor(imports="history"),
     "launcher/cluster": Floor(
         imports=(
-            "history history/store/service.py rollout rollout/data/tokenizer.py rollout/rewards "
+            "history history/store/service.py rollout rollout/remote_kill.py rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
             "launcher launcher/config launcher/run_dir/atomic_files.py"
         ),

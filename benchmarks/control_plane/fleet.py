@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.control_plane.meter import Meter
 from benchmarks.control_plane.standins import Handle, Sizes, start_host
 from history.lengths.book import LengthBook
-from history.store.service import HistoryService
+from history.store.service import HistoryService, Upkeep
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
@@ -84,7 +84,7 @@ class Fleet:
             start_reader=lambda node: self._handles([nodes[node]])[0],
             directory="",
             fingerprint="",
-            log=logging.warning,
+            upkeep=Upkeep(log=logging.warning),
         )
         self.history = HistoryClient(service, self.engines)
         self.service = service

@@ -15,6 +15,7 @@ SIGNALS: dict[Fault, signal.Signals] = {"kill": signal.SIGKILL, "freeze": signal
 ROLES = {
     "controller": "",
     "trainer rank": "ray::TrainerActor",
+    "progress reader": "ray::NodeReader",
     "engine actor": "ray::EngineActor",
     "engine core": "VLLM::EngineCore",
     "scorer": "ray::ScorerActor",
@@ -65,6 +66,11 @@ def cells() -> Sequence[Cell]:
         for fault in SIGNALS
         for phase in PHASES
         if (role, fault) != ("controller", "freeze")
+    ]
+    exact += [
+        Cell(role="progress reader", fault=fault, phase=phase, run="exact")
+        for fault in SIGNALS
+        for phase in ("train", "publish")
     ]
     ahead = [
         Cell(role=role, fault=fault, phase=phase, run="ahead")

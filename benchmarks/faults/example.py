@@ -26,7 +26,8 @@ _TRAINER = {
     "dtype": "fp32",
     "max_micro_batch_tokens": 512,
     "optimizer": {"learning_rate": 1e-3},
-    "timeout_s": 60.0,
+    "timeout_s": 120.0,
+    "progress_timeout_s": 30.0,
 }
 
 

@@ -5,18 +5,21 @@ shards. A reader fetches the prompts of the next rollout from the shards, indexe
 prompt in shared memory (`history.index.segment`); engines map the segments.
 """
 
+import faulthandler
 import shutil
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import ray
 
 from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
-from history.types import PastResponse
+from history.types import ActorProcess, PastResponse
 
 FETCH_TIMEOUT_S = 60.0
 _PROMPTS_PER_FETCH = 64
@@ -30,6 +33,8 @@ class ShardReport:
     """False after a restart, until the shard is filled again."""
     stats: StoreStats
     returns: tuple[Return, ...]
+    process: ActorProcess | None = None
+    """None outside a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,19 @@ class ReaderReport:
     """Segments that were left out or removed because there was no room, since the reader began."""
     num_failures: int = 0
     """Fetches that failed and segments that could not be written, since the reader began."""
+    process: ActorProcess | None = None
+    """None outside a run."""
+
+
+def _this_process() -> ActorProcess:
+    me = psutil.Process()
+    node_id = str(ray.get_runtime_context().get_node_id())
+    return ActorProcess(node_id=node_id, pid=me.pid, created_s=me.create_time())
+
+
+def _write_stacks_on_signal() -> None:
+    """By the signal of `rollout.processes`, which this package does not import."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 class Shard:
@@ -62,6 +80,7 @@ class Shard:
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.lengths.reuse import reusable_share
 
+        _write_stacks_on_signal()
         self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
@@ -98,7 +117,10 @@ class Shard:
     def report(self) -> ShardReport:
         """Return the counters, and the prompts that returned since the last call."""
         return ShardReport(
-            is_filled=self._is_filled, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
+            is_filled=self._is_filled,
+            stats=self._store.stats(),
+            returns=tuple(self._store.drain_returns()),
+            process=_this_process(),
         )
 
 
@@ -113,6 +135,7 @@ class Reader:
         # imported late: the controller and engines import this module and must not import numba
         from history.index import segment
 
+        _write_stacks_on_signal()
         self._segment = segment
         self._is_filled = False
         self._directory = Path(directory)
@@ -151,6 +174,7 @@ class Reader:
             num_bytes=self._num_bytes,
             num_left_out=self._num_left_out,
             num_failures=self._num_failures,
+            process=_this_process(),
         )
 
     def close(self) -> None:

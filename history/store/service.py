@@ -22,7 +22,7 @@ from history.store.actors import HistoryReader, HistoryShard, ReaderReport, Shar
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
-from history.types import HistoryPlaces
+from history.types import ActorProcess, HistoryPlaces
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
@@ -50,6 +50,16 @@ class ServiceReport:
     """Prompts that returned since the last report, of all shards."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """What a service needs for losses."""
+
+    log: Callable[[str], None]
+    """Receives one line about every loss."""
+    end_hung: Callable[[str, ActorProcess], None] | None = None
+    """Kills the process of an actor that hangs, given the actor's name. None: Ray kills it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Actor:
     """One actor and its last report."""
@@ -72,7 +82,7 @@ class HistoryService:
         start_reader: Callable[[str], ray.actor.ActorHandle],
         directory: str,
         fingerprint: str,
-        log: Callable[[str], None],
+        upkeep: Upkeep,
     ) -> None:
         """Start the readers, and watch them and the shards.
 
@@ -82,14 +92,14 @@ class HistoryService:
             start_reader: starts a reader on a node, by Ray's id.
             directory: folder in which the readers publish.
             fingerprint: of tokenizer and vocabulary.
-            log: receives one line about every loss.
+            upkeep: what is done about losses.
         """
         self.shards = tuple(shards)
         self.directory = directory
         self._start_reader = start_reader
         self._readers: dict[str, ray.actor.ActorHandle] = {}
         self._fingerprint = fingerprint
-        self._log = log
+        self._upkeep = upkeep
         self._actors = [_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)]
         self._pending: list[ray.ObjectRef] = [shard.mark_filled.remote() for shard in shards]
         self._published_keys: list[int] = []
@@ -236,7 +246,7 @@ class HistoryService:
     def _note_left_out(self, num_left_out: int) -> int:
         """Log the first segments that were left out, and return their number."""
         if num_left_out and not self._num_left_out:
-            self._log(
+            self._upkeep.log(
                 f"{num_left_out} segment(s) of the history have no room in /dev/shm and give no drafts; raise "
                 "`history.shm_bytes`, or enlarge /dev/shm; metric history/left_out_segments counts further ones"
             )
@@ -253,7 +263,11 @@ class HistoryService:
             return
         self._record_loss(f"{actor.name} has not answered for {HANG_S:.0f} s and is restarted")
         actor.silent_since = None
-        ray.kill(actor.handle, no_restart=False)
+        process = None if actor.last is None else actor.last.process
+        if process is not None and self._upkeep.end_hung is not None:
+            self._upkeep.end_hung(actor.name, process)
+        else:
+            ray.kill(actor.handle, no_restart=False)
 
     def _refill(self, actor: _Actor) -> None:
         if isinstance(actor.last, ReaderReport):
@@ -269,7 +283,7 @@ class HistoryService:
 
     def _record_loss(self, loss: str, *, count: int = 1) -> None:
         self._num_lost_calls += count
-        self._log(f"{loss}; engines draft from the remaining history")
+        self._upkeep.log(f"{loss}; engines draft from the remaining history")
 
 
 def start_history(
@@ -278,7 +292,7 @@ def start_history(
     directory: str,
     fingerprint: str,
     environment: Mapping[str, str],
-    log: Callable[[str], None],
+    upkeep: Upkeep,
     places: HistoryPlaces | None = None,
 ) -> HistoryService:
     """Start `config.num_shards` shards, and readers.
@@ -288,7 +302,7 @@ def start_history(
         directory: folder in which readers publish (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
-        log: receives one line about every loss.
+        upkeep: what is done about losses.
         places: Ray's ids of the nodes of all actors; None: Ray chooses those of shards, every node has a reader.
     """
     # no logical CPUs: the actors compute in bursts while engines and trainers wait for a device
@@ -313,7 +327,7 @@ def start_history(
         start_reader=start_reader,
         directory=directory,
         fingerprint=fingerprint,
-        log=log,
+        upkeep=upkeep,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
 from launcher.checks.combinations import evaluation_sets, run_combinations
+from launcher.checks.deadlines import deadline_problems, deadline_warnings
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
 from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
@@ -55,6 +56,7 @@ class CheckedRun:
 def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
     problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
+    problems += deadline_problems(config.trainer, nodes[0])
     for number, dataset in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", dataset.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
@@ -68,6 +70,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     assert fitted is not None, "a run without a placement has problems"
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
+    warnings += deadline_warnings(config.trainer)
     return CheckedRun(
         config=config,
         spec=spec,
@@ -112,6 +115,7 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
     problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
     problems += partition_problems(spec, config.trainer.parallel, node)
     problems += fp8_problems(spec, config.trainer, node)
+    problems += deadline_problems(config.trainer, node)
     memory = sft_memory(config, spec, node)
     problems += memory.problems()
     _raise_any(problems)

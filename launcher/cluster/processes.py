@@ -4,6 +4,7 @@ Engines and trainer ranks start at the same time, because each needs many second
 process, also after an error: a command leaves no process, no shared memory and no Ray behind.
 """
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from history.config import HistoryConfig
-from history.store.service import HistoryService, start_history
-from history.types import HistoryPlaces
+from history.store.service import HistoryService, Upkeep, start_history
+from history.types import ActorProcess, HistoryPlaces
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
 from launcher.cluster.text_processes import TextProcesses, start_text_processes
@@ -29,8 +30,11 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineCall, EngineGroup
 from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, on_devices
+from rollout.remote_kill import kill_on_nodes
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
+
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Longest start of a process; a slower one is considered dead."""
@@ -129,11 +133,18 @@ class Processes:
             directory=directory,
             fingerprint=fingerprint,
             environment=self.environment.single_threaded(),
-            log=say,
+            upkeep=Upkeep(log=say, end_hung=self._end_hung_history),
             places=self._history_places(),
         )
         self.histories.append(service)
         return service
+
+    def _end_hung_history(self, name: str, process: ActorProcess) -> None:
+        """Write the stacks of a shard or reader that hangs, and kill it; Ray restarts it."""
+        log = "" if self.log_dir is None else str(self.log_dir / f"{name.replace(' ', '-')}.log")
+        hung = ProcessId(node_id=process.node_id, pid=process.pid, created_s=process.created_s, log=log)
+        if folders := kill_on_nodes([hung], stacks=True):
+            _log.warning("the stacks of %s are in %s", name, ", ".join(folders))
 
     def end_history(self, service: HistoryService) -> None:
         """End the shards and readers, and remove their published segments."""

@@ -61,7 +61,8 @@ class Ending(Enum):
     DEADLINE = (
         5,
         "a deadline passed",
-        "Read the log of the late process. If the process was only slow, raise `trainer.timeout_s`, "
+        "Read the log of the late process, and `logs/stacks/`. If the process was only slow, raise "
+        "`trainer.timeout_s`, `trainer.progress_timeout_s`, "
         "`publish.timeout_s` or `engine.update_timeout_s`.",
     )
     REWARD_BROKEN = (

@@ -1,7 +1,7 @@
 """The directory of one run: its lock, its records and its checkpoints.
 
     config.yaml  environment.json  places.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
-    samples/step-N.jsonl  traces/  logs/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
+    samples/step-N.jsonl  traces/  logs/  logs/stacks/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
     wandb/  report.html  timeline.json  LOCK
 
 Invariants: one process writes at a time (`LOCK`); `metrics.jsonl` holds each step at most once, in order; rows of steps

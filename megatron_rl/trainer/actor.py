@@ -13,6 +13,7 @@ from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
+from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.processes import ProcessId, end_forks_with_this_process, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
@@ -37,6 +38,7 @@ class TrainerActor:
 
         redirect_output()
         write_stacks_on_signal()
+        progress.open_page()
         end_forks_with_this_process()  # Megatron forks the writers of a checkpoint
         shim.install()
         self._spec = spec
@@ -53,6 +55,10 @@ class TrainerActor:
 
     def rendezvous(self) -> tuple[str, int]:
         """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
+        progress.begin("rendezvous")
+        import torch  # noqa: F401  # one import after the other, because each takes seconds
+
+        progress.mark("import Megatron")
         import megatron_rl.model.parallel  # noqa: F401  # `join` uses it
         from rollout.transports.rendezvous import open_store
 
@@ -64,11 +70,13 @@ class TrainerActor:
 
     def join(self, host: str, port: int) -> None:
         """Join the other ranks at rank 0's store, build the model, load its weights."""
+        progress.begin("join")
         import torch
 
         from megatron_rl.model.parallel import initialize, join_store
         from megatron_rl.trainer.trainer import Trainer
 
+        progress.mark("process groups")
         config = self._spec.config
         torch.set_num_threads(config.cpu_threads)
         position = initialize(
@@ -97,6 +105,7 @@ class TrainerActor:
 
     def train(self, batch: RankBatch) -> StepResult:
         """See `Trainer.train`."""
+        progress.begin("train")
         return self._joined.train(batch, _fetch)
 
     def load_rows(self, rows: SftRows) -> None:
@@ -106,6 +115,7 @@ class TrainerActor:
     def sft_step(self, batch: SftBatch) -> StepResult:
         """See `Trainer.sft_step`; call `load_rows` first."""
         assert self._rows is not None, "load_rows comes first"
+        progress.begin("sft step")
         return self._joined.sft_step(batch, self._rows)
 
     def open_shm(self) -> None:
@@ -130,6 +140,7 @@ class TrainerActor:
         """Publish through the process group of an engine, the first of its chain, from now on."""
         from rollout.transports.streaming import GroupSender
 
+        progress.begin("join engines", kind="handover")
         publish = self._spec.publish
         sender = GroupSender(
             run_id=self._spec.run_id,
@@ -142,6 +153,7 @@ class TrainerActor:
         if self._rank in channel.source_ranks:
             sender.attach(engine, channel)
         self._sender = sender
+        progress.mark("joined")
 
     def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory, nodes: Sequence[str]) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.
@@ -161,6 +173,7 @@ class TrainerActor:
             from rollout.transports.cuda_ipc import CudaRegion
 
             region = CudaRegion()
+        progress.begin("join ranks for publishes")
         alone = len(hosted) == 1
         backend: Backend = "gloo" if memory == "shm" else "nccl"
         self._sender = ColocatedSender(
@@ -177,12 +190,14 @@ class TrainerActor:
 
     def plan_publishes(self, required: Sequence[Required]) -> None:
         """See `Trainer.plan_publishes`."""
+        progress.begin("plan publishes")
         self._joined.plan_publishes(required)
 
     def stage(self, weight_version: WeightVersion) -> StagedWeights:
         """See `Trainer.stage`."""
         if self._sender is None:
             raise RuntimeError(f"trainer rank {self._rank} has no transport; open one before the first publish")
+        progress.begin(f"publish {weight_version}")
         return self._joined.stage(weight_version, self._sender)
 
     def unstage(self) -> None:
@@ -192,30 +207,37 @@ class TrainerActor:
 
     def published_fingerprint(self) -> Fingerprint:
         """See `Trainer.published_fingerprint`."""
+        progress.begin("sums of published weights")
         return self._joined.published_fingerprint()
 
     def probe(self, token_ids: list[int], published: bool = True) -> ProbeResult | None:
         """See `Trainer.probe`."""
+        progress.begin("probe")
         return self._joined.probe(token_ids, published=published)
 
     def offload(self, parts: "Sequence[Part]") -> int:
         """See `Trainer.offload`."""
+        progress.begin("offload")
         return self._joined.offload(parts)
 
     def onload(self) -> None:
         """See `Trainer.onload`."""
+        progress.begin("onload")
         self._joined.onload()
 
     def save(self, path: str) -> None:
         """See `Trainer.save`."""
+        progress.begin("save", kind="files")
         self._joined.save(path)
 
     def load(self, path: str) -> None:
         """See `Trainer.load`."""
+        progress.begin("load", kind="files")
         self._joined.load(path)
 
     def export(self, path: str) -> None:
         """See `Trainer.export`."""
+        progress.begin("export")
         self._joined.export(path)
 
 

@@ -3,8 +3,10 @@
 Every method of a trainer rank is SPMD: it enters collectives, so all ranks must call it or none. A call therefore goes
 to all ranks together and has one deadline (`SpmdGroup`). If a rank fails or is late, its peers may wait for ever in a
 collective. The whole group is then killed, and the error names the failed or late ranks. Nothing is repaired in place:
-a new group starts from the checkpoint (`launcher.recovery.trainer`). Late ranks first write the stacks of their
-threads to their logs.
+a new group starts from the checkpoint (`launcher.recovery.trainer`).
+
+A call whose ranks leave no marks of progress for `trainer.progress_timeout_s` ends in the same way (`RankWatch`).
+Before late ranks are killed, the stacks of all ranks are written (`rollout.stacks`).
 
 Must not import torch: it runs in the controller's process.
 """
@@ -20,9 +22,10 @@ from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.actor import TrainerActor
+from megatron_rl.trainer.rank_watch import RankWatch
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
-from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of, ranges
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.base import StoreAddress
@@ -48,6 +51,7 @@ class SpmdGroup:
         self._actors = tuple(actors)
         self._timeout_s = timeout_s
         self._processes: tuple[ProcessId, ...] = ()
+        self._watch: RankWatch | None = None
         self._look: tuple[list[ray.ObjectRef], float] = ([], -LOOK_EVERY_S)
         """Calls that ask whether ranks live, and when they were made."""
 
@@ -81,12 +85,20 @@ class SpmdGroup:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         pending = list(refs)
+        if self._watch is not None:
+            self._watch.begin()
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            left_s = max(0.0, deadline - time.monotonic())
+            wait_s = left_s if self._watch is None else min(left_s, self._watch.look_every_s)
+            done, pending = ray.wait(pending, timeout=wait_s, fetch_local=False)
             for ref in done:
                 self._raise_if_failed(refs, refs.index(ref), method)
-            if not done:
-                self._end_late([refs.index(ref) for ref in pending], method, limit_s)
+            late = [refs.index(ref) for ref in pending]
+            if not done and wait_s == left_s:
+                self._end_late(late, method, f"had not returned after {limit_s:.0f} s, for which the controller waited")
+            if self._watch is not None and self._watch.hangs(late):
+                silent_s = self._watch.timeout_s
+                self._end_late(late, method, f"made no progress for {silent_s:.0f} s (`trainer.progress_timeout_s`)")
         return list(ray.get(list(refs)))
 
     def check_idle(self) -> None:
@@ -101,18 +113,24 @@ class SpmdGroup:
         for ref in done:
             self._raise_if_failed(asking, asking.index(ref), "process")
         if pending and now_s - asked_s > IDLE_TIMEOUT_S:
-            self._end_late([asking.index(ref) for ref in pending], "process", IDLE_TIMEOUT_S)
+            why = f"had not returned after {IDLE_TIMEOUT_S:.0f} s, for which the controller waited"
+            self._end_late([asking.index(ref) for ref in pending], "process", why)
         if not pending and now_s - asked_s >= LOOK_EVERY_S:
             self._look = self.begin("process"), now_s
 
-    def _end_late(self, late: Sequence[int], method: str, limit_s: float) -> NoReturn:
-        """Kill the group, because these ranks are late."""
-        kill_on_nodes(self._processes, stacks=True)
+    def _end_late(self, late: Sequence[int], method: str, why: str) -> NoReturn:
+        """Kill the group, because these ranks are late. The error names those for which the others wait, if known."""
+        report = None if self._watch is None else self._watch.report(late)
+        named, node, marks = (
+            (tuple(late), "", "") if report is None else (report.suspects, report.node, f": {report.text}")
+        )
+        folders = kill_on_nodes(self._processes, stacks=True)
         self.kill()
+        stacks = f"their stacks are in {', '.join(folders)}" if folders else "the logs of its ranks have their stacks"
         raise DeadlineError(
-            f"{self._name}.{method}: rank(s) {list(late)} of {self.num_ranks} had not returned after {limit_s:.0f} s, "
-            "for which the controller waited; the group was killed, and the logs of its ranks have their stacks",
-            Place(role=self._name, ranks=tuple(late)),
+            f"{self._name}.{method}: rank(s) [{ranges(named)}] of {self.num_ranks} {why}{marks}; "
+            f"the group was killed, and {stacks}",
+            Place(role=self._name, ranks=named, node=node),
         )
 
     def _raise_if_failed(self, refs: Sequence[ray.ObjectRef], rank: int, method: str) -> None:
@@ -143,9 +161,14 @@ class SpmdGroup:
                 continue
         return rank, error
 
-    def learn_processes(self) -> None:
-        """Ask each rank for its process (`TrainerActor.process`), to kill it if it hangs."""
+    def learn_processes(self, *, progress_timeout_s: float | None = None) -> None:
+        """Ask each rank for its process (`TrainerActor.process`), to kill it if it hangs.
+
+        With `progress_timeout_s`, ranks that leave no mark for so long during a call hang.
+        """
         self._processes = tuple(_results(self.call("process"), ProcessId))
+        if progress_timeout_s is not None:
+            self._watch = RankWatch(self._processes, progress_timeout_s)
 
     @property
     def node_ids(self) -> list[str]:
@@ -154,6 +177,8 @@ class SpmdGroup:
 
     def kill(self) -> None:
         """End every rank at once, without waiting."""
+        if self._watch is not None:
+            self._watch.close()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
@@ -274,7 +299,7 @@ def start_trainer(
         for rank, (environment, strategy) in enumerate(zip(environments, strategies, strict=True))
     ]
     group = SpmdGroup("trainer", actors, timeout_s=spec.config.timeout_s)
-    group.learn_processes()
+    group.learn_processes(progress_timeout_s=spec.config.progress_timeout_s)
     (address, *_) = group.call("rendezvous")
     assert isinstance(address, tuple)
     group.call("join", *address)

@@ -49,6 +49,7 @@ from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, Loa
 from megatron_rl.trainer.optimizer import gradients_are_finite
 from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, run_schedule
 from megatron_rl.trainer.results import StepResult
+from rollout import progress
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class Learner:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
         totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.max_staleness))
+        progress.mark("responses")
         mini_batches = [
             load_mini_batch(mini, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
@@ -297,6 +299,7 @@ class Learner:
         self.optimizer.zero_grad()
         clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
         outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
+        progress.mark("gradients")
         if clock is not None:
             for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last micro batch is not timed
                 self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
@@ -304,6 +307,7 @@ class Learner:
         if not gradients_are_finite(self.chunks):
             return outputs, None
         self.schedule.step(increment=1)
+        progress.mark("optimizer step")
         _, grad_norm, _ = self.optimizer.step()
         return outputs, float(grad_norm)
 
@@ -329,6 +333,7 @@ class Learner:
 
     def _reduced(self, totals: _StepSums, attempts: int) -> dict[str, float]:
         """Metrics of the step over data-parallel ranks. Loss metrics are means over its optimizer steps."""
+        progress.mark("metrics")
         group = parallel_state.get_data_parallel_group()
         names = sorted(totals.sums)
         losses = torch.tensor([totals.sums[name] for name in names], dtype=torch.float64)

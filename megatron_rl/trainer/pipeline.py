@@ -16,10 +16,12 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.model.packed_batch import PackedBatch
+from rollout import progress
 
 
 class MicroBatchClock:
@@ -73,15 +75,23 @@ def run_schedule(
         numbered: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
     ) -> tuple[object, Callable[[TokenScores], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
         number, batch = next(numbered)
+        named = f"micro batch {number + 1} of {len(micro_batches)}"
+        progress.mark(f"{named}, forward")
         if clock is not None:
             clock.begin()
 
         def loss(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
             value, outcome = on_scores(number, scores)
+            progress.mark(f"{named}, {after}")
             return value, torch.zeros([], dtype=torch.int, device=value.device), outcome
 
-        return model(batch, temperature=temperature), loss
+        output = model(batch, temperature=temperature)
+        if not is_last:  # the last stage is so far after its loss
+            progress.mark(f"{named}, {after}")
+        return output, loss
 
+    is_last = parallel_state.is_pipeline_last_stage()
+    after = "backward" if backward else "after the forward"
     iterators = [iter(list(enumerate(micro_batches))) for _ in chunks]
     with torch.set_grad_enabled(backward):
         outcomes: list[Outcome] = get_forward_backward_func()(

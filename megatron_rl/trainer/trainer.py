@@ -31,6 +31,7 @@ from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from megatron_rl.weights.shards import is_first_replica, rank_shards
+from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -66,6 +67,7 @@ class Trainer:
             data_rank=self._position.data,
             uses_te_layer_names=self._uses_te_layer_names,
         )
+        progress.mark("model")
         models = build(
             self._model_spec,
             parallel,
@@ -80,6 +82,7 @@ class Trainer:
         )
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
+        progress.mark("optimizer")
         self._learner = self._build_learner()
         self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
         self._publishes: PlannedPublishes | None = None
@@ -167,6 +170,7 @@ class Trainer:
         """Quantise with new scales and pass this rank's buckets to `sender`."""
         packer = self.publishes.packer
         started = time.perf_counter()
+        progress.mark("scales")
         packer.refresh_scales()
         scales_s = time.perf_counter() - started
         path = packer.send(sender, weight_version)  # a rank without buckets may forward buckets of others

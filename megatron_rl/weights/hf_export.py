@@ -25,6 +25,7 @@ from megatron_rl.model.build import PolicyModel, layer_names
 from megatron_rl.model.parallel import Position, rank_at
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.weights.shards import Shard, hf_shapes, is_first_replica, rank_shards
+from rollout import progress
 
 WRITER = 0
 
@@ -102,6 +103,7 @@ def _whole_tensors(model: PolicyModel, parallel: ParallelConfig, rank: int) -> I
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     for name, owners in roster(model, parallel).items():
+        progress.mark(f"collect {name}", kind="files")  # the writer may be writing a file
         whole = torch.empty(owners[0][1][0].hf_full_shape, dtype=_dtype(model)) if rank == WRITER else None
         for owner, boxes in owners:
             if owner == rank:
@@ -158,6 +160,7 @@ def _write(
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         shard = dict(next(tensors) for _ in names)
+        progress.mark(f"write {file}", kind="files")
         save_file(shard, partial / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())

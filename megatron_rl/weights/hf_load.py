@@ -18,6 +18,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.weights.shards import Shard
 from megatron_rl.weights.weight_files import check_shapes, directory_shapes, weight_files
+from rollout import progress
 
 
 class HfTensors:
@@ -66,6 +67,7 @@ def load(model: torch.nn.Module, shards: tuple[Shard, ...], spec: ModelSpec, dir
     check_shapes(directory_shapes(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
+            progress.mark(f"read {name}")
             fp8 = parameter if fp8_parameters.is_fp8_parameter(parameter) else None
             weight = parameter if fp8 is None else torch.empty(fp8.shape, dtype=fp8.dtype)
             weight.zero_()

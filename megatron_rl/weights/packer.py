@@ -32,6 +32,7 @@ from megatron_rl.weights.fp8_passthrough import blocks_agree
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.reshard_plan import PlannedPiece, ReshardPlan, Role
 from megatron_rl.weights.shards import Shard
+from rollout import progress
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, through_expert
@@ -174,13 +175,17 @@ class WeightPacker:
         self.pack_s = self.send_s = 0.0
         for bucket, pieces in self._buckets:
             started = time.perf_counter()
+            progress.mark(f"fill bucket {bucket.index}")
             self._fill(sender.buffer(bucket.index), bucket, pieces)
             filled = time.perf_counter()
+            progress.mark(f"hand over bucket {bucket.index}", kind="handover")
             sender.commit(bucket.index)
             self.pack_s += filled - started
             self.send_s += time.perf_counter() - filled
         started = time.perf_counter()
+        progress.mark("hand over the last buckets", kind="handover")
         path = sender.finish()
+        progress.mark("all buckets are handed over")
         self.send_s += time.perf_counter() - started
         return path
 

@@ -111,11 +111,11 @@ class EngineGroup:
         self.num_hung += 1
         process = self._processes.get(number)
         at = "" if process is None else f" (process {process.pid})"
-        reason = f"engine {number}{at} {why} and was ended; its log has the stacks of its threads"
+        reason = f"engine {number}{at} {why} and was ended"
         _log.warning(reason)
         self.mark_lost(number, reason)
-        if process is not None:
-            kill_on_nodes([process], stacks=True)
+        if process is not None and (folders := kill_on_nodes([process], stacks=True)):
+            _log.warning("the stacks of engine %d are in %s", number, ", ".join(folders))
         ray.kill(self._actors[number], no_restart=True)
 
     def end_silent(self, *, timeout_s: float) -> None:

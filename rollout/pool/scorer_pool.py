@@ -108,12 +108,13 @@ class ScorerPool:
                 continue
             _log.warning(
                 "scorer %d has %d groups and has finished none for %.0f s, although `reward.timeout_s` limits every "
-                "response; the scorer is restarted, and its log has the stacks of its threads",
+                "response; the scorer is restarted",
                 *(number, num_pending, self._timeout_s),
             )
             if self._processes[number]:
                 newest = max(self._processes[number], key=lambda process: process.created_s)
-                kill_on_nodes([newest], stacks=True)
+                if folders := kill_on_nodes([newest], stacks=True):
+                    _log.warning("the stacks of scorer %d are in %s", number, ", ".join(folders))
             else:  # it has never answered
                 ray.kill(self._scorers[number], no_restart=False)
             self._waiting_since[number] = time.monotonic()

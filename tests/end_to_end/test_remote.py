@@ -17,13 +17,15 @@ from launcher.endings.conclusion import termination_raises
 from launcher.errors import Terminated
 from megatron_rl.trainer import group as trainer_group
 from megatron_rl.trainer.group import SpmdGroup
+from megatron_rl.trainer.rank_watch import RankWatch
+from rollout import progress
 from rollout.engine.state import EngineProgress
 from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
 from rollout.planning.plan import GroupForecast, RolloutPlan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
-from rollout.processes import STACKS_SIGNAL, ProcessId
+from rollout.processes import STACKS_SIGNAL, VARIABLE, ProcessId, redirect_output, write_stacks_on_signal
 from rollout.types import FinishReason, Score, ScoreStatus
 from tests.support.deadline import DEADLINE_S
 from tests.support.scored_groups import scored_group, scorer_answer
@@ -57,6 +59,44 @@ class Rank:
             time.sleep(0.5)
             os._exit(1)
         raise ConnectionError("connection closed by peer")
+
+
+@ray.remote(num_cpus=0)
+class MarkingRank:
+    """A rank that leaves marks, as the trainer's do."""
+
+    def __init__(self, rank):
+        redirect_output()
+        write_stacks_on_signal()
+        progress.open_page()
+        self.rank = rank
+
+    def process(self):
+        return ProcessId.of_this_process(ray.get_runtime_context().get_node_id())
+
+    def mark(self):
+        progress.mark("a micro batch")
+
+    def hang(self, number):
+        """One rank loops and holds the interpreter's lock nearly always, the others wait for it."""
+        progress.begin("train")
+        if self.rank == number:
+            self.loop()
+        progress.mark("gradients")
+        time.sleep(600)
+
+    def loop(self):
+        while True:
+            pass
+
+
+def marking_ranks(log_dir, count):
+    """Ranks with a log each, and their processes."""
+    actors = [
+        MarkingRank.options(runtime_env={"env_vars": {VARIABLE: f"{log_dir}/trainer-{rank}.log"}}).remote(rank)
+        for rank in range(count)
+    ]
+    return actors, ray.get([actor.process.remote() for actor in actors])
 
 
 @ray.remote(num_cpus=0)
@@ -184,6 +224,69 @@ def test_late_ranks_write_their_stacks_and_have_ended_when_the_call_returns(tmp_
         group.call("sleep_if", 1, timeout_s=1)
     assert "in sleep_if" in logs[1].read_text()
     assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+@pytest.mark.parametrize("fault", ["loop", "freeze"])
+def test_a_rank_without_progress_is_named_with_its_last_mark_and_the_stacks_of_all_ranks_are_written(tmp_path, fault):
+    actors, processes = marking_ranks(tmp_path, 2)
+    group = SpmdGroup("trainer", actors, timeout_s=600)
+    group.learn_processes(progress_timeout_s=1.0)
+    calling = group.begin("hang", 1)
+    if fault == "freeze":
+        os.kill(processes[1].pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"trainer\.hang: rank\(s\) \[1\] of 2 made no progress for 1 s") as late:
+        group.wait(calling, "hang")
+    node = os.uname().nodename
+    assert (late.value.place.ranks, late.value.place.node) == ((1,), node)
+    assert f"rank 0 on {node} at `train: gradients` (sleeping)" in str(late.value)
+    assert f"stacks are in {tmp_path / 'stacks'}" in str(late.value)
+    first, second = sorted((tmp_path / "stacks" / node).iterdir())
+    assert first.name.startswith("trainer-0-") and "in hang" in first.read_text()
+    assert second.name.startswith("trainer-1-")
+    assert ("in loop" if fault == "loop" else f"=== process {processes[1].pid}, stopped") in second.read_text()
+    assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+def test_a_silent_rank_may_wait_for_a_peer_that_works_but_not_for_ever(tmp_path):
+    actors, processes = marking_ranks(tmp_path, 2)
+    now = [0.0]
+    watch = RankWatch(processes, 20.0, clock=lambda: now[0])
+    watch.begin()
+
+    def looks(count, *, works):
+        for _ in range(count):
+            if works:
+                ray.get(actors[0].mark.remote())
+            now[0] += watch.look_every_s
+            yield watch.hangs([0, 1])
+            ray.wait([node.asked for node in watch._nodes if node.asked is not None], timeout=DEADLINE_S)
+
+    assert not any(looks(12, works=True))
+    assert list(looks(6, works=False)) == [False] * 5 + [True]
+    assert watch.hangs([1]) is False  # it was asked a moment ago
+    watch.begin()
+    assert not any(looks(5, works=False))
+    watch.close()
+
+
+def test_a_reader_that_does_not_answer_is_replaced_and_says_nothing_about_its_ranks(tmp_path, caplog):
+    actors, processes = marking_ranks(tmp_path, 1)
+    now = [0.0]
+    watch = RankWatch(processes, 20.0, clock=lambda: now[0])
+    first = watch._nodes[0].reader
+    ray.get(first.read.remote(processes))
+    ray.kill(first, no_restart=True)
+    watch.begin()
+    for _ in range(14):
+        now[0] += watch.look_every_s
+        assert not watch.hangs([0])
+    assert watch._nodes[0].reader is not first and "it is replaced" in caplog.text
+    ray.wait([watch._nodes[0].asked], timeout=DEADLINE_S)
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    report = watch.report([0])  # asks anew
+    assert report.suspects == (0,) and report.text.endswith("at `start` (stopped)")
+    watch.close()
+    del actors  # they live until here
 
 
 def test_a_killed_group_has_ended_when_the_caller_continues():

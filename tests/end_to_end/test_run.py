@@ -5,6 +5,7 @@ its end, and once more with a kill (-9) at a point drawn at random, in half of t
 """
 
 import json
+import os
 import re
 
 import pytest
@@ -85,6 +86,35 @@ def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterr
         assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
     assert trainer_killed.output.count("the trainer starts again from the newest checkpoint") == 2
     assert "Traceback" not in trainer_killed.output and trainer_killed.left_behind == set()
+
+
+@pytest.mark.slow
+def test_a_run_replaces_a_trainer_whose_rank_hangs_names_it_and_ends_as_if_nothing_had_happened(
+    uninterrupted, trainer_hung
+):
+    run_dir, output = trainer_hung
+    restarts = ("trainer/restarts", "trainer/repeated_steps")
+    steps = metrics(run_dir)
+    assert [row["trainer/restarts"] for row in steps][-1] == 2
+    without = [
+        [{k: v for k, v in row.items() if k not in restarts} for row in rows]
+        for rows in (steps, metrics(uninterrupted))
+    ]
+    assert without[0] == without[1]
+    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
+    assert whole == again
+    named = re.findall(
+        r"rank\(s\) \[1\] of 2 made no progress for 60 s \(`trainer.progress_timeout_s`\): "
+        r"rank 1 on (\S+) at `train: micro batch \d of \d, forward` \((\w+)\)",
+        output,
+    )
+    node = os.uname().nodename
+    assert [(where, state == "stopped") for where, state in named] == [(node, False), (node, True)]
+    assert output.count(f"their stacks are in {run_dir / 'logs' / 'stacks'}") == 2
+    stacks = sorted((run_dir / "logs" / "stacks" / node).iterdir())
+    assert [path.name.rsplit("-", 1)[0] for path in stacks] == ["trainer-0"] * 2 + ["trainer-1"] * 2
+    assert "in loop_for_ever" in stacks[2].read_text() and ", stopped: " in stacks[3].read_text()
+    assert all("in train" in path.read_text() for path in stacks[:2])
 
 
 @pytest.mark.slow

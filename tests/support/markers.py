@@ -40,6 +40,7 @@ LONG_FIXTURES = frozenset(
         "killed",
         "parallel_formats",
         "ring",
+        "trainer_hung",
         "trainer_killed",
         "uninterrupted",
         "warm_start",

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -18,9 +19,11 @@ from history.index.segments_dir import segments_dir, sweep_segments
 from history.store import service as history_service
 from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
-from history.store.service import HistoryService, start_history
+from history.store.service import HistoryService, Upkeep, start_history
 from history.store.snapshot import SnapshotError, read_manifest
 from history.types import prompt_key
+from rollout.processes import STACKS_SIGNAL
+from rollout.stacks import catches
 from tests.support.deadline import DEADLINE_S
 from tests.support.responses import is_right, visit
 
@@ -42,10 +45,11 @@ def log_lines() -> Log:
 def started(log_lines):
     services = []
 
-    def start(name: str, **changes) -> HistoryService:
+    def start(name: str, end_hung=None, **changes) -> HistoryService:
         config = HistoryConfig(**{"num_shards": 2, "budget_bytes": 1 << 20, "shm_bytes": 1 << 20, **changes})
+        upkeep = Upkeep(log=log_lines, end_hung=end_hung)
         services.append(
-            start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, log=log_lines)
+            start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, upkeep=upkeep)
         )
         return services[-1]
 
@@ -170,8 +174,17 @@ def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_sna
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
-def test_a_shard_that_hangs_is_restarted_and_delays_a_save_no_longer(started, log_lines, tmp_path, monkeypatch):
-    service = started("hung", num_shards=1)
+@pytest.mark.parametrize("by_ray", [True, False])
+def test_a_shard_that_hangs_is_restarted_and_delays_a_save_no_longer(started, log_lines, tmp_path, monkeypatch, by_ray):
+    ended = []
+
+    def end_hung(name, process):
+        ended.append((name, process.pid, catches(psutil.Process(process.pid), STACKS_SIGNAL)))
+        os.kill(process.pid, signal.SIGKILL)
+
+    service = started("hung", None if by_ray else end_hung, num_shards=1)
+    until(lambda: service.report() and service._actors[0].last is not None)
+    pid = service._actors[0].last.process.pid
     remember(service, 0)
     service.save(tmp_path / "history")
     service.saved(tmp_path / "history")
@@ -181,6 +194,7 @@ def test_a_shard_that_hangs_is_restarted_and_delays_a_save_no_longer(started, lo
     service.save(tmp_path / "next")
     monkeypatch.undo()
     assert any("history shard 0 has not answered for 2 s and is restarted" in line for line in log_lines)
+    assert ended == ([] if by_ray else [("history shard 0", pid, True)])
     until(lambda: service.report().stats.num_prompts == len(KEYS) and any("died and was" in line for line in log_lines))
     service.save(tmp_path / "last")
     assert (tmp_path / "last" / "manifest.json").exists()
@@ -292,7 +306,7 @@ def test_a_reader_that_moves_publishes_on_its_new_node_what_the_others_publish(t
         start_reader=lambda node: HistoryReader.remote(folders[node], 1 << 20),
         directory=folders["a"],
         fingerprint="f",
-        log=log_lines,
+        upkeep=Upkeep(log=log_lines),
     )
 
     def published_on(node: str) -> set[str]:

@@ -192,6 +192,23 @@ def run_whose_trainer_is_killed(example: Path) -> TrainerKilled:
     return TrainerKilled(run_dir, seed, output, abandoned() - before)
 
 
+HANGING_LOSS = "tests.support.runs.hanging_loss.hanging_loss"
+
+
+def run_whose_trainer_hangs(example: Path) -> tuple[Path, str]:
+    """The run of `run_to_its_end`, in which a trainer rank once loops and once freezes while it computes a loss."""
+    run_dir = example / "trainer-hung"
+    calm = yaml.safe_load(configuration(example).read_text(encoding="utf-8"))
+    config = configuration(
+        example,
+        algorithm={**calm["algorithm"], "loss": HANGING_LOSS},
+        trainer={**calm["trainer"], "progress_timeout_s": 60},
+        checkpoint={"every": 2},
+        wandb={"mode": "disabled"},
+    )
+    return run_dir, finish(start(config, run_dir))
+
+
 def stop(run_dir: Path, process: subprocess.Popen) -> Stopped:
     """Ask a run to stop, wait for its end and ask for its status."""
     finish(command("stop", str(run_dir)))
@@ -284,8 +301,10 @@ def run_ahead(example: Path) -> Path:
     output = finish(process)
     assert output.count("engine 0 died and is restarted") == 2
     assert re.search(r"engine 0 \(process \d+\) (emitted no token|did not answer) for 30 s .*was ended", output)
-    stacks = [path.read_text(errors="replace") for path in (run_dir / "logs").rglob("engine-0.log")]
-    assert any("Current thread 0x" in text for text in stacks), "the engine's process wrote no stacks"
+    (stacks,) = (path.read_text() for path in (run_dir / "logs" / "stacks").glob("*/engine-0-*.txt"))
+    actor, *children = stacks.split("=== process ")[1:]
+    assert "Current thread 0x" in actor
+    assert any(", stopped: VLLM::EngineCore" in child for child in children), stacks
     assert f"weight version {NUM_STEPS} is published again, because an engine died" in output
     return run_dir
 
