@@ -146,9 +146,9 @@ class Dispatcher:
 
     def _open_home(self, planned: int) -> int:
         """The planned engine; if it is lost and others are not, the engine with the least work."""
-        others = [number for number in range(self.num_engines) if number not in self._closed]
-        if planned not in self._closed or not others:
+        if planned not in self._closed or len(self._closed) == self.num_engines:
             return planned
+        others = (number for number in range(self.num_engines) if number not in self._closed)
         return min(others, key=lambda number: (self._tokens[number], number))
 
     def _first(self, heap: list[_Entry]) -> _Entry | None:

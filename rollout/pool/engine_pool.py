@@ -26,7 +26,7 @@ from typing import Protocol
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
-from rollout.planning.dispatcher import Dispatcher, free_seats_for
+from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.background_thread import repeated_in_background
@@ -34,6 +34,7 @@ from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.group_places import Generating, GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
+from rollout.pool.seat_assignment import assign_seats
 from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup
 
@@ -140,6 +141,7 @@ class EnginePool:
             entering: list[GroupId] = []
             while (forecast := self._dispatcher.take(0)) is not None:
                 entering.append(forecast.group_id)
+                self._seats.begin(0, forecast.num_responses)
                 self._start(forecast, engine=0)
             # calls may overtake each other on their way, so the engine is told which groups to wait for, in order
             ray.get(engine.release.remote(entering))
@@ -217,19 +219,13 @@ class EnginePool:
     def _dispatch(self) -> None:
         """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
         self._follow_lost_engines()
-        candidates = set(self._engines.alive)
-        while candidates:
-            engine = self._seats.emptiest(candidates)
-            forecast = self._dispatcher.peek(engine)
-            needed = 0 if forecast is None else free_seats_for(forecast.num_responses, self._seats.seats_per_engine)
-            if forecast is None or self._seats.free(engine) < needed:
-                candidates.discard(engine)
-                if forecast is not None and engine not in self._seat_calls.values():
-                    num_ended = self._seats.num_ended_for(engine, needed)
-                    self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
-                continue
-            self._dispatcher.take(engine)
+        assigned = assign_seats(self._dispatcher, self._seats, self._engines.alive)
+        for engine, forecast in assigned.starts:
             self._start(forecast, engine=engine)
+        asked = set(self._seat_calls.values())
+        for engine, num_ended in assigned.full.items():
+            if engine not in asked:
+                self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
         self._ask_donor()
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
@@ -245,7 +241,6 @@ class EnginePool:
             columns=ColumnsRef(columns),
             incarnation=self._engines.incarnations[engine],
         )
-        self._seats.begin(engine, len(group.seeds))
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 
