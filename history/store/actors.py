@@ -7,6 +7,7 @@ prompt in shared memory (`history.index.segment`); engines map the segments.
 
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,10 @@ class ReaderReport:
 
 
 class Shard:
-    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate."""
+    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate.
+
+    A thread of its own measures the reuse of returned prompts, because readers fetch right after the rewards arrive.
+    """
 
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.lengths.reuse import reusable_share
@@ -61,6 +65,8 @@ class Shard:
         self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reuse")
+        self._measuring: list[Future[None]] = []
 
     def mark_filled(self) -> None:
         """Mark the shard as filled: all its responses have been sent."""
@@ -70,11 +76,13 @@ class Shard:
         """Store finished responses."""
         for key, responses in batch.by_prompt().items():
             self._store.append(key, responses)
+        self._measure()
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         """Store the rewards of a step's groups, by prompt key."""
         for key, group_rewards in rewards.items():
             self._store.note_rewards(key, step, group_rewards)
+        self._measure()
 
     def fetch(self, prompt_keys: Sequence[int], known: Mapping[int, int]) -> tuple[dict[int, int], ResponseBatch]:
         """Return the stamps of the stored prompts, and the responses of prompts whose stamp is not the known one."""
@@ -92,10 +100,21 @@ class Shard:
         return ShardSave(is_filled=self._is_filled, files=tuple(files), last_step=self._store.last_step)
 
     def report(self) -> ShardReport:
-        """Return the counters, and the prompts that returned since the last call."""
+        """Return the counters, and the prompts whose return was measured since the last call."""
+        self._check_measured()
         return ShardReport(
             is_filled=self._is_filled, stats=self._store.stats(), returns=tuple(self._store.drain_returns())
         )
+
+    def _measure(self) -> None:
+        self._measuring.append(self._thread.submit(self._store.measure_returns))
+
+    def _check_measured(self) -> None:
+        """Raise the error of a measurement that has failed since the last report."""
+        ended = [measured for measured in self._measuring if measured.done()]
+        self._measuring = [measured for measured in self._measuring if measured not in ended]
+        for measured in ended:
+            measured.result()
 
 
 class Reader:
