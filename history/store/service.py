@@ -268,24 +268,25 @@ def start_history(
     log: Callable[[str], None],
     places: HistoryPlaces | None = None,
 ) -> HistoryService:
-    """Start `config.num_shards` shards, and readers.
+    """Start shards and readers.
 
     Args:
-        config: number and budget of the shards.
+        config: budget of the shards, and their number without `places`.
         directory: folder in which readers publish (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
         log: receives one line about every loss.
-        places: Ray's ids of the nodes of all actors; None: Ray chooses those of shards, every node has a reader.
+        places: Ray's ids of the nodes of all actors, a shard for each; None: Ray chooses those of shards, every node
+            has a reader.
     """
     # no logical CPUs: the actors compute in bursts while engines and trainers wait for a device
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
-    budget_bytes = config.budget_bytes // config.num_shards
     everywhere = tuple(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
-    shard_nodes = (None,) * config.num_shards if places is None else places.shards
+    shard_nodes = (None,) * config.shards_over(len(everywhere)) if places is None else places.shards
+    num_shards = len(shard_nodes)
     shards = [
         HistoryShard.options(**options, scheduling_strategy=_preferring(node)).remote(
-            number, config.num_shards, budget_bytes, config.kept_steps
+            number, num_shards, config.budget_bytes // num_shards, config.kept_steps
         )
         for number, node in enumerate(shard_nodes)
     ]

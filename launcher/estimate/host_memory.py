@@ -98,7 +98,7 @@ def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     step_tokens = num_responses * config.sampling.max_response_tokens
     run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
-    stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // config.history.num_shards
+    stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // max(run.placement.num_history_shards, 1)
     segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps * load.num_readers
     processes = (load.num_shards + load.num_readers) * HISTORY_PROCESS_BYTES
     items = [
