@@ -1,8 +1,8 @@
-"""The actors of a run's history: shards own the responses, and a reader on every node publishes segments.
+"""The actors of a run's history: shards own the responses, and a reader on each node of engines publishes segments.
 
 A shard owns the prompts whose key modulo the number of shards is its number. Engines send finished responses to the
-shards. A reader fetches the prompts of the next rollout from the shards, indexes them, and publishes one segment per
-prompt in shared memory (`history.index.segment`); engines map the segments.
+shards. A reader fetches the prompts that the engines of its node will sample, indexes them, and publishes one segment
+per prompt in shared memory (`history.index.segment`); engines map the segments.
 """
 
 import shutil
@@ -49,8 +49,25 @@ class ReaderReport:
     is_filled: bool
     num_segments: int = 0
     num_bytes: int = 0
+    num_built: int = 0
+    """Segments that were built, since the reader began."""
     num_failures: int = 0
     """Fetches that failed and segments that could not be written, since the reader began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOrder:
+    """The keys of all prompts whose segments a reader publishes; it removes all others."""
+
+    kept: tuple[int, ...] = ()
+    """Prompts that may be in use: their segments stay as they are, and missing ones are built. They come first."""
+    fresh: tuple[int, ...] = ()
+    """Prompts of the next groups: their newest segments are published."""
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """All prompts."""
+        return frozenset((*self.kept, *self.fresh))
 
 
 class Shard:
@@ -129,7 +146,7 @@ class Reader:
         self._directory = Path(directory)
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
-        self._num_failures = 0
+        self._num_built = self._num_failures = 0
         sweep_segments()
         self._lock = claim(self._directory)
 
@@ -137,15 +154,19 @@ class Reader:
         """Mark the reader as filled: the last `publish` call has been sent."""
         self._is_filled = True
 
-    def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """Publish the newest segments of these prompts, in this order, and remove all others.
+    def publish(self, order: SegmentOrder, shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the segments of an order, and remove all others.
 
         Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
         """
-        for key in self._stamps.keys() - set(prompt_keys):
+        for key in self._stamps.keys() - order.keys:
             self._remove(key)
-        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
-            self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+        self.add(order.kept, shards)
+        self._publish(order.fresh, shards)
+
+    def add(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the segments of these prompts, too, as far as they are missing."""
+        self._publish([key for key in prompt_keys if key not in self._stamps], shards)
 
     def report(self) -> ReaderReport:
         """Return the current counters."""
@@ -153,6 +174,7 @@ class Reader:
             is_filled=self._is_filled,
             num_segments=len(self._bytes),
             num_bytes=sum(self._bytes.values()),
+            num_built=self._num_built,
             num_failures=self._num_failures,
         )
 
@@ -161,6 +183,11 @@ class Reader:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the newest segments of these prompts, in this order."""
+        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
+            self._publish_some(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+
+    def _publish_some(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         fetches = []
         for number, shard in enumerate(shards):
             shard_keys = [key for key in prompt_keys if key % len(shards) == number]
@@ -175,6 +202,7 @@ class Reader:
                 continue
             for key, responses in batch.by_prompt().items():
                 segment = self._build(key, stamps[key], responses)
+                self._num_built += 1
                 try:
                     self._write(self._directory, segment)
                 except OSError:

@@ -4,21 +4,22 @@ The controller holds a `HistoryService`. It sends calls to the shards and reader
 their results once a step.
 
 Ray restarts an actor that dies, under the same handle and empty. The next `report` detects the restart and logs it. It
-refills a shard from the newest snapshot, or repeats the last call to a reader. Lost calls are counted and cost drafts,
+refills a shard from the newest snapshot, or repeats the last order of a reader. Lost calls are counted and cost drafts,
 never responses: sampling does not wait for the history.
 """
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.config import HistoryConfig
-from history.store.actors import HistoryReader, HistoryShard, ReaderReport, ShardReport, ShardSave
+from history.store.actors import HistoryReader, HistoryShard, ReaderReport, SegmentOrder, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
@@ -42,6 +43,8 @@ class ServiceReport:
     num_segments: int
     segment_bytes: int
     """Bytes of the segments of all nodes."""
+    num_built: int
+    """Segments that the readers built, since they began."""
     num_lost_calls: int
     """Calls to shards and readers that failed, since the run began."""
     returns: tuple[Return, ...]
@@ -54,6 +57,8 @@ class _Actor:
 
     name: str
     handle: ray.actor.ActorHandle
+    node: str = ""
+    """Ray's id of a reader's node."""
     last: ShardReport | ReaderReport | None = None
     silent_since: float | None = None
     """When it first did not answer in time (`time.monotonic`); None if it has answered since."""
@@ -89,8 +94,10 @@ class HistoryService:
         self._fingerprint = fingerprint
         self._log = log
         self._actors = [_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)]
-        self._pending: list[ray.ObjectRef] = [shard.mark_filled.remote() for shard in shards]
-        self._published_keys: list[int] = []
+        self._pending = deque[ray.ObjectRef](shard.mark_filled.remote() for shard in shards)
+        """Calls whose results are not checked yet. Other threads may add to it, so it stays the same object."""
+        self._orders: dict[str, SegmentOrder] = {}
+        """Newest order of each node with a reader."""
         self._newest = ""
         self._num_lost_calls = 0
         self._num_readers = 0
@@ -103,26 +110,40 @@ class HistoryService:
             if len(part):
                 self._pending.append(shard.append.remote(part))
 
-    def publish_segments(self, prompt_keys: Sequence[int]) -> None:
-        """Publish the segments of these prompts on every node, in this order, and remove all others."""
-        self._published_keys = list(dict.fromkeys(prompt_keys))
-        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers.values()]
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the nodes with a reader."""
+        return tuple(self._readers)
+
+    def publish_segments(self, orders: Mapping[str, SegmentOrder]) -> None:
+        """Publish the segments of these orders, by node, and remove all others."""
+        for node, reader in self._readers.items():
+            self._orders[node] = orders.get(node, SegmentOrder())
+            self._pending.append(reader.publish.remote(self._orders[node], self.shards))
+
+    def add_segment(self, node: str, prompt_key: int) -> None:
+        """Publish a segment on a node with a reader, beside those of its order.
+
+        May be called while another thread reports.
+        """
+        order = self._orders.get(node, SegmentOrder())
+        self._orders[node] = replace(order, kept=(*order.kept, prompt_key))
+        self._pending.append(self._readers[node].add.remote([prompt_key], self.shards))
 
     def move_readers(self, nodes: Sequence[str]) -> None:
-        """Have a reader on each of these nodes (Ray's ids) and on no other; a new one publishes what the others do."""
+        """Have a reader on each of these nodes (Ray's ids) and on no other; a new one awaits its order."""
         for node in self._readers.keys() - set(nodes):
             handle = self._readers.pop(node)
+            self._orders.pop(node, None)
             self._actors = [actor for actor in self._actors if actor.handle is not handle]
             ray.kill(handle, no_restart=True)
         for node in nodes:
             if node in self._readers:
                 continue
             reader = self._readers[node] = self._start_reader(node)
-            actor = _Actor(name=f"history reader {self._num_readers}", handle=reader)
+            actor = _Actor(name=f"history reader {self._num_readers}", handle=reader, node=node)
             self._num_readers += 1
             self._actors.append(actor)
-            if self._published_keys:
-                self._pending.append(reader.publish.remote(self._published_keys, self.shards))
             self._pending.append(reader.mark_filled.remote())
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
@@ -155,6 +176,7 @@ class HistoryService:
             stats=sum((report.stats for report in shards), StoreStats()),
             num_segments=sum(report.num_segments for report in readers),
             segment_bytes=sum(report.num_bytes for report in readers),
+            num_built=sum(report.num_built for report in readers),
             num_lost_calls=self._num_lost_calls + sum(report.num_failures for report in readers),
             returns=tuple(
                 returned for report in received if isinstance(report, ShardReport) for returned in report.returns
@@ -202,9 +224,11 @@ class HistoryService:
 
     def _count_lost_calls(self) -> None:
         """Count the calls that failed since the last report."""
-        if not self._pending:
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not pending:
             return
-        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
+        done, running = ray.wait(pending, num_returns=len(pending), timeout=0)
+        self._pending.extend(running)
         faults = []
         for ref in done:
             try:
@@ -244,7 +268,8 @@ class HistoryService:
 
     def _refill(self, actor: _Actor) -> None:
         if isinstance(actor.last, ReaderReport):
-            self._pending.append(actor.handle.publish.remote(self._published_keys, self.shards))
+            order = self._orders.get(actor.node, SegmentOrder())
+            self._pending.append(actor.handle.publish.remote(order, self.shards))
         elif self._newest:
             self._pending.append(actor.handle.restore.remote(self._newest, False, None))
         self._pending.append(actor.handle.mark_filled.remote())

@@ -91,7 +91,10 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
 
 
 def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
-    """The smaller of the budget and all responses of the run; segments of the current step and of the next one."""
+    """The smaller of the budget and all responses of the run; segments of the current step and of the next one.
+
+    A reader publishes the segments that engines of its node use. Plans give all engines about equally many tokens.
+    """
     config = run.config
     if not load.num_shards and not load.num_readers:
         return []
@@ -99,7 +102,8 @@ def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     step_tokens = num_responses * config.sampling.max_response_tokens
     run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
     stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // max(run.placement.num_history_shards, 1)
-    segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps * load.num_readers
+    all_segments = 2 * SEGMENT_TOKEN_BYTES * step_tokens * config.history.kept_steps
+    segments = all_segments * load.num_readers * load.num_engines // len(run.placement.engines)
     processes = (load.num_shards + load.num_readers) * HISTORY_PROCESS_BYTES
     items = [
         MemoryItem(what="history", num_bytes=stored, knob="history.budget_bytes"),

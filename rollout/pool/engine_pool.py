@@ -41,6 +41,9 @@ from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Scored
 Progress = Callable[[int, int], None]
 """Called with (groups scored, groups waited for) whenever a group is scored."""
 
+OnStart = Callable[[PromptGroup, int], None]
+"""Called with a group and the number of the engine that begins or continues it."""
+
 TRAIN = "train"
 """`PromptGroup.purpose` of groups that are trained on."""
 
@@ -69,6 +72,11 @@ class Batches(Protocol):
         ...
 
 
+def ignore_start(group: PromptGroup, engine: int) -> None:
+    """For a pool whose starts nobody follows."""
+    del group, engine
+
+
 class EnginePool:
     """Engines and scorers of a run, driven by the controller."""
 
@@ -83,6 +91,7 @@ class EnginePool:
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
         watch: EngineWatch | None = None,
+        on_start: OnStart = ignore_start,
         scoring_timeout_s: float = math.inf,
     ) -> None:
         """A pool over engines that have just started, or started over (`EngineGroup.start_over`).
@@ -92,7 +101,7 @@ class EnginePool:
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
         without `revive` that is an error. A scorer that finishes no group for `scoring_timeout_s` hangs. Without
-        `watch` nobody notices that, nor that an engine hangs.
+        `watch` nobody notices that, nor that an engine hangs. `on_start` may be called from the pool's thread.
         """
         self.migration = migration or GroupMigration()
         """Moves groups to an engine that has nothing to do."""
@@ -104,6 +113,7 @@ class EnginePool:
         self._whole_step = whole_step
         self._revive = revive
         self._watch = watch
+        self._on_start = on_start
         self._places = GroupPlaces()
         self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
         self._dispatcher = Dispatcher(len(engines))
@@ -126,15 +136,33 @@ class EnginePool:
         retired = self._engines.retired
         return [engine for engine in range(len(self._engines)) if engine not in retired]
 
+    def homes(self) -> dict[int, list[PromptGroup]]:
+        """By engine, the groups that it samples and those that wait for it, in the order of starting."""
+        groups = {group.group_id: group for group in self._places.groups()}
+        return {
+            engine: [groups[group_id] for group_id in group_ids]
+            for engine, group_ids in self._dispatcher.homes().items()
+        }
+
+    def planned(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> dict[int, list[PromptGroup]]:
+        """By engine, the groups that `admit` would queue there; without work sharing it also starts them there."""
+        by_id = {group.group_id: group for group in groups}
+        queues = self._over_all(groups, plan).queues
+        return {engine: [by_id[forecast.group_id] for forecast in queue] for engine, queue in enumerate(queues)}
+
+    def _over_all(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None) -> RolloutPlan:
+        """A plan over the engines of `loads`, as one over all engines; without a plan, that of `admit`."""
+        kept = self._kept()
+        plan = plan or plan_first(groups, num_engines=len(kept))
+        return plan.over(kept, num_engines=len(self._engines))
+
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
         """Queue `groups` as planned for the engines of `loads`, and start those for which there are free seats.
 
         Without a plan they go before all waiting groups, and any engine takes the next one.
         """
-        kept = self._kept()
-        plan = plan or plan_first(groups, num_engines=len(kept))
         self._places.admit(groups)
-        self._dispatcher.admit(plan.over(kept, num_engines=len(self._engines)))
+        self._dispatcher.admit(self._over_all(groups, plan))
         if self._whole_step:
             (engine,) = self._engines.actors
             ray.get(engine.hold.remote())
@@ -241,6 +269,7 @@ class EnginePool:
             columns=ColumnsRef(columns),
             incarnation=self._engines.incarnations[engine],
         )
+        self._on_start(group, engine)
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 
