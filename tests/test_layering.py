@@ -38,7 +38,7 @@ FLOORS = {
     "history/drafting": Floor(imports="history history/index history/lengths"),
     "history/store": Floor(imports="history"),
     "history/store/actors.py": Floor(
-        imports="history/index history/lengths history/store",
+        imports="history history/index history/lengths history/store",
         libraries="ray",
         loads="ray",
     ),

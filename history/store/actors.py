@@ -17,6 +17,7 @@ from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
+from history.types import SegmentOrder
 
 FETCH_TIMEOUT_S = 60.0
 _PROMPTS_PER_FETCH = 64
@@ -53,21 +54,6 @@ class ReaderReport:
     """Segments that were built, since the reader began."""
     num_failures: int = 0
     """Fetches that failed and segments that could not be written, since the reader began."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentOrder:
-    """The keys of all prompts whose segments a reader publishes; it removes all others."""
-
-    kept: tuple[int, ...] = ()
-    """Prompts that may be in use: their segments stay as they are, and missing ones are built. They come first."""
-    fresh: tuple[int, ...] = ()
-    """Prompts of the next groups: their newest segments are published."""
-
-    @property
-    def keys(self) -> frozenset[int]:
-        """All prompts."""
-        return frozenset((*self.kept, *self.fresh))
 
 
 class Shard:

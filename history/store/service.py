@@ -19,11 +19,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.config import HistoryConfig
-from history.store.actors import HistoryReader, HistoryShard, ReaderReport, SegmentOrder, ShardReport, ShardSave
+from history.store.actors import HistoryReader, HistoryShard, ReaderReport, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
-from history.types import HistoryPlaces
+from history.types import HistoryPlaces, SegmentOrder
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""

@@ -9,7 +9,7 @@ A reader builds the segments that engines of its node will use:
     groups are admitted      `place`: for the plan as it is; without sampling ahead the two are equal
     an engine begins a group `started`: the segment is built on demand if the group was planned for another node
 
-Invariant: an engine finds no segment too late for a correct response, because drafts are verified.
+A segment that comes late, or never, changes no response, because engines verify drafts.
 """
 
 import math
@@ -19,10 +19,9 @@ from itertools import chain, zip_longest
 
 from history.drafting.stats import DraftStats
 from history.lengths.reuse import rank_correlation
-from history.store.actors import SegmentOrder
 from history.store.prompt_store import Return
 from history.store.service import HistoryService, ServiceReport
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import PromptGroup, ScoredGroup
 

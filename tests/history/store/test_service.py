@@ -14,11 +14,11 @@ from history.config import HistoryConfig
 from history.index.segment import attach_segment
 from history.index.segments_dir import segments_dir, sweep_segments
 from history.store import service as history_service
-from history.store.actors import HistoryReader, HistoryShard, SegmentOrder
+from history.store.actors import HistoryReader, HistoryShard
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, start_history
 from history.store.snapshot import SnapshotError, read_manifest
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
 from tests.support.deadline import DEADLINE_S
 from tests.support.responses import is_right, visit
 

@@ -9,10 +9,9 @@ import pytest
 
 from history.drafting.stats import DraftStats
 from history.lengths.book import LengthBook
-from history.store.actors import SegmentOrder
 from history.store.prompt_store import Return, StoreStats
 from history.store.service import ServiceReport
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
 from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
 from rollout.planning.planner import Planner
