@@ -15,6 +15,9 @@ from types import ModuleType
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_SHARDS = 16
+"""Most shards by default. Every engine sends to each shard, and every reader fetches from each."""
+
 
 class Config(BaseModel):
     """Frozen base class that refuses unknown keys. The docstring under a field is its documentation."""
@@ -34,8 +37,8 @@ class HistoryConfig(Config):
     """Longest draft of one request in one forward. The cost model decides in every forward how much is verified."""
     baseline_engines: tuple[int, ...] = ()
     """Numbers of engines that run without drafts, as a baseline."""
-    num_shards: int = Field(default=1, gt=0)
-    """Actors that hold the history; each holds a share of the prompts."""
+    num_shards: int = Field(default=0, ge=0)
+    """Actors that hold the history; each holds a share of the prompts. 0: one for each node of the run, at most 16."""
     budget_bytes: int = Field(default=2 << 30, gt=0)
     """Upper bound of the token bytes in all shards together. Above it, the prompts of least value are evicted."""
     shm_bytes: int = Field(default=0, ge=0)
@@ -46,6 +49,10 @@ class HistoryConfig(Config):
     warm_start: str = ""
     """History of an earlier run to start from: the `history` folder of a checkpoint, or a file or folder of jsonl
     traces. It is refused if another tokenizer wrote it."""
+
+    def shards_over(self, num_nodes: int) -> int:
+        """Number of shards of a run on so many nodes."""
+        return self.num_shards or min(num_nodes, MOST_SHARDS)
 
 
 def load_function(path: str, *, field: str) -> Callable[..., object]:

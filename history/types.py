@@ -1,4 +1,4 @@
-"""Finished responses and prompt keys.
+"""Finished responses, prompt keys, and what is told to the history's actors.
 
 Per-token data are numpy arrays of int32 ids. Ids are never negative: an index uses negative numbers as separators.
 """
@@ -51,3 +51,18 @@ class HistoryPlaces:
     """Node of each shard."""
     readers: tuple[str, ...]
     """Nodes with a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOrder:
+    """The keys of all prompts whose segments a reader publishes; it removes all others."""
+
+    kept: tuple[int, ...] = ()
+    """Prompts that may be in use: their segments stay as they are, and missing ones are built. They come first."""
+    fresh: tuple[int, ...] = ()
+    """Prompts of the next groups: their newest segments are published."""
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """All prompts."""
+        return frozenset((*self.kept, *self.fresh))

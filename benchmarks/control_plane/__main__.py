@@ -1,4 +1,4 @@
-"""Seconds of the controller's CPU time in a step, by part, at 8, 64 and 512 engines and trainer ranks.
+"""CPU seconds of the controller in a step, by part, its memory and stored bytes, at 8, 64 and 512 engines and ranks.
 
 `python -m benchmarks.control_plane --json OUT [--quick]` runs the product's controller, pool, planner, batching,
 publisher, recorder and history client over stand-ins that answer at once with answers of the real sizes (no tensors).
@@ -18,6 +18,7 @@ import ray
 
 from benchmarks.control_plane.fleet import Fleet, Load
 from benchmarks.control_plane.meter import ALL, Meter
+from benchmarks.control_plane.object_store import created_bytes
 from benchmarks.control_plane.standins import Sizes
 from benchmarks.harness.record import Goal, Row, arguments, write
 from launcher.cluster.ray_cluster import start_ray
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(scale: int, spec: ModelSpec, *, num_prompts: int) -> list[Row]:
-    meter = Meter()
+    meter = Meter(created_bytes)
     sizes = Sizes(
         matrices=[tensor.name for tensor in wire_tensors(spec, WeightFormat(name="bf16"))],
         layers=spec.num_layers,
@@ -69,18 +70,20 @@ def _measure(scale: int, spec: ModelSpec, *, num_prompts: int) -> list[Row]:
             fleet.controller().run()
         fleet.end()
     memory = psutil.Process(os.getpid()).memory_info().rss
-    counted = meter.steps[1:]
+    counted, stored = meter.steps[1:], meter.stored_bytes[1:]
     rows: list[Row] = [
         {
             "scale": scale,
             "part": part,
             "cpu_s": round(sum(step.get(part, 0.0) for step in counted) / len(counted), 4),
             "memory_bytes": memory,
+            "stored_bytes": sum(stored) // len(stored),
         }
         for part in sorted({part for step in counted for part in step})
     ]
     shown = ", ".join(f"{row['part']} {row['cpu_s']}" for row in rows)
-    print(f"{scale} engines and ranks, CPU seconds a step: {shown}; {memory >> 20} MiB", flush=True)
+    sizes_shown = f"{memory >> 20} MiB, {rows[0]['stored_bytes']} bytes stored a step"
+    print(f"{scale} engines and ranks, CPU seconds a step: {shown}; {sizes_shown}", flush=True)
     return rows
 
 

@@ -12,7 +12,7 @@ import ray
 from rich.console import Console
 
 from benchmarks.control_plane.meter import Meter
-from benchmarks.control_plane.standins import Handle, Sizes, start_host
+from benchmarks.control_plane.standins import Handle, Sizes, node_name, start_host
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService, Upkeep
 from launcher.run_dir.console import RunProgress
@@ -77,11 +77,12 @@ class Fleet:
         ranks = SpmdGroup("trainer", self._handles(range(load.num_ranks)), timeout_s=TIMEOUT_S)
         self.trainer = TrainerGroup(ranks, data_ranks=[rank // TENSOR for rank in range(load.num_ranks)])
         self.scorer = Handle(self._hosts[0], 0)
-        nodes = {f"node {number}": number for number in range(-load.num_engines * TENSOR // 8, 0)}
+        self.engines.finish_start(self.engines.begin_start(), timeout_s=TIMEOUT_S)
+        readers = {node_name(engine): -1 - engine for engine in range(load.num_engines)}
         service = HistoryService(
             self._handles(range(4)),
-            list(nodes),
-            start_reader=lambda node: self._handles([nodes[node]])[0],
+            list(readers),
+            start_reader=lambda node: self._handles([readers[node]])[0],
             directory="",
             fingerprint="",
             upkeep=Upkeep(log=logging.warning),
@@ -96,12 +97,18 @@ class Fleet:
         """The loop of a run of `Load.num_steps` steps, measured by its parts."""
         load, meter = self._load, self._meter
         planner, recorder = self._planner(), self._recorder()
-        pool = EnginePool(self.engines, [self.scorer], seats_per_engine=64, batches=meter.wrap(planner, {}))
+        pool = EnginePool(
+            self.engines,
+            [self.scorer],
+            seats_per_engine=64,
+            batches=meter.wrap(planner, {}),
+            on_start=self.history.started,
+        )
         clock = PhaseClock(recorder.record_span)
         policy = SimpleNamespace(trainer_works=nullcontext, engines_work=lambda: None)
         return Controller(
             planner=meter.wrap(planner, {"due": "plan", "consumed": "plan", "upcoming": "plan", "metrics": "plan"}),
-            pool=meter.wrap(pool, {"admit": "pool", "take_batch": "pool", "loads": "pool"}),
+            pool=meter.wrap(pool, dict.fromkeys(("admit", "take_batch", "loads", "homes", "planned"), "pool")),
             trainer=meter.wrap(self.trainer, {"train": "train calls"}),
             publisher=meter.wrap(self._publisher(), {"publish": "publish"}),
             phases=Phases(clock, policy=policy),
@@ -120,7 +127,7 @@ class Fleet:
             restarter=SimpleNamespace(num_restarts=0, num_serving=0, num_lost_nodes=0, restart_lost=lambda **_: 0),
             history=meter.wrap(
                 self.history,
-                dict.fromkeys(("prefetch", "begin_rollout", "record_rewards", "metrics"), "history"),
+                dict.fromkeys(("prefetch", "place", "begin_rollout", "record_rewards", "metrics"), "history"),
             ),
         )
 

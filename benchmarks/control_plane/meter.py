@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TypeVar, cast
 
 from launcher.run_dir.recorder import RunRecorder
@@ -18,7 +19,10 @@ ALL = "all"
 class Meter:
     """Measures calls of wrapped objects; inner calls belong to the outermost part."""
 
-    def __init__(self) -> None:
+    def __init__(self, created_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`created_bytes` are the bytes put into the object store since its start."""
+        self._created_bytes = created_bytes
+        self._created = [created_bytes()]
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._depth = 0
         self._began = time.process_time()
@@ -50,9 +54,14 @@ class Meter:
 
     def end_step(self) -> None:
         """Keep the seconds of a step and begin the next one."""
-        now = time.process_time()
-        self.steps.append({**self._seconds, ALL: now - self._began})
-        self._seconds, self._began = defaultdict(float), now
+        self.steps.append({**self._seconds, ALL: time.process_time() - self._began})
+        self._created.append(self._created_bytes())
+        self._seconds, self._began = defaultdict(float), time.process_time()
+
+    @property
+    def stored_bytes(self) -> list[int]:
+        """Bytes put into the object store in each finished step."""
+        return [after - before for before, after in pairwise(self._created)]
 
 
 class Metered:

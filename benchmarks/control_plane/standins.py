@@ -46,6 +46,11 @@ class Sizes:
     """Forwards of an engine in a step."""
 
 
+def node_name(engine: int) -> str:
+    """Name of an engine's node, which its ranks fill."""
+    return f"node {engine}"
+
+
 @ray.remote(num_cpus=0)
 class Host:
     """Holds many stand-ins; each method is that of one role, called with the number of the stand-in."""
@@ -123,6 +128,10 @@ class Host:
         """The engine lives."""
         return ""
 
+    async def start(self, engine: int) -> ProcessId:
+        """The engine has started, on a node of its own."""
+        return ProcessId(node_id=node_name(engine), pid=engine, created_s=0.0)
+
     async def process(self, rank: int) -> ProcessId:
         """The rank lives."""
         return ProcessId(node_id="", pid=rank, created_s=0.0)
@@ -161,8 +170,11 @@ class Host:
         """The samples are written."""
         return WrittenSamples(rows=[], process=ProcessId(node_id="", pid=scorer, created_s=0.0))
 
-    async def publish(self, reader: int, prompt_keys: object, shards: object) -> None:
+    async def publish(self, reader: int, order: object, shards: object) -> None:
         """A reader publishes segments."""
+
+    async def add(self, reader: int, prompt_keys: object, shards: object) -> None:
+        """A reader publishes segments on demand."""
 
     async def note_rewards(self, shard: int, step: int, rewards: object) -> None:
         """A shard stores rewards."""

@@ -114,6 +114,7 @@ def _write(store: PromptStore, number: int, num_writers: int, quota: int, seed: 
             store.append(key, [_response(key, step, sample) for sample in range(SAMPLES)])
             store.note_rewards(key, step, [float(sample) for sample in range(SAMPLES)])
             written += SAMPLES
+        store.measure_returns()
         store.drain_returns()
 
 

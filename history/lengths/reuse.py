@@ -19,7 +19,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 def reusable_share(before: Sequence[PastResponse], now: Sequence[PastResponse]) -> float:
     """Share of `now`'s tokens in runs of `RUN_TOKENS` that also occur in `before`, 0..1; 0 without tokens."""
     runs_before = np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *(_runs(past.token_ids) for past in before)]))
-    reused = sum(_num_covered(np.isin(_runs(response.token_ids), runs_before)) for response in now)
+    reused = sum(_num_covered(_contained(_runs(response.token_ids), runs_before)) for response in now)
     return reused / max(sum(len(response.token_ids) for response in now), 1)
 
 
@@ -42,6 +42,14 @@ def _runs(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
         hashes = (hashes ^ tokens[offset : offset + count]) * _MULTIPLIER
         hashes ^= hashes >> np.uint64(29)
     return hashes
+
+
+def _contained(runs: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Whether each run is among `known`, which ascend. `np.isin` would sort them anew for every response."""
+    if not len(known):
+        return np.zeros(len(runs), dtype=bool)
+    found: npt.NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, runs), len(known) - 1)] == runs
+    return found
 
 
 def _num_covered(starts: npt.NDArray[np.bool_]) -> int:

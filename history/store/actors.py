@@ -1,14 +1,15 @@
-"""The actors of a run's history: shards own the responses, and a reader on every node publishes segments.
+"""The actors of a run's history: shards own the responses, and a reader on each node of engines publishes segments.
 
 A shard owns the prompts whose key modulo the number of shards is its number. Engines send finished responses to the
-shards. A reader fetches the prompts of the next rollout from the shards, indexes them, and publishes one segment per
-prompt in shared memory (`history.index.segment`); engines map the segments.
+shards. A reader fetches the prompts that the engines of its node will sample, indexes them, and publishes one segment
+per prompt in shared memory (`history.index.segment`); engines map the segments.
 """
 
 import faulthandler
 import shutil
 import signal
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
-from history.types import ActorProcess, PastResponse
+from history.types import ActorProcess, PastResponse, SegmentOrder
 
 FETCH_TIMEOUT_S = 60.0
 _PROMPTS_PER_FETCH = 64
@@ -57,6 +58,8 @@ class ReaderReport:
     """Shared memory of the segments."""
     num_left_out: int = 0
     """Segments that were left out or removed because there was no room, since the reader began."""
+    num_built: int = 0
+    """Segments that were built, since the reader began."""
     num_failures: int = 0
     """Fetches that failed and segments that could not be written, since the reader began."""
     process: ActorProcess | None = None
@@ -75,7 +78,10 @@ def _write_stacks_on_signal() -> None:
 
 
 class Shard:
-    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate."""
+    """Owner of a part of the prompts; an actor (`HistoryShard`) in a run. All methods but `fetch` mutate.
+
+    A thread of its own measures the reuse of returned prompts, because readers fetch right after the rewards arrive.
+    """
 
     def __init__(self, number: int, num_shards: int, budget_bytes: int, kept_steps: int) -> None:
         from history.lengths.reuse import reusable_share
@@ -84,6 +90,8 @@ class Shard:
         self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reuse")
+        self._measuring: list[Future[None]] = []
 
     def mark_filled(self) -> None:
         """Mark the shard as filled: all its responses have been sent."""
@@ -93,11 +101,13 @@ class Shard:
         """Store finished responses."""
         for key, responses in batch.by_prompt().items():
             self._store.append(key, responses)
+        self._measure()
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
         """Store the rewards of a step's groups, by prompt key."""
         for key, group_rewards in rewards.items():
             self._store.note_rewards(key, step, group_rewards)
+        self._measure()
 
     def fetch(self, prompt_keys: Sequence[int], known: Mapping[int, int]) -> tuple[dict[int, int], ResponseBatch]:
         """Return the stamps of the stored prompts, and the responses of prompts whose stamp is not the known one."""
@@ -115,13 +125,24 @@ class Shard:
         return ShardSave(is_filled=self._is_filled, files=tuple(files), last_step=self._store.last_step)
 
     def report(self) -> ShardReport:
-        """Return the counters, and the prompts that returned since the last call."""
+        """Return the counters, and the prompts whose return was measured since the last call."""
+        self._check_measured()
         return ShardReport(
             is_filled=self._is_filled,
             stats=self._store.stats(),
             returns=tuple(self._store.drain_returns()),
             process=_this_process(),
         )
+
+    def _measure(self) -> None:
+        self._measuring.append(self._thread.submit(self._store.measure_returns))
+
+    def _check_measured(self) -> None:
+        """Raise the error of a measurement that has failed since the last report."""
+        ended = [measured for measured in self._measuring if measured.done()]
+        self._measuring = [measured for measured in self._measuring if measured not in ended]
+        for measured in ended:
+            measured.result()
 
 
 class Reader:
@@ -145,7 +166,7 @@ class Reader:
         """Place of each prompt in the order in which they are needed."""
         self._stamps: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
-        self._num_failures = 0
+        self._num_built = self._num_failures = 0
         sweep_segments()
         self._lock = claim(self._directory)
 
@@ -153,18 +174,24 @@ class Reader:
         """Mark the reader as filled: the last `publish` call has been sent."""
         self._is_filled = True
 
-    def publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
-        """Publish the newest segments of these prompts, in this order, and remove all others.
+    def publish(self, order: SegmentOrder, shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the segments of an order, and remove all others.
 
         Where there is no room, segments of prompts that are needed later give way.
 
         Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
         """
-        self._places = {key: place for place, key in enumerate(prompt_keys)}
-        for key in self._stamps.keys() - self._places.keys():
+        self._places = {key: place for place, key in enumerate((*order.kept, *order.fresh))}
+        for key in self._stamps.keys() - order.keys:
             self._remove(key)
-        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
-            self._publish(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+        self.add(order.kept, shards)
+        self._publish(order.fresh, shards)
+
+    def add(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the segments of these prompts, too, as far as they are missing; they are needed at once."""
+        for key in prompt_keys:
+            self._places.setdefault(key, -1)
+        self._publish([key for key in prompt_keys if key not in self._stamps], shards)
 
     def report(self) -> ReaderReport:
         """Return the current counters."""
@@ -173,6 +200,7 @@ class Reader:
             num_segments=len(self._bytes),
             num_bytes=self._num_bytes,
             num_left_out=self._num_left_out,
+            num_built=self._num_built,
             num_failures=self._num_failures,
             process=_this_process(),
         )
@@ -182,6 +210,11 @@ class Reader:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
+        """Publish the newest segments of these prompts, in this order."""
+        for start in range(0, len(prompt_keys), _PROMPTS_PER_FETCH):
+            self._publish_some(prompt_keys[start : start + _PROMPTS_PER_FETCH], shards)
+
+    def _publish_some(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         fetches = []
         for number, shard in enumerate(shards):
             shard_keys = [key for key in prompt_keys if key % len(shards) == number]
@@ -203,7 +236,9 @@ class Reader:
             self._num_left_out += 1
             return
         try:
-            self._segment.write_segment(self._directory, self._segment.build_segment(key, stamp, responses))
+            segment = self._segment.build_segment(key, stamp, responses)
+            self._num_built += 1
+            self._segment.write_segment(self._directory, segment)
         except OSError:
             self._num_failures += 1
             return

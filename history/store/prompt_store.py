@@ -7,8 +7,10 @@ arrived. Only a complete visit replaces older ones, because half a visit drafts 
 Above the budget the store evicts the prompts of least value. A prompt's value per byte is the expected saving of its
 next visit over the expected wait. The saving is proportional to tokens times the share that the next visit repeats, and
 tokens cancel against bytes. The share is measured at the prompt's last return; before, the mean of all prompts is used.
+`measure_returns` measures it without the lock: comparing two visits takes longer than storing hundreds of them.
 
-Mutating: `append`, `note_rewards`, `restore`, `drain_returns`. All methods may be called from any thread.
+Mutating: `append`, `note_rewards`, `restore`, `measure_returns`, `drain_returns`. All methods may be called from any
+thread.
 
 Invariants, asserted by `check_integrity`: the byte count is the sum over all visits and at most the budget; a prompt
 has at most `kept_steps` + 1 visits with ascending steps; arrays are read-only copies.
@@ -133,6 +135,17 @@ class _Past:
         return [response for visit in self.visits for response in visit.ordered()]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unmeasured:
+    """A return whose reuse is not measured yet."""
+
+    past: _Past
+    before: Sequence[PastResponse]
+    now: Sequence[PastResponse]
+    lengths: Return
+    """Without the share."""
+
+
 class PromptStore:
     """The last visits of a shard's prompts under a byte budget; see the module docstring."""
 
@@ -148,6 +161,7 @@ class PromptStore:
         self._last_step = -1
         self._longest_interval = self._num_measured = 0
         self._returns: deque[Return] = deque(maxlen=_NOTED_RETURNS)
+        self._unmeasured: deque[_Unmeasured] = deque()
 
     def append(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
         """Store finished responses, except empty ones; copies their tokens."""
@@ -220,6 +234,18 @@ class PromptStore:
                 num_evictions=self._num_evictions,
             )
 
+    def measure_returns(self) -> None:
+        """Measure the reuse of the prompts that have returned; `drain_returns` leaves them out until then."""
+        while True:
+            with self._lock:
+                if not self._unmeasured:
+                    return
+                returned = self._unmeasured.popleft()
+            share = self._reuse_share(returned.before, returned.now)
+            with self._lock:
+                returned.past.reuse = share
+                self._returns.append(replace(returned.lengths, reusable_share=share))
+
     def drain_returns(self) -> list[Return]:
         """Return the returns completed since the last call, at most the newest 65,536."""
         with self._lock:
@@ -270,18 +296,17 @@ class PromptStore:
         past.visits = past.visits[-self._kept_steps :]
 
     def _note_return(self, past: _Past, before: _Visit, now: _Visit) -> None:
-        share = math.nan
-        if self._num_measured < _MEASURED_RETURNS:
-            self._num_measured += 1
-            past.reuse = share = self._reuse_share(before.ordered(), now.ordered())
-        self._returns.append(
-            Return(
-                mean_length_before=before.num_tokens / len(before.responses),
-                mean_length=now.num_tokens / len(now.responses),
-                num_tokens=now.num_tokens,
-                reusable_share=share,
-            )
+        lengths = Return(
+            mean_length_before=before.num_tokens / len(before.responses),
+            mean_length=now.num_tokens / len(now.responses),
+            num_tokens=now.num_tokens,
+            reusable_share=math.nan,
         )
+        if self._num_measured >= _MEASURED_RETURNS:
+            self._returns.append(lengths)
+            return
+        self._num_measured += 1
+        self._unmeasured.append(_Unmeasured(past=past, before=before.ordered(), now=now.ordered(), lengths=lengths))
 
     def _changed(self, prompt_key: int, past: _Past) -> None:
         past.stamp = next(self._stamps)

@@ -4,14 +4,15 @@ The controller holds a `HistoryService`. It sends calls to the shards and reader
 their results once a step.
 
 Ray restarts an actor that dies, under the same handle and empty. The next `report` detects the restart and logs it. It
-refills a shard from the newest snapshot, or repeats the last call to a reader. Lost calls are counted and cost drafts,
+refills a shard from the newest snapshot, or repeats the last order of a reader. Lost calls are counted and cost drafts,
 never responses: sampling does not wait for the history.
 """
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -22,7 +23,7 @@ from history.store.actors import HistoryReader, HistoryShard, ReaderReport, Shar
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
-from history.types import ActorProcess, HistoryPlaces
+from history.types import ActorProcess, HistoryPlaces, SegmentOrder
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
@@ -44,6 +45,8 @@ class ServiceReport:
     """Bytes of the segments of all nodes."""
     num_left_out: int
     """Segments that were left out because a node had no room for them, since the run began."""
+    num_built: int
+    """Segments that the readers built, since they began."""
     num_lost_calls: int
     """Calls to shards and readers that failed, since the run began."""
     returns: tuple[Return, ...]
@@ -66,6 +69,8 @@ class _Actor:
 
     name: str
     handle: ray.actor.ActorHandle
+    node: str = ""
+    """Ray's id of a reader's node."""
     last: ShardReport | ReaderReport | None = None
     silent_since: float | None = None
     """When it first did not answer in time (`time.monotonic`); None if it has answered since."""
@@ -101,8 +106,10 @@ class HistoryService:
         self._fingerprint = fingerprint
         self._upkeep = upkeep
         self._actors = [_Actor(name=f"history shard {number}", handle=shard) for number, shard in enumerate(shards)]
-        self._pending: list[ray.ObjectRef] = [shard.mark_filled.remote() for shard in shards]
-        self._published_keys: list[int] = []
+        self._pending = deque[ray.ObjectRef](shard.mark_filled.remote() for shard in shards)
+        """Calls whose results are not checked yet. Other threads may add to it, so it stays the same object."""
+        self._orders: dict[str, SegmentOrder] = {}
+        """Newest order of each node with a reader."""
         self._newest = ""
         self._num_lost_calls = self._num_left_out = 0
         self._num_readers = 0
@@ -115,26 +122,40 @@ class HistoryService:
             if len(part):
                 self._pending.append(shard.append.remote(part))
 
-    def publish_segments(self, prompt_keys: Sequence[int]) -> None:
-        """Publish the segments of these prompts on every node, in this order, and remove all others."""
-        self._published_keys = list(dict.fromkeys(prompt_keys))
-        self._pending += [reader.publish.remote(self._published_keys, self.shards) for reader in self._readers.values()]
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the nodes with a reader."""
+        return tuple(self._readers)
+
+    def publish_segments(self, orders: Mapping[str, SegmentOrder]) -> None:
+        """Publish the segments of these orders, by node, and remove all others."""
+        for node, reader in self._readers.items():
+            self._orders[node] = orders.get(node, SegmentOrder())
+            self._pending.append(reader.publish.remote(self._orders[node], self.shards))
+
+    def add_segment(self, node: str, prompt_key: int) -> None:
+        """Publish a segment on a node with a reader, beside those of its order.
+
+        May be called while another thread reports.
+        """
+        order = self._orders.get(node, SegmentOrder())
+        self._orders[node] = replace(order, kept=(*order.kept, prompt_key))
+        self._pending.append(self._readers[node].add.remote([prompt_key], self.shards))
 
     def move_readers(self, nodes: Sequence[str]) -> None:
-        """Have a reader on each of these nodes (Ray's ids) and on no other; a new one publishes what the others do."""
+        """Have a reader on each of these nodes (Ray's ids) and on no other; a new one awaits its order."""
         for node in self._readers.keys() - set(nodes):
             handle = self._readers.pop(node)
+            self._orders.pop(node, None)
             self._actors = [actor for actor in self._actors if actor.handle is not handle]
             ray.kill(handle, no_restart=True)
         for node in nodes:
             if node in self._readers:
                 continue
             reader = self._readers[node] = self._start_reader(node)
-            actor = _Actor(name=f"history reader {self._num_readers}", handle=reader)
+            actor = _Actor(name=f"history reader {self._num_readers}", handle=reader, node=node)
             self._num_readers += 1
             self._actors.append(actor)
-            if self._published_keys:
-                self._pending.append(reader.publish.remote(self._published_keys, self.shards))
             self._pending.append(reader.mark_filled.remote())
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
@@ -168,6 +189,7 @@ class HistoryService:
             num_segments=sum(report.num_segments for report in readers),
             segment_bytes=sum(report.num_bytes for report in readers),
             num_left_out=self._note_left_out(sum(report.num_left_out for report in readers)),
+            num_built=sum(report.num_built for report in readers),
             num_lost_calls=self._num_lost_calls + sum(report.num_failures for report in readers),
             returns=tuple(
                 returned for report in received if isinstance(report, ShardReport) for returned in report.returns
@@ -215,9 +237,11 @@ class HistoryService:
 
     def _count_lost_calls(self) -> None:
         """Count the calls that failed since the last report."""
-        if not self._pending:
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not pending:
             return
-        done, self._pending = ray.wait(self._pending, num_returns=len(self._pending), timeout=0)
+        done, running = ray.wait(pending, num_returns=len(pending), timeout=0)
+        self._pending.extend(running)
         faults = []
         for ref in done:
             try:
@@ -271,7 +295,8 @@ class HistoryService:
 
     def _refill(self, actor: _Actor) -> None:
         if isinstance(actor.last, ReaderReport):
-            self._pending.append(actor.handle.publish.remote(self._published_keys, self.shards))
+            order = self._orders.get(actor.node, SegmentOrder())
+            self._pending.append(actor.handle.publish.remote(order, self.shards))
         elif self._newest:
             self._pending.append(actor.handle.restore.remote(self._newest, False, None))
         self._pending.append(actor.handle.mark_filled.remote())
@@ -295,24 +320,25 @@ def start_history(
     upkeep: Upkeep,
     places: HistoryPlaces | None = None,
 ) -> HistoryService:
-    """Start `config.num_shards` shards, and readers.
+    """Start shards and readers.
 
     Args:
-        config: number and budget of the shards; `shm_bytes` is the bound of a node's segments.
+        config: budget of the shards, and their number without `places`; `shm_bytes` bounds a node's segments.
         directory: folder in which readers publish (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
         upkeep: what is done about losses.
-        places: Ray's ids of the nodes of all actors; None: Ray chooses those of shards, every node has a reader.
+        places: Ray's ids of the nodes of all actors, a shard for each; None: Ray chooses those of shards, every node
+            has a reader.
     """
     # no logical CPUs: the actors compute in bursts while engines and trainers wait for a device
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "runtime_env": {"env_vars": dict(environment)}}
-    budget_bytes = config.budget_bytes // config.num_shards
     everywhere = tuple(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
-    shard_nodes = (None,) * config.num_shards if places is None else places.shards
+    shard_nodes = (None,) * config.shards_over(len(everywhere)) if places is None else places.shards
+    num_shards = len(shard_nodes)
     shards = [
         HistoryShard.options(**options, scheduling_strategy=_preferring(node)).remote(
-            number, config.num_shards, budget_bytes, config.kept_steps
+            number, num_shards, config.budget_bytes // num_shards, config.kept_steps
         )
         for number, node in enumerate(shard_nodes)
     ]

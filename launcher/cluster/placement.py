@@ -161,12 +161,13 @@ def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
     engines = _with_shares(engines, 0.0 if apart else share)
     transport = weight_route.choose_transport(config, trainers, engines)
     crowded = weight_route.detour(config, transport) if on_devices else _crowded(config, uses)
+    used = tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines)
     return Placement(
-        nodes=tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines),
+        nodes=used,
         trainers=trainers,
         engines=engines,
         num_scorers=config.reward.num_scorers,
-        num_history_shards=config.history.num_shards if config.drafts else 0,
+        num_history_shards=config.history.shards_over(len(used)) if config.drafts else 0,
         transport=transport,
         notes=(*crowded, *_idle(config), *_unused(uses)),
     )

@@ -6,7 +6,6 @@ the values of each part, so that no part gets the whole configuration.
 
 import secrets
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.job_folder import note_begin
-from launcher.cluster.processes import Actor, Processes
+from launcher.cluster.processes import Processes
 from launcher.commands.build import (
     build_delivery,
     build_publisher,
@@ -49,7 +48,7 @@ from rollout.failures import CallError, PlacedError
 from rollout.planning.migration import GroupMigration, MigrationRule
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
-from rollout.pool.engine_pool import EnginePool
+from rollout.pool.engine_pool import EnginePool, ignore_start
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
@@ -220,7 +219,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
     restarter = EngineRestarter(lost=parts.lost_engines, delivery=delivery, history=parts.history, sharing=sharing)
     clock = PhaseClock(recorder.record_span, recorder.begin_phase)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)
-    pool = _pool(config, engines, parts.inputs.text.scorers, planner, recorder, revival)
+    pool = _pool(parts, engines, planner, revival)
     controller = Controller(
         planner=planner,
         pool=pool,
@@ -281,27 +280,22 @@ def _recorder(
     )
 
 
-def _pool(
-    config: RunConfig,
-    engines: EngineGroup,
-    scorers: Sequence[Actor],
-    planner: Planner,
-    recorder: RunRecorder,
-    revival: EngineRevival,
-) -> EnginePool:
+def _pool(parts: _Parts, engines: EngineGroup, planner: Planner, revival: EngineRevival) -> EnginePool:
     """The pool; groups migrate only if `planner.migration` is set and there is more than one engine."""
+    config, recorder = parts.checked.config, parts.recorder
     migrates = config.planner.migration and config.engine.num_engines > 1
     rule = MigrationRule(remaining=planner.remaining, speed=lambda: recorder.engine_speed) if migrates else None
     sizes = [config.algorithm.group_size, *(each.samples_per_prompt for each in config.evaluation.sets.values())]
     return EnginePool(
         engines,
-        scorers,
+        parts.inputs.text.scorers,
         seats_per_engine=config.engine.max_num_seqs,
         batches=planner,
         whole_step=config.deterministic,
         migration=GroupMigration(rule=rule),
         revive=revival,
         watch=EngineWatch(engines, timeout_s=config.engine.progress_timeout_s),
+        on_start=ignore_start if parts.history is None else parts.history.started,
         scoring_timeout_s=scoring_timeout_s(sizes, reward_timeout_s=config.reward.timeout_s),
     )
 

@@ -100,15 +100,19 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
 
 
 def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
-    """The smaller of the budget and all responses of the run; segments of the current step and of the next one."""
+    """The smaller of the budget and all responses of the run; segments of the current step and of the next one.
+
+    A reader publishes the segments that engines of its node use. Plans give all engines about equally many tokens.
+    """
     config = run.config
     if not load.num_shards and not load.num_readers:
         return []
     num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     step_tokens = num_responses * config.sampling.max_response_tokens
     run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
-    stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // config.history.num_shards
-    segments = segment_budget(config) * load.num_readers
+    stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // max(run.placement.num_history_shards, 1)
+    share = _all_segments(config) * load.num_engines // len(run.placement.engines)
+    segments = load.num_readers * min(share, segment_budget(config))
     processes = (load.num_shards + load.num_readers) * HISTORY_PROCESS_BYTES
     items = [
         MemoryItem(what="history", num_bytes=stored, knob="history.budget_bytes"),
@@ -120,8 +124,10 @@ def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
 
 def segment_budget(config: RunConfig) -> int:
     """Upper bound of the history's segments on a node: all responses of two steps at full length, if none is set."""
-    if config.history.shm_bytes:
-        return config.history.shm_bytes
+    return config.history.shm_bytes or _all_segments(config)
+
+
+def _all_segments(config: RunConfig) -> int:
     num_responses = config.algorithm.group_size * config.history.kept_steps
     prompt_bytes = SEGMENT_TOKEN_BYTES * num_responses * config.sampling.max_response_tokens
     return 2 * config.algorithm.prompts_per_step * (prompt_bytes + SEGMENT_FILE_BYTES)

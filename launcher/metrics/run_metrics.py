@@ -193,6 +193,20 @@ _DRAFTS: tuple[Row, ...] = (
     ("history/prompts", "prompts", "last, sum over shards", "Prompts with stored responses.", ""),
     ("history/segment_bytes", "bytes", "last, sum over nodes", "Shared memory of published segments.", ""),
     ("history/left_out_segments", "segments", "sum over nodes", "Segments without room in `/dev/shm`.", "0"),
+    (
+        "history/built_segments",
+        "segments",
+        "sum over nodes",
+        "Segments that readers built.",
+        "prompts of a step with a history",
+    ),
+    (
+        "history/displaced_groups",
+        "groups",
+        "sum",
+        "Groups that began on another node than planned; their segments are built there on demand.",
+        "few",
+    ),
     ("history/evictions", "prompts", "sum", "Prompts that the byte budget removed.", ""),
     (
         "history/reusable_share",

@@ -130,10 +130,13 @@ class Controller:
             if self.history is not None:
                 self.history.begin_rollout()
             due = self.planner.due(step, self.pool.loads())
+            if self.history is not None:
+                self.history.place([self.pool.homes(), self.pool.planned(due.groups, due.plan)])
             self.pool.admit(due.groups, due.plan)
             groups = self._sample(step)
             if self.history is not None:
                 self.history.record_rewards(step, groups)
+            self.planner.consumed(groups)
             self._make_ready(step + 1)
             batch = self._batch(groups, step)
             with self.phases.train():
@@ -141,7 +144,6 @@ class Controller:
             self.num_trained += 1
             self.restarter.restart_lost()
             published = self._publish(step + 1)
-            self.planner.consumed(groups)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
 
@@ -179,15 +181,18 @@ class Controller:
                 _log.warning("weight version %d is published again, because an engine died: %s", version, error)
 
     def _make_ready(self, finished_steps: int) -> None:
-        """Prefetch the history of the next prompts: an evaluation's if one is due, then those of the next step.
+        """Prefetch the history of the next groups: an evaluation's if one is due, then those of the next step.
 
         The call does not wait; the prefetch runs while the trainer works.
         """
         if self.history is None:
             return
-        evaluated = self.evaluator.prompts if self._evaluates_after(finished_steps) else []
-        is_over = finished_steps == self.settings.num_steps
-        self.history.prefetch([*evaluated, *([] if is_over else self.planner.upcoming(finished_steps))])
+        evaluated = self.evaluator.upcoming(finished_steps) if self._evaluates_after(finished_steps) else []
+        upcoming = [self.pool.planned(groups) for groups in evaluated]
+        if finished_steps < self.settings.num_steps:
+            due = self.planner.upcoming(finished_steps, self.pool.loads())
+            upcoming.append(self.pool.planned(due.groups, due.plan))
+        self.history.prefetch(self.pool.homes(), upcoming)
 
     def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
         return build_batch(

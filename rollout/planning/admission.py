@@ -26,11 +26,15 @@ from rollout.planning.plan import GroupForecast
 from rollout.types import GroupId
 
 Draw = Callable[[int], Sequence[GroupForecast]]
-"""The groups drawn for a step; called once for each step, in order."""
+"""The groups drawn for a step. Steps come in order; one may come again, with the same groups."""
 
 
 class Admission(Protocol):
-    """Decides which groups may start and which are trained on. All methods mutate."""
+    """Decides which groups may start and which are trained on. All methods but `upcoming` mutate."""
+
+    def upcoming(self, version: int) -> list[GroupForecast]:
+        """The groups that `due` would admit; nothing is admitted."""
+        ...
 
     def due(self, version: int) -> list[GroupForecast]:
         """The groups that may start now that `version` has been published."""
@@ -76,13 +80,20 @@ class FixedBatches:
 
     def due(self, version: int) -> list[GroupForecast]:
         """Whole steps up to `overlap` ahead, and the longest expected groups of one more step."""
-        admitted: list[GroupForecast] = []
+        admitted = self.upcoming(version)
+        for group in admitted:
+            self._steps[self._step_of[group.group_id]].admitted.add(group.group_id)
+        return admitted
+
+    def upcoming(self, version: int) -> list[GroupForecast]:
+        """The groups that `due` would admit; draws their steps."""
+        found: list[GroupForecast] = []
         for step in range(version, min(version + self.overlap + 1, self.num_steps)):
-            admitted += self._admit(step, 1.0)
+            found += self._new(step, 1.0)
         ahead = version + self.overlap + 1
         if self.head_start > 0 and ahead < self.num_steps:
-            admitted += self._admit(ahead, self.head_start)
-        return admitted
+            found += self._new(ahead, self.head_start)
+        return found
 
     def started(self, group_id: GroupId, version: int) -> None:
         """No effect: a fixed batch does not depend on start versions."""
@@ -104,7 +115,8 @@ class FixedBatches:
         step = self._steps[version]
         return len(step.groups) - step.num_missing, len(step.groups)
 
-    def _admit(self, number: int, share: float) -> list[GroupForecast]:
+    def _new(self, number: int, share: float) -> list[GroupForecast]:
+        """The groups of a step's longest `share` that are not admitted."""
         if number not in self._steps:
             groups = list(self.draw(number))
             self._steps[number] = _Step(groups=groups, num_missing=len(groups))
@@ -112,7 +124,6 @@ class FixedBatches:
         step = self._steps[number]
         longest = sorted(step.groups, key=lambda group: (-group.tokens, group.group_id))
         new = [g for g in longest[: round(share * len(longest))] if g.group_id not in step.admitted]
-        step.admitted.update(group.group_id for group in new)
         return sorted(new, key=lambda group: group.group_id)
 
 
@@ -150,13 +161,13 @@ class FlexibleBatches:
 
     def due(self, version: int) -> list[GroupForecast]:
         """The groups of further steps, until `overlap` steps are outstanding."""
-        admitted: list[GroupForecast] = []
-        while self._next_step < self.num_steps and self._num_outstanding <= self.overlap * self.groups_per_step:
-            new = self.draw(self._next_step)
-            self._num_outstanding += len(new)
-            self._next_step += 1
-            admitted += new
+        admitted, self._next_step = self._ahead()
+        self._num_outstanding += len(admitted)
         return admitted
+
+    def upcoming(self, version: int) -> list[GroupForecast]:
+        """The groups that `due` would admit."""
+        return self._ahead()[0]
 
     def started(self, group_id: GroupId, version: int) -> None:
         """Set a group's deadline, `max_staleness` later. A restart keeps it: tokens of the first start may remain."""
@@ -194,6 +205,14 @@ class FlexibleBatches:
         """(complete groups, at most one batch; groups of the batch)"""
         size = min(self.groups_per_step, self._num_outstanding)
         return min(sum(len(groups.complete) for groups in self._by_start.values()), size), size
+
+    def _ahead(self) -> tuple[list[GroupForecast], int]:
+        """The groups of further steps until `overlap` steps are outstanding, and the first step after them."""
+        step, groups = self._next_step, list[GroupForecast]()
+        while step < self.num_steps and self._num_outstanding + len(groups) <= self.overlap * self.groups_per_step:
+            groups += self.draw(step)
+            step += 1
+        return groups, step
 
     def _leaves_room(self, version: int, size: int) -> bool:
         """Whether all groups that remain after a batch of `size` can still meet their deadlines."""

@@ -30,7 +30,7 @@ def free_seats_for(group_size: int, num_seats: int) -> int:
 
 @dataclass(slots=True)
 class Dispatcher:
-    """Queues of all engines. All methods but `peek`, `loads`, `queued_tokens` and `check_integrity` mutate."""
+    """Queues of all engines. All methods but `peek`, `loads`, `homes`, `queued_tokens` and `check_integrity` mutate."""
 
     num_engines: int
     num_stolen: int = 0
@@ -62,8 +62,19 @@ class Dispatcher:
         return tuple(self._tokens)
 
     def loads(self, num_seats: int) -> list[EngineLoad]:
-        """All engines as planning sees them."""
-        return [EngineLoad(num_seats=num_seats, queued_tokens=max(tokens, 0.0)) for tokens in self._tokens]
+        """All engines as planning sees them. Tokens are whole: rounding errors of sums must not order idle engines."""
+        return [EngineLoad(num_seats=num_seats, queued_tokens=float(max(round(tokens), 0))) for tokens in self._tokens]
+
+    def homes(self) -> dict[int, list[GroupId]]:
+        """By engine, the groups that it runs, and then those that wait for it, the next one first."""
+        homes: dict[int, list[GroupId]] = {}
+        for group_id, (engine, _) in self._running.items():
+            homes.setdefault(engine, []).append(group_id)
+        for engine, entries in enumerate(self._homes):
+            for _, _, arrival, group in sorted(entries, key=lambda entry: entry[:3]):
+                if self._waiting.get(group.group_id) == (engine, arrival):
+                    homes.setdefault(engine, []).append(group.group_id)
+        return homes
 
     def admit(self, plan: RolloutPlan) -> None:
         """Add a plan's groups behind the waiting groups, by step."""
@@ -146,9 +157,9 @@ class Dispatcher:
 
     def _open_home(self, planned: int) -> int:
         """The planned engine; if it is lost and others are not, the engine with the least work."""
-        others = [number for number in range(self.num_engines) if number not in self._closed]
-        if planned not in self._closed or not others:
+        if planned not in self._closed or len(self._closed) == self.num_engines:
             return planned
+        others = (number for number in range(self.num_engines) if number not in self._closed)
         return min(others, key=lambda number: (self._tokens[number], number))
 
     def _first(self, heap: list[_Entry]) -> _Entry | None:

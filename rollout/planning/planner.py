@@ -66,7 +66,6 @@ class Planner:
         self._seed = seed
         self._version = first_step
         self._groups: dict[GroupId, PromptGroup] = {}
-        self._in_batch: frozenset[GroupId] = frozenset()
         self._drawn: dict[int, tuple[PromptGroup, ...]] = {}
         self._admission = self._new_admission(first_step)
 
@@ -88,38 +87,24 @@ class Planner:
     def due(self, step: int, engines: Sequence[EngineLoad]) -> Due:
         """The groups that may start now that version `step` has been published, planned onto these engines."""
         self._version = step
-        if isinstance(self._admission, FixedBatches):
-            self._admission.head_start = self._head_start()
-        forecasts = self._admission.due(step)
-        tail_engines = min(self._config.tail_engines, len(engines) - 1)  # engines may have been given up
-        return Due(
-            groups=tuple(self._groups[forecast.group_id] for forecast in forecasts),
-            plan=plan(self._config.policy, forecasts, engines, tail_engines=tail_engines),
-        )
+        self._update_head_start()
+        return self._planned(self._admission.due(step), engines)
+
+    def upcoming(self, step: int, engines: Sequence[EngineLoad]) -> Due:
+        """What `due` would return for version `step` now: to prepare for it. Nothing is admitted."""
+        self._update_head_start()
+        return self._planned(self._admission.upcoming(step), engines)
 
     def batch(self, step: int) -> list[GroupId] | None:
         """The groups of step `step`'s batch, in order of admission; None while some are incomplete."""
-        batch = self._admission.batch(step)
-        if batch is not None:
-            self._in_batch = frozenset(batch)
-        return batch
+        return self._admission.batch(step)
 
     def progress(self, step: int) -> tuple[int, int]:
         """(complete groups of step `step`'s batch, groups of that batch)."""
         return self._admission.progress(step)
 
-    def upcoming(self, step: int) -> list[Prompt]:
-        """Prompts whose history should be ready at `due(step)`: those in flight, then those that it admits."""
-        if self._config.policy == "flexible":
-            last = step + self._config.overlap
-        else:
-            last = step + self._config.overlap + (self._config.head_start > 0)
-        for ahead in range(step, min(last + 1, self._num_steps)):
-            self._of(ahead)
-        return [group.prompt for group_id, group in self._groups.items() if group_id not in self._in_batch]
-
     def consumed(self, groups: Sequence[ScoredGroup]) -> None:
-        """Learn the lengths of groups that were trained on or dropped; their prompts are not issued again."""
+        """Learn the lengths of groups that a batch has taken; their prompts are not issued again."""
         for scored in groups:
             group = self._groups.pop(scored.group.group_id)
             self.lengths.observe(prompt_key(group.prompt.prompt_id), group.step, scored.summary.lengths)
@@ -156,6 +141,17 @@ class Planner:
         return {**metrics, "planner/head_start": self._admission.head_start}
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _planned(self, forecasts: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Due:
+        tail_engines = min(self._config.tail_engines, len(engines) - 1)  # engines may have been given up
+        return Due(
+            groups=tuple(self._groups[forecast.group_id] for forecast in forecasts),
+            plan=plan(self._config.policy, forecasts, engines, tail_engines=tail_engines),
+        )
+
+    def _update_head_start(self) -> None:
+        if isinstance(self._admission, FixedBatches):
+            self._admission.head_start = self._head_start()
 
     def _head_start(self) -> float:
         """The configured head start if forecasts are good enough, else 0."""

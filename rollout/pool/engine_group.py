@@ -86,6 +86,11 @@ class EngineGroup:
         """Numbers of engines that are not lost, ascending."""
         return tuple(number for number in range(len(self._actors)) if number not in self._lost)
 
+    def node_of(self, number: int) -> str:
+        """Ray's id of the node on which an engine, or its lost predecessor, has started; empty before its start."""
+        process = self._processes.get(number)
+        return "" if process is None else process.node_id
+
     def mark_lost(self, number: int, why: str) -> None:
         """Record that an engine has died, and why."""
         self._lost.setdefault(number, why)

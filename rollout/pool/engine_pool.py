@@ -26,7 +26,7 @@ from typing import Protocol
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
-from rollout.planning.dispatcher import Dispatcher, free_seats_for
+from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.background_thread import repeated_in_background
@@ -34,11 +34,15 @@ from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.group_places import Generating, GroupPlaces, Sampled
 from rollout.pool.scorer_pool import ScorerPool
+from rollout.pool.seat_assignment import assign_seats
 from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
 
 Progress = Callable[[int, int], None]
 """Called with (groups scored, groups waited for) whenever a group is scored."""
+
+OnStart = Callable[[PromptGroup, int], None]
+"""Called with a group and the number of the engine that begins or continues it."""
 
 TRAIN = "train"
 """`PromptGroup.purpose` of groups that are trained on."""
@@ -68,6 +72,11 @@ class Batches(Protocol):
         ...
 
 
+def ignore_start(group: PromptGroup, engine: int) -> None:
+    """For a pool whose starts nobody follows."""
+    del group, engine
+
+
 class EnginePool:
     """Engines and scorers of a run, driven by the controller."""
 
@@ -82,6 +91,7 @@ class EnginePool:
         migration: GroupMigration | None = None,
         revive: Callable[[], None] | None = None,
         watch: EngineWatch | None = None,
+        on_start: OnStart = ignore_start,
         scoring_timeout_s: float = math.inf,
     ) -> None:
         """A pool over engines that have just started, or started over (`EngineGroup.start_over`).
@@ -91,7 +101,7 @@ class EnginePool:
         Without `batches` there is no training, and `take_batch` may not be called. Without `migration` every group
         ends on the engine that began it. `revive` is called when no engine is left and returns when one serves;
         without `revive` that is an error. A scorer that finishes no group for `scoring_timeout_s` hangs. Without
-        `watch` nobody notices that, nor that an engine hangs.
+        `watch` nobody notices that, nor that an engine hangs. `on_start` may be called from the pool's thread.
         """
         self.migration = migration or GroupMigration()
         """Moves groups to an engine that has nothing to do."""
@@ -103,6 +113,7 @@ class EnginePool:
         self._whole_step = whole_step
         self._revive = revive
         self._watch = watch
+        self._on_start = on_start
         self._places = GroupPlaces()
         self._seats = SeatCounts(len(engines), seats_per_engine=seats_per_engine)
         self._dispatcher = Dispatcher(len(engines))
@@ -125,21 +136,40 @@ class EnginePool:
         retired = self._engines.retired
         return [engine for engine in range(len(self._engines)) if engine not in retired]
 
+    def homes(self) -> dict[int, list[PromptGroup]]:
+        """By engine, the groups that it samples and those that wait for it, in the order of starting."""
+        groups = {group.group_id: group for group in self._places.groups()}
+        return {
+            engine: [groups[group_id] for group_id in group_ids]
+            for engine, group_ids in self._dispatcher.homes().items()
+        }
+
+    def planned(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> dict[int, list[PromptGroup]]:
+        """By engine, the groups that `admit` would queue there; without work sharing it also starts them there."""
+        by_id = {group.group_id: group for group in groups}
+        queues = self._over_all(groups, plan).queues
+        return {engine: [by_id[forecast.group_id] for forecast in queue] for engine, queue in enumerate(queues)}
+
+    def _over_all(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None) -> RolloutPlan:
+        """A plan over the engines of `loads`, as one over all engines; without a plan, that of `admit`."""
+        kept = self._kept()
+        plan = plan or plan_first(groups, num_engines=len(kept))
+        return plan.over(kept, num_engines=len(self._engines))
+
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
         """Queue `groups` as planned for the engines of `loads`, and start those for which there are free seats.
 
         Without a plan they go before all waiting groups, and any engine takes the next one.
         """
-        kept = self._kept()
-        plan = plan or plan_first(groups, num_engines=len(kept))
         self._places.admit(groups)
-        self._dispatcher.admit(plan.over(kept, num_engines=len(self._engines)))
+        self._dispatcher.admit(self._over_all(groups, plan))
         if self._whole_step:
             (engine,) = self._engines.actors
             ray.get(engine.hold.remote())
             entering: list[GroupId] = []
             while (forecast := self._dispatcher.take(0)) is not None:
                 entering.append(forecast.group_id)
+                self._seats.begin(0, forecast.num_responses)
                 self._start(forecast, engine=0)
             # calls may overtake each other on their way, so the engine is told which groups to wait for, in order
             ray.get(engine.release.remote(entering))
@@ -222,19 +252,13 @@ class EnginePool:
     def _dispatch(self) -> None:
         """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
         self._follow_lost_engines()
-        candidates = set(self._engines.alive)
-        while candidates:
-            engine = self._seats.emptiest(candidates)
-            forecast = self._dispatcher.peek(engine)
-            needed = 0 if forecast is None else free_seats_for(forecast.num_responses, self._seats.seats_per_engine)
-            if forecast is None or self._seats.free(engine) < needed:
-                candidates.discard(engine)
-                if forecast is not None and engine not in self._seat_calls.values():
-                    num_ended = self._seats.num_ended_for(engine, needed)
-                    self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
-                continue
-            self._dispatcher.take(engine)
+        assigned = assign_seats(self._dispatcher, self._seats, self._engines.alive)
+        for engine, forecast in assigned.starts:
             self._start(forecast, engine=engine)
+        asked = set(self._seat_calls.values())
+        for engine, num_ended in assigned.full.items():
+            if engine not in asked:
+                self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
         self._ask_donor()
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
@@ -250,7 +274,7 @@ class EnginePool:
             columns=ColumnsRef(columns),
             incarnation=self._engines.incarnations[engine],
         )
-        self._seats.begin(engine, len(group.seeds))
+        self._on_start(group, engine)
         if self._batches is not None and group.purpose == TRAIN:
             self._batches.started(group.group_id)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rollout.config import EvalSetConfig
 from rollout.evaluation import EvaluationRow, evaluation_groups, evaluation_rows
 from rollout.pool.engine_pool import EnginePool, Progress
-from rollout.types import GroupId, Prompt
+from rollout.types import GroupId, Prompt, PromptGroup
 
 FIRST_GROUP_ID = 1 << 48
 """First number of evaluation groups, so that training groups have the same numbers with and without evaluation."""
@@ -23,27 +23,33 @@ class Evaluator:
         self._seed = seed
         self._next_id = FIRST_GROUP_ID
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """Prompts of all sets, in the order of sampling."""
-        return [prompt for name in self._sets for prompt in self._prompts[name]]
+    def upcoming(self, finished_steps: int) -> list[list[PromptGroup]]:
+        """The groups of each set that `evaluate` would admit now, in order."""
+        first_id, sets = self._next_id, []
+        for name in self._sets:
+            sets.append(self._groups(name, finished_steps, first_id))
+            first_id += len(sets[-1])
+        return sets
 
     def evaluate(
         self, pool: EnginePool, finished_steps: int, *, progress: Progress | None = None
     ) -> list[EvaluationRow]:
         """Sample and score every set; rows in the order of the configuration."""
         rows: list[EvaluationRow] = []
-        for name, config in self._sets.items():
-            groups = evaluation_groups(
-                name,
-                config,
-                self._prompts[name],
-                run_seed=self._seed,
-                step=finished_steps,
-                first_id=GroupId(self._next_id),
-            )
+        for name in self._sets:
+            groups = self._groups(name, finished_steps, self._next_id)
             self._next_id += len(groups)
             pool.admit(groups)
             scored = pool.take(name, finished_steps, progress=progress)
             rows += evaluation_rows(name, scored, format=self._format, step=finished_steps)
         return rows
+
+    def _groups(self, name: str, finished_steps: int, first_id: int) -> list[PromptGroup]:
+        return evaluation_groups(
+            name,
+            self._sets[name],
+            self._prompts[name],
+            run_seed=self._seed,
+            step=finished_steps,
+            first_id=GroupId(first_id),
+        )

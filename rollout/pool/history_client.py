@@ -1,19 +1,32 @@
-"""The controller's access to the history: prompts to prefetch, rewards of a step, metrics.
+"""The controller's access to the history: segments beside the engines that use them, rewards of a step, metrics.
 
 Translates groups into keys and rewards for `history.store.service`, and sums the draft counters of engines. All calls
 of the loop return at once except `metrics`, which waits for reports.
+
+A reader builds the segments that engines of its node will use:
+
+    the trainer begins       `prefetch`: for the plan of the next step as it would be now; built while the trainer works
+    groups are admitted      `place`: for the plan as it is; without sampling ahead the two are equal
+    an engine begins a group `started`: the segment is built on demand if the group was planned for another node
+
+A segment that comes late, or never, changes no response, because engines verify drafts.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 
 from history.drafting.stats import DraftStats
 from history.lengths.reuse import rank_correlation
 from history.store.prompt_store import Return
 from history.store.service import HistoryService, ServiceReport
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
 from rollout.pool.engine_group import EngineGroup
-from rollout.types import Prompt, ScoredGroup
+from rollout.types import PromptGroup, ScoredGroup
+
+Homes = Mapping[int, Sequence[PromptGroup]]
+"""By engine number, the groups that it samples or is to sample, in the order of starting."""
 
 ANSWER_TIMEOUT_S = 30.0
 _FEWEST_RETURNS = 3
@@ -26,15 +39,64 @@ class HistoryClient:
     def __init__(self, service: HistoryService, engines: EngineGroup) -> None:
         self._service = service
         self._engines = engines
-        self._num_evictions = self._num_lost_calls = self._num_left_out = 0
+        self._ordered: defaultdict[str, set[int]] = defaultdict(set)
+        """By node, the prompts whose segments are published there."""
+        self._num_evictions = self._num_lost_calls = self._num_built = self._num_left_out = 0
+        self._num_displaced = 0
+        """Groups that began on another node than planned, since the last metrics."""
+        self._num_unread = 0
+        """Of these, groups on a node without a reader, since the start."""
 
     def connect(self) -> None:
         """Let the engines send finished responses to the shards."""
         self._engines.connect_history(self._service.shards, timeout_s=ANSWER_TIMEOUT_S)
 
-    def prefetch(self, prompts: Iterable[Prompt]) -> None:
-        """Publish the history of these prompts, in this order, and remove that of others."""
-        self._service.publish_segments([prompt_key(prompt.prompt_id) for prompt in prompts])
+    def prefetch(self, running: Homes, upcoming: Sequence[Homes]) -> None:
+        """Publish the newest history of upcoming groups beside their engines, in order; keep that of running groups."""
+        self._order([running], upcoming)
+
+    def place(self, homes: Sequence[Homes]) -> None:
+        """Publish the history of these groups beside their engines, as far as it is missing, and remove all other."""
+        self._order(homes, [])
+
+    def started(self, group: PromptGroup, engine: int) -> None:
+        """An engine has begun a group. If the group was planned for another node, publish its history here, too."""
+        key = prompt_key(group.prompt.prompt_id)
+        for node in self._nodes_of(engine):
+            if key in self._ordered[node]:
+                continue
+            self._num_displaced += 1
+            if node not in self._service.nodes:
+                self._num_unread += 1
+                continue
+            self._ordered[node].add(key)
+            self._service.add_segment(node, key)
+
+    def _order(self, kept: Sequence[Homes], fresh: Sequence[Homes]) -> None:
+        kept_keys, fresh_keys = self._keys(kept), self._keys(fresh)
+        orders = {
+            node: SegmentOrder(kept=kept_keys.get(node, ()), fresh=fresh_keys.get(node, ()))
+            for node in self._service.nodes
+        }
+        self._ordered = defaultdict(set, {node: set(order.keys) for node, order in orders.items()})
+        self._service.publish_segments(orders)
+
+    def _keys(self, several: Sequence[Homes]) -> dict[str, tuple[int, ...]]:
+        """By node, the different prompts of its engines' groups; the first groups of all engines come first."""
+        keys: defaultdict[str, list[int]] = defaultdict(list)
+        for homes in several:
+            queues: defaultdict[str, list[list[int]]] = defaultdict(list)
+            for engine, groups in homes.items():
+                for node in self._nodes_of(engine):
+                    queues[node].append([prompt_key(group.prompt.prompt_id) for group in groups])
+            for node, of_node in queues.items():
+                keys[node] += [key for key in chain.from_iterable(zip_longest(*of_node)) if key is not None]
+        return {node: tuple(dict.fromkeys(found)) for node, found in keys.items()}
+
+    def _nodes_of(self, engine: int) -> tuple[str, ...]:
+        """The node of an engine; every node with a reader if it is unknown."""
+        node = self._engines.node_of(engine)
+        return (node,) if node else self._service.nodes
 
     def begin_rollout(self) -> None:
         """Reset the draft counters, so that drafts of an evaluation do not count for the step."""
@@ -57,18 +119,22 @@ class HistoryClient:
         }
 
     def _state_metrics(self, report: ServiceReport, num_lost_by_engines: int) -> dict[str, float]:
-        num_lost_calls = report.num_lost_calls + num_lost_by_engines
+        num_lost_calls = report.num_lost_calls + num_lost_by_engines + self._num_unread
+        num_displaced, self._num_displaced = self._num_displaced, 0
         metrics = {
             "history/bytes": float(report.stats.num_bytes),
             "history/prompts": float(report.stats.num_prompts),
             "history/segment_bytes": float(report.segment_bytes),
-            # a restarted shard counts from 0
+            "history/displaced_groups": float(num_displaced),
+            # a restarted reader or shard counts from 0
+            "history/built_segments": float(max(report.num_built - self._num_built, 0)),
             "history/evictions": float(max(report.stats.num_evictions - self._num_evictions, 0)),
             "history/left_out_segments": float(max(report.num_left_out - self._num_left_out, 0)),
             "history/lost_calls": float(max(num_lost_calls - self._num_lost_calls, 0)),
         }
         self._num_evictions, self._num_lost_calls = report.stats.num_evictions, num_lost_calls
         self._num_left_out = report.num_left_out
+        self._num_built = report.num_built
         return metrics
 
 

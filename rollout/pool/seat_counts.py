@@ -6,8 +6,6 @@ have ended since its start.
 Invariant (`check_integrity`): an engine has ended at most the responses that the pool has begun.
 """
 
-from collections.abc import Iterable
-
 
 class SeatCounts:
     """Seats of all engines. `begin`, `report` and `reset` mutate."""
@@ -24,10 +22,6 @@ class SeatCounts:
     def free(self, engine: int) -> int:
         """Seats not in use; negative while responses wait for a seat inside the engine."""
         return self.seats_per_engine - self.used(engine)
-
-    def emptiest(self, engines: Iterable[int]) -> int:
-        """The engine with the fewest seats in use; the lowest number among equals."""
-        return min(engines, key=lambda engine: (self.used(engine), engine))
 
     def num_ended_for(self, engine: int, num_free: int) -> int:
         """How many responses must have ended, since the engine's start, before `num_free` seats are free."""

@@ -31,9 +31,12 @@ CONTROL_PLANE = View(
             columns=(Column(field="cpu_s", title="CPU seconds"),),
         ),
         Table(
-            title="Memory of the controller after the steps",
+            title="Memory of the controller after the steps, and what it puts into the object store",
             lines={"scale": "engines and ranks"},
-            columns=(Column(field="memory_bytes", title="memory, MiB", scale=MIB),),
+            columns=(
+                Column(field="memory_bytes", title="memory, MiB", scale=MIB),
+                Column(field="stored_bytes", title="object store, MiB a step", scale=MIB),
+            ),
         ),
     ),
 )

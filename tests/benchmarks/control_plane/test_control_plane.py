@@ -36,6 +36,14 @@ def test_cpu_time_belongs_to_the_outermost_part_of_the_step() -> None:
     assert second[ALL] >= second["inner"]
 
 
+def test_stored_bytes_are_those_of_each_step() -> None:
+    created = iter([100, 150, 400]).__next__
+    meter = Meter(created)
+    meter.end_step()
+    meter.end_step()
+    assert meter.stored_bytes == [50, 250]
+
+
 @pytest.mark.slow
 @pytest.mark.bench
 def test_a_quick_run_measures_every_part(tmp_path: Path) -> None:
@@ -44,3 +52,5 @@ def test_a_quick_run_measures_every_part(tmp_path: Path) -> None:
     parts = {"all", "batch", "history", "plan", "pool", "publish", "record", "train calls"}
     assert {row["part"] for row in rows if row["scale"] == 16} == parts
     assert all(row["cpu_s"] >= 0 for row in rows)
+    stored = {row["scale"]: row["stored_bytes"] for row in rows}
+    assert 0 < stored[8] < stored[16]

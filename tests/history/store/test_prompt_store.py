@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.drafting.store_soak import soak
+from history.store.actors import Shard
 from history.store.prompt_store import RESPONSE_BYTES, PromptStore, expected_wait
 from history.store.response_batch import ResponseBatch
 from history.types import PastResponse
@@ -52,6 +53,7 @@ def test_rewards_and_responses_may_arrive_in_any_order_and_twice(order, when):
         pay(kept, 1, 3, num_samples=6)
     assert steps_and_samples(kept, 1) == [(3, s) for s in range(6)]
     assert [one.reward for one in kept.fetch([1])[1][1]] == [float(s) for s in range(6)]
+    kept.measure_returns()
     (only,) = kept.drain_returns()
     assert (only.num_tokens, only.mean_length, only.reusable_share) == (72, 12.0, 0.5)
     kept.check_integrity()
@@ -135,6 +137,61 @@ def test_half_the_budget_keeps_about_half_the_hits_unlike_least_recently_used(ro
     assert kept.stats().num_evictions > 0
 
 
+def test_the_store_is_not_locked_while_the_reuse_of_a_prompt_is_measured():
+    free = []
+
+    def try_lock():
+        free.append(kept._lock.acquire(blocking=False))
+        if free[-1]:
+            kept._lock.release()
+
+    def share(before, now):
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return 0.25
+
+    kept = store(reuse_share=share)
+    for step in range(2):
+        kept.append(1, visit(1, step))
+        pay(kept, 1, step)
+    kept.measure_returns()
+    assert free == [True]
+    assert [one.reusable_share for one in kept.drain_returns()] == [0.25]
+
+
+def test_a_shard_measures_reuse_in_a_thread_that_answers_no_calls(monkeypatch):
+    threads = []
+
+    def share(before, now):
+        threads.append(threading.current_thread())
+        return 0.25
+
+    monkeypatch.setattr("history.lengths.reuse.reusable_share", share)
+    shard = Shard(0, 1, 1 << 20, 1)
+    for step in range(2):
+        shard.append(ResponseBatch.of((1, one) for one in visit(1, step)))
+        shard.note_rewards(step, {1: [0.0, 1.0, 0.0, 1.0]})
+    shard._thread.shutdown()
+    assert len(threads) == 1 and threading.current_thread() not in threads
+    assert [one.reusable_share for one in shard.report().returns] == [0.25]
+
+
+def test_a_failed_measurement_of_reuse_is_reported_once(monkeypatch):
+    def share(before, now):
+        raise ValueError("bad visit")
+
+    monkeypatch.setattr("history.lengths.reuse.reusable_share", share)
+    shard = Shard(0, 1, 1 << 20, 1)
+    for step in range(2):
+        shard.append(ResponseBatch.of((1, one) for one in visit(1, step)))
+        shard.note_rewards(step, {1: [0.0, 1.0, 0.0, 1.0]})
+    shard._thread.shutdown()
+    with pytest.raises(ValueError, match="bad visit"):
+        shard.report()
+    assert shard.report().stats.num_prompts == 1
+
+
 def test_prompts_that_repeat_themselves_are_evicted_last():
     one = 4 * (4 * 13 + RESPONSE_BYTES)
     kept = store(budget_bytes=41 * one, reuse_share=lambda before, now: float(len(now[0].token_ids) - 12))
@@ -142,6 +199,7 @@ def test_prompts_that_repeat_themselves_are_evicted_last():
         for key in range(40):
             kept.append(key, visit(key, step, length=12 + key % 2))
             pay(kept, key, step)
+    kept.measure_returns()
     shares = [came.reusable_share for came in kept.drain_returns()]
     assert shares.count(0.0) == shares.count(1.0) == 20
     for key in range(100, 115):

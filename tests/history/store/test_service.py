@@ -21,7 +21,7 @@ from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, Upkeep, start_history
 from history.store.snapshot import SnapshotError, read_manifest
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
 from rollout.processes import STACKS_SIGNAL
 from rollout.stacks import catches
 from tests.support.deadline import DEADLINE_S
@@ -70,6 +70,11 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
+def publish(service: HistoryService, keys) -> None:
+    """Order the newest segments of these prompts on every node."""
+    service.publish_segments({node: SegmentOrder(fresh=tuple(keys)) for node in service.nodes})
+
+
 def published(service: HistoryService) -> set[int]:
     return {int(path.stem, 16) for path in Path(service.directory).glob("*.segment")}
 
@@ -94,7 +99,7 @@ def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_re
     service = started("wanted")
     remember(service, 0)
     service.note_rewards(0, {key: [0.0, 1.0, 0.5, 0.25] for key in KEYS})
-    service.publish_segments([*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
+    publish(service, [*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
     until(lambda: published(service) == set(KEYS[:8]))
     assert {published_step(service, key) for key in KEYS[:8]} == {0}
     rewards = [one.reward for one in attach_segment(Path(service.directory), KEYS[0]).past_responses()]
@@ -102,15 +107,15 @@ def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_re
     untouched = (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino
     remember(service, 1, KEYS[:7])
     service.note_rewards(1, dict.fromkeys(KEYS[:7], [0.0] * 4))
-    service.publish_segments(KEYS[6:10])
+    publish(service, KEYS[6:10])
     until(lambda: [published_step(service, key) for key in KEYS[6:10]] == [1, 0, 0, 0])
     assert published(service) == set(KEYS[6:10])
     assert (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino == untouched
-    report = service.report()
+    report, returns = service.report(), []
     assert report.stats.num_prompts == 12
     assert report.stats.num_responses == 48
     assert report.num_segments == 4
-    assert len(report.returns) == 7
+    until(lambda: returns.extend(report.returns) or returns.extend(service.report().returns) or len(returns) >= 7)
     assert report.num_lost_calls == 0
     assert log_lines == []
 
@@ -165,12 +170,12 @@ def test_a_killed_shard_is_detected_logged_once_and_refilled_from_the_newest_sna
         "history shard 0 died and was restarted; engines draft from the remaining history"
     ]
     assert service.report().num_lost_calls >= 1
-    service.publish_segments(KEYS)
+    publish(service, KEYS)
     until(lambda: published(service) == set(KEYS))
     assert {published_step(service, key) for key in KEYS} == {0}
     remember(service, 2, KEYS[:1])
     service.note_rewards(2, {KEYS[0]: [1.0] * 4})
-    service.publish_segments(KEYS[:1])
+    publish(service, KEYS[:1])
     until(lambda: published_step(service, KEYS[0]) == 2)
 
 
@@ -220,7 +225,7 @@ def test_a_shard_restarted_empty_does_not_replace_a_snapshot(started, log_lines,
 def test_a_restarted_reader_publishes_the_last_requested_prompts_again(started, log_lines):
     service = started("reader")
     remember(service, 0)
-    service.publish_segments(KEYS[:3])
+    publish(service, KEYS[:3])
     until(lambda: published(service) == set(KEYS[:3]))
     service.report()
     (reader,) = service._readers.values()
@@ -239,11 +244,11 @@ def test_calls_to_a_dead_shard_are_counted_as_lost_without_blocking(started):
     for step in range(20):
         remember(service, step)
         service.note_rewards(step, dict.fromkeys(KEYS, [0.0] * 4))
-        service.publish_segments(KEYS)
+        publish(service, KEYS)
     assert time.monotonic() - began < 60  # an order that waits for an answer would wait for its deadline
     until(lambda: service.report().num_lost_calls > 0)
     remember(service, 20)
-    service.publish_segments(KEYS)
+    publish(service, KEYS)
     until(lambda: published(service) == set(KEYS))
 
 
@@ -256,7 +261,7 @@ def test_a_snapshot_is_restored_to_any_number_of_shards(started, tmp_path):
     other = started("restored", num_shards=2)
     other.restore(folder)
     until(lambda: other.report().stats.num_prompts == len(KEYS))
-    other.publish_segments(KEYS)
+    publish(other, KEYS)
     until(lambda: published(other) == set(KEYS))
     assert {published_step(other, key) for key in KEYS} == {4}
 
@@ -295,32 +300,68 @@ def test_the_service_handle_does_not_import_numba():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_reader_that_moves_publishes_on_its_new_node_what_the_others_publish(tmp_path, log_lines):
-    """Nodes are folders here: a reader publishes in the folder of its node."""
-    config = HistoryConfig(num_shards=1, budget_bytes=1 << 20)
-    shard = HistoryShard.remote(0, 1, config.budget_bytes, config.kept_steps)
-    folders = {node: str(tmp_path / node) for node in ("a", "b", "c")}
+@pytest.fixture
+def two_readers(tmp_path, log_lines):
+    """A service with readers on the nodes `a` and `b`; nodes are folders here, in which their readers publish."""
+    shard = HistoryShard.remote(0, 1, 1 << 20, 1)
     service = HistoryService(
         [shard],
         ["a", "b"],
-        start_reader=lambda node: HistoryReader.remote(folders[node], 1 << 20),
-        directory=folders["a"],
+        start_reader=lambda node: HistoryReader.options(max_restarts=-1).remote(str(tmp_path / node), 1 << 20),
+        directory=str(tmp_path / "a"),
         fingerprint="f",
         upkeep=Upkeep(log=log_lines),
     )
+    yield service
+    service.close()
 
-    def published_on(node: str) -> set[str]:
-        return {path.name for path in Path(folders[node]).glob("*.segment")}
 
-    try:
-        remember(service, 0)
-        service.publish_segments(KEYS)
-        until(lambda: len(published_on("b")) == len(KEYS))
-        service.move_readers(["a", "c"])
-        until(lambda: published_on("c") == published_on("a"))
-        service.publish_segments(KEYS[:2])
-        until(lambda: len(published_on("c")) == len(published_on("a")) == 2)
-        assert len(published_on("b")) == len(KEYS)
-        assert service.report().num_lost_calls == 0 and log_lines == []
-    finally:
-        service.close()
+def test_a_reader_builds_the_segments_of_its_own_node_only(two_readers, tmp_path, log_lines):
+    service = two_readers
+    remember(service, 0)
+    service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:8])), "b": SegmentOrder(fresh=tuple(KEYS[8:]))})
+    until(lambda: service.report().num_segments == len(KEYS))
+    assert on_node(tmp_path, "a") == set(KEYS[:8]) and on_node(tmp_path, "b") == set(KEYS[8:])
+    assert service.report().num_built == len(KEYS)  # 8 and 4; every reader would have built 12
+    service.add_segment("b", KEYS[0])
+    until(lambda: on_node(tmp_path, "b") == {KEYS[0], *KEYS[8:]})
+    assert service.report().num_built == len(KEYS) + 1
+    kill(service._readers["b"])
+    until(lambda: service.report() and any("reader 1 died" in line for line in log_lines))
+    until(lambda: on_node(tmp_path, "b") == {KEYS[0], *KEYS[8:]})
+    until(lambda: service.report().num_segments == len(KEYS) + 1)
+
+
+def test_a_kept_segment_is_built_only_if_it_is_missing(two_readers, tmp_path):
+    service = two_readers
+    remember(service, 0)
+    service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:2]))})
+    until(lambda: service.report().num_built == 2)
+    remember(service, 1)  # responses of requests that run
+    service.publish_segments({"a": SegmentOrder(kept=tuple(KEYS[:3]), fresh=tuple(KEYS[3:4]))})
+    until(lambda: on_node(tmp_path, "a") == set(KEYS[:4]))
+    assert service.report().num_built == 4
+    past = [attach_segment(tmp_path / "a", key).past_responses() for key in KEYS[:4]]
+    assert [max(one.step for one in responses) for responses in past] == [0, 0, 1, 1]
+    service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:1]))})
+    until(lambda: service.report().num_built == 5)
+    assert on_node(tmp_path, "a") == {KEYS[0]}
+
+
+def test_a_reader_that_moves_publishes_on_its_new_node_what_is_ordered_there(two_readers, tmp_path, log_lines):
+    service = two_readers
+    remember(service, 0)
+    service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:8])), "b": SegmentOrder(fresh=tuple(KEYS[8:]))})
+    until(lambda: on_node(tmp_path, "b") == set(KEYS[8:]))
+    service.move_readers(["a", "c"])
+    assert service.nodes == ("a", "c")
+    service.add_segment("c", KEYS[8])
+    until(lambda: on_node(tmp_path, "c") == {KEYS[8]})
+    service.publish_segments({"a": SegmentOrder(kept=tuple(KEYS[:8])), "c": SegmentOrder(kept=tuple(KEYS[8:]))})
+    until(lambda: on_node(tmp_path, "c") == set(KEYS[8:]))
+    assert on_node(tmp_path, "b") == set(KEYS[8:])  # a lost node keeps what it had
+    assert service.report().num_lost_calls == 0 and log_lines == []
+
+
+def on_node(tmp_path: Path, node: str) -> set[int]:
+    return {int(path.stem, 16) for path in (tmp_path / node).glob("*.segment")}

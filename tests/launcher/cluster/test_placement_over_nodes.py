@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from history.config import HistoryConfig
 from history.types import HistoryPlaces
 from launcher.cluster.node import NodeResources
 from launcher.cluster.node_assignment import near_together
@@ -234,6 +235,16 @@ def test_history_shards_take_the_nodes_in_turn_and_engines_have_a_reader_beside_
     assert placement.history == HistoryPlaces(shards=("n0", "n1", "n0"), readers=("n0", "n1"))
     assert "history: 3 shard(s) and 2 readers" in placement.lines()
     assert placement.notes == ("n2: no trainer rank and no engine; raise trainer.parallel.data or engine.num_engines",)
+
+
+def test_each_node_that_the_run_uses_has_a_history_shard_by_default() -> None:
+    placement = plan(config_of(dp=2, engines=2), gpu_nodes(1, 1, 1))
+    assert placement.history.shards == ("n0", "n1")
+
+
+@pytest.mark.parametrize(("num_shards", "num_nodes", "expected"), [(0, 1, 1), (0, 5, 5), (0, 64, 16), (3, 64, 3)])
+def test_the_number_of_history_shards_follows_the_nodes_up_to_a_bound(num_shards, num_nodes, expected) -> None:
+    assert HistoryConfig(num_shards=num_shards).shards_over(num_nodes) == expected
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ class StandIn:
 
 def history(log):
     return StandIn(
-        prefetch=lambda prompts: log.append(f"prefetch {prompts}"),
+        prefetch=lambda running, upcoming: log.append(f"prefetch {upcoming}, keep {running}"),
+        place=lambda homes: log.append(f"place {homes}"),
         begin_rollout=log.call("begin rollout"),
         record_rewards=log.call("record rewards"),
         metrics=lambda: {"history/bytes": 1.0},
@@ -76,7 +77,7 @@ def controller(
         planner=StandIn(
             due=log.call("due", StandIn(groups=groups, plan="plan")),
             consumed=lambda groups: log.append(f"consumed {len(groups)}"),
-            upcoming=lambda step: ["train"],
+            upcoming=lambda step, engines: StandIn(groups="train", plan="plan"),
             metrics=lambda: {},
         ),
         pool=StandIn(
@@ -86,6 +87,8 @@ def controller(
             reward_workers=WorkerEvents(),
             migration=StandIn(num_moved=0),
             loads=lambda: [],
+            homes=lambda: "running",
+            planned=lambda groups, plan="": groups if isinstance(groups, str) else plan,
             admit=log.call("admit"),
             take_batch=lambda step, progress: groups,
         ),
@@ -97,7 +100,8 @@ def controller(
         restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
         phases=phases,
         evaluator=StandIn(
-            evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [], prompts=["evaluation"]
+            evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [],
+            upcoming=lambda step: ["evaluation"],
         ),
         recorder=StandIn(
             on_progress=lambda *a: None,
@@ -214,21 +218,23 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
 def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
-    words = ("prefetch", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")
+    words = ("prefetch", "place", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")
     assert [entry for entry in log if entry.startswith(words)] == [
-        "prefetch ['evaluation', 'train']",
+        "prefetch ['evaluation', 'train'], keep running",
         "evaluate begins",
         "evaluate 0",
         "evaluate ends",
         "begin rollout",
+        "place ['running', 'plan']",
         "admit",
         "record rewards 0",
-        "prefetch ['train']",
+        "prefetch ['train'], keep running",
         "train begins",
         "begin rollout",
+        "place ['running', 'plan']",
         "admit",
         "record rewards 1",
-        "prefetch ['evaluation']",
+        "prefetch ['evaluation'], keep running",
         "train begins",
         "evaluate begins",
         "evaluate 2",
@@ -265,7 +271,7 @@ def test_a_stop_during_a_rollout_leaves_it_and_consumes_nothing_of_the_step():
     with pytest.raises(StopRequestedError, match="after step 1"):
         stopping(log, answers=[False, False, False, True], num_steps=5).run()
     kept = [entry for entry in log if entry.startswith(("due", "consumed", "record", "save", "train begins"))]
-    assert kept == ["due 0", "train begins", "consumed 2", "record 0", "due 1", "save 1"]
+    assert kept == ["due 0", "consumed 2", "train begins", "record 0", "due 1", "save 1"]
 
 
 def test_a_stop_saves_nothing_that_is_saved_already_and_nothing_before_the_first_step():

@@ -118,13 +118,33 @@ def test_a_resumed_run_issues_groups_in_flight_again_under_the_same_numbers(conf
     assert batch == [4, 5, 6, 7]
 
 
-def test_history_is_requested_for_prompts_in_flight_and_for_the_next_prompts():
-    one = planner(overlap=1, max_staleness=1)
-    step(one, 0)
-    wanted = {prompt.prompt_id for prompt in one.upcoming(1)}
-    assert len(wanted) == 2 * PER_STEP  # steps 1 and 2; step 0 is being trained on
-    groups, _ = step(one, 1)
-    assert {group.prompt.prompt_id for group in groups} <= wanted
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"overlap": 1, "max_staleness": 1},
+        {"head_start": 0.5, "max_staleness": 1},
+        {"policy": "flexible", "overlap": 1, "max_staleness": 2},
+    ],
+)
+def test_the_next_groups_and_their_engines_are_known_once_a_batch_is_consumed(config):
+    """What the trainer's time is used for, such as segments beside the engines that need them, is then not in vain."""
+    one = planner(**config)
+    for visit in (0, 1):
+        for number in range(NUM_PROMPTS):
+            one.lengths.observe(prompt_key(f"t/{number}"), visit, [3 * number + 2] * 4)
+    for number in range(4):
+        expected = one.upcoming(number, ENGINES)
+        assert one.upcoming(number, ENGINES) == expected
+        due = one.due(number, ENGINES)
+        assert due == expected
+        assert sorted(f.group_id for queue in due.plan.queues for f in queue) == [g.group_id for g in due.groups]
+        for group in due.groups:
+            one.started(group.group_id)
+            one.completed(group.group_id)
+        batch = one.batch(number)
+        found = one._groups
+        one.consumed([scored(found[group_id], (5 + group_id % 7,) * 4) for group_id in batch])
 
 
 def test_a_head_start_needs_accurate_forecasts():

@@ -1,18 +1,31 @@
 """History metrics of a step: sums over engines and differences of counters; unknown metrics are left out."""
 
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from history.drafting.stats import DraftStats
+from history.lengths.book import LengthBook
 from history.store.prompt_store import Return, StoreStats
 from history.store.service import ServiceReport
-from history.types import prompt_key
+from history.types import SegmentOrder, prompt_key
+from rollout.config import PlannerConfig
+from rollout.data.order import PromptOrder, PromptSet
+from rollout.planning.planner import Planner
+from rollout.pool import engine_pool as pool_module
+from rollout.pool import scorer_pool
+from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_pool import EnginePool
 from rollout.pool.history_client import HistoryClient, return_metrics
+from rollout.processes import ProcessId
 from rollout.tracing.draft_savings import seconds_saved
 from rollout.tracing.forwards import FORWARD
-from tests.support.scored_groups import scored_group
+from rollout.types import Score, ScoreStatus
+from tests.support.pool_stress import SIZE, SLOTS, Engine, FakeRay, Method, World
+from tests.support.scored_groups import scored_group, scorer_answer
 
 
 class Engines:
@@ -22,16 +35,26 @@ class Engines:
     def lost_history_calls(self, *, timeout_s):
         return {0: 1, 1: 2}
 
+    def node_of(self, number):
+        return "aabb "[number].strip()
+
 
 class Service:
+    nodes = ("a", "b")
+
     def __init__(self) -> None:
         self.calls = []
         self.lost = 5
         self.evictions = 7
         self.left_out = 2
+        self.built = 4
+        self.added = []
 
-    def publish_segments(self, keys):
-        self.calls.append(("publish_segments", keys))
+    def publish_segments(self, orders):
+        self.calls.append(("publish_segments", orders))
+
+    def add_segment(self, node, key):
+        self.added.append((node, key))
 
     def note_rewards(self, step, rewards):
         self.calls.append(("rewards", step, rewards))
@@ -43,6 +66,7 @@ class Service:
             num_segments=2,
             segment_bytes=64,
             num_left_out=self.left_out,
+            num_built=self.built,
             num_lost_calls=self.lost,
             returns=(),
         )
@@ -59,22 +83,138 @@ def test_metrics_sum_over_engines_and_count_each_lost_call_once():
     assert first["history/tokens_per_forward"] == 3.0
     assert (first["history/lost_calls"], first["history/evictions"]) == (8.0, 7.0)
     assert first["history/left_out_segments"] == 2.0
-    service.lost += 1
-    service.left_out += 3
+    assert first["history/built_segments"] == 4.0
+    service.lost, service.left_out, service.built = service.lost + 1, service.left_out + 3, 6
     second = client.metrics()
     assert (second["history/lost_calls"], second["history/evictions"]) == (1.0, 0.0)
     assert second["history/left_out_segments"] == 3.0
+    assert second["history/built_segments"] == 2.0
     service.evictions = 2  # the shard was started again
     assert client.metrics()["history/evictions"] == 0.0
 
 
-def test_prompts_and_rewards_are_sent_by_prompt_key():
+GROUPS = [scored_group(number).group for number in range(6)]
+KEYS = [prompt_key(group.prompt.prompt_id) for group in GROUPS]
+
+
+def test_rewards_are_sent_by_prompt_key():
     service, group = Service(), scored_group(0)
+    HistoryClient(service, Engines()).record_rewards(4, [group])
+    assert service.calls == [("rewards", 4, {KEYS[0]: group.rewards})]
+
+
+def test_each_node_is_sent_the_prompts_of_its_engines_in_the_order_of_starting():
+    service = Service()
     client = HistoryClient(service, Engines())
-    client.prefetch([group.group.prompt])
-    client.record_rewards(4, [group])
-    key = prompt_key(group.group.prompt.prompt_id)
-    assert service.calls == [("publish_segments", [key]), ("rewards", 4, {key: group.rewards})]
+    client.prefetch({2: [GROUPS[5]]}, [{0: GROUPS[:3], 1: [GROUPS[3], GROUPS[0]], 2: [GROUPS[4]]}, {1: [GROUPS[5]]}])
+    (_, orders), *_ = service.calls
+    assert orders == {
+        "a": SegmentOrder(fresh=(KEYS[0], KEYS[3], KEYS[1], KEYS[2], KEYS[5])),
+        "b": SegmentOrder(kept=(KEYS[5],), fresh=(KEYS[4],)),
+    }
+    client.place([{2: [GROUPS[5]], 3: [GROUPS[1]]}])
+    assert service.calls[1][1] == {"a": SegmentOrder(), "b": SegmentOrder(kept=(KEYS[5], KEYS[1]))}
+
+
+def test_an_engine_whose_node_is_unknown_finds_its_segments_everywhere():
+    service = Service()
+    HistoryClient(service, Engines()).place([{4: GROUPS[:1]}])
+    assert service.calls[0][1] == dict.fromkeys("ab", SegmentOrder(kept=(KEYS[0],)))
+
+
+def test_a_group_that_begins_on_another_node_is_counted_once_and_its_segment_is_built_there():
+    service = Service()
+    client = HistoryClient(service, Engines())
+    client.place([{0: GROUPS[:1]}])
+    client.started(GROUPS[0], 1)  # another engine of its node
+    assert service.added == []
+    client.started(GROUPS[0], 2)
+    client.started(GROUPS[0], 3)
+    assert service.added == [("b", KEYS[0])]
+    assert client.metrics()["history/displaced_groups"] == 1.0
+    service.nodes = ("a",)
+    lost = client.metrics()["history/lost_calls"]
+    client.started(GROUPS[1], 2)
+    metrics = client.metrics()
+    assert (lost, metrics["history/lost_calls"], metrics["history/displaced_groups"]) == (0.0, 1.0, 1.0)
+    assert service.added == [("b", KEYS[0])]
+
+
+NUM_STEPS, PER_STEP = 6, 20
+
+
+class Calm(World):
+    """Engines on two nodes that end responses at random and never die."""
+
+    def happen(self):
+        busy = [engine for engine in self.engines.actors if engine.running]
+        if self.scores and (not busy or self.generator.random() < 0.1):
+            ref = self.scores.pop()
+            ref.is_ready, ref.value = True, scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
+        else:
+            self.generator.choice(busy).end_one()
+
+
+def random_planner(**config) -> Planner:
+    prompts = {f"t/{number}": replace(GROUPS[0].prompt, prompt_id=f"t/{number}") for number in range(3 * PER_STEP)}
+    return Planner(
+        PromptOrder([PromptSet(prompt_ids=tuple(prompts))], seed=3),
+        prompts,
+        config=PlannerConfig(**config),
+        lengths=LengthBook(),
+        num_steps=NUM_STEPS,
+        prompts_per_step=PER_STEP,
+        group_size=SIZE,
+        sampling=GROUPS[0].sampling,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"policy": "lpt"},
+        {"policy": "adaptive"},
+        {"policy": "lpt", "overlap": 1, "max_staleness": 1},
+        {"policy": "flexible", "overlap": 1, "max_staleness": 1},
+    ],
+)
+def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, config, seed):
+    """The real planner, pool and client over engines that end responses at random."""
+    world, service, began, step_orders = Calm(random.Random(seed)), Service(), [], []
+    for module in (pool_module, scorer_pool):
+        monkeypatch.setattr(module, "ray", FakeRay(world))
+    engines = world.engines = EngineGroup([Engine(world) for _ in range(4)], num_ranks=1)
+    engines._processes = {number: ProcessId(node_id=node, pid=1, created_s=0.0) for number, node in enumerate("aabb")}
+    client, planner = HistoryClient(service, engines), random_planner(**config)
+
+    def on_start(group, engine):
+        client.started(group, engine)
+        began.append((engines.node_of(engine), prompt_key(group.prompt.prompt_id)))
+
+    scorer = type("Scorer", (), {"score": Method(world.score)})
+    pool = EnginePool(engines, [scorer], seats_per_engine=SLOTS, batches=planner, on_start=on_start)
+    for step in range(NUM_STEPS):
+        upcoming = planner.upcoming(step, pool.loads())
+        client.prefetch(pool.homes(), [pool.planned(upcoming.groups, upcoming.plan)])
+        due = planner.due(step, pool.loads())
+        client.place([pool.homes(), pool.planned(due.groups, due.plan)])
+        pool.admit(due.groups, due.plan)
+        planner.consumed(pool.take_batch(step))
+        step_orders.append([{node: order.keys for node, order in call[1].items()} for call in service.calls])
+        service.calls.clear()
+    assert len(began) == NUM_STEPS * PER_STEP
+    num_displaced = client._num_displaced
+    assert num_displaced == len(service.added)
+    assert num_displaced == 0 if config["policy"] == "lpt" else num_displaced <= pool._dispatcher.num_stolen
+    if config.get("overlap"):
+        return
+    for step, (prefetched, placed) in enumerate(step_orders):
+        assert prefetched == placed, "the trainer's time was used for other segments than those needed"
+        assert sum(map(len, placed.values())) == PER_STEP  # of both nodes; twice as many if each reader built all
+        needed = set(began[step * PER_STEP : (step + 1) * PER_STEP])
+        assert needed - {(node, key) for node, keys in placed.items() for key in keys} <= set(service.added)
 
 
 def test_reuse_is_weighted_by_tokens_and_rank_correlation_needs_three_prompts():
@@ -93,8 +233,6 @@ def forwards(*rows: tuple[float, float]):
 
 
 def test_measured_saving_compares_with_the_baseline_engines_token_rate():
-    from dataclasses import replace
-
     drafting, stock = (
         replace(one, summary=replace(one.summary, engine_id=number, lengths=lengths, started_at_s=10, finished_at_s=20))
         for number, (one, lengths) in enumerate([(scored_group(0), (30, 30)), (scored_group(1), (10, 10))])

@@ -12,13 +12,6 @@ def test_seats_are_in_use_from_the_start_of_a_response_to_the_report_of_its_end(
     seats.check_integrity()
 
 
-def test_the_emptiest_engine_is_the_first_among_equals():
-    seats = SeatCounts(3, seats_per_engine=4)
-    seats.begin(0, 2)
-    assert seats.emptiest([2, 1, 0]) == 1
-    assert seats.emptiest([0, 2]) == 2
-
-
 def test_enough_seats_are_free_when_so_many_responses_have_ended():
     seats = SeatCounts(1, seats_per_engine=8)
     seats.begin(0, 20)
