@@ -23,6 +23,8 @@ LOADERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
 BETWEEN_PROCESSES = {
     "rollout/engine/engine.py": "statistics of vLLM's workers",
     "rollout/engine/weights.py": "answers of vLLM's workers",
+    "rollout/rewards/worker_server.py": "nothing: it pickles only",
+    "rollout/rewards/workers.py": "the server of reward workers, which runs no reward",
     "rollout/transports/cuda_ipc.py": "addresses of device memory, by a trainer rank of the run",
     "rollout/worker/receiver.py": "the channel, from the engine",
     "rollout/worker/worker.py": "calls of the engine",

@@ -1,13 +1,14 @@
-"""Messages between a scorer and a reward worker: pickled, after their length.
+"""Messages between a scorer and a reward worker: JSON, after their length. A worker runs foreign code, so the scorer
+must not unpickle what comes from it.
 
 Ready and then, for each call, Begun and Ended come from the worker. Numbered requests come from the scorer.
 """
 
-import pickle
+import json
 import socket
 import struct
 from asyncio import StreamReader
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rollout.rewards.call import RewardOutcome, RewardRequest
 
@@ -51,7 +52,7 @@ Answer = Ready | Begun | Ended
 
 def frame(message: Numbered | Answer) -> bytes:
     """A message as bytes."""
-    payload = pickle.dumps(message)
+    payload = json.dumps([type(message).__name__, asdict(message)]).encode()
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -60,15 +61,43 @@ async def read_answer(reader: StreamReader) -> Answer:
 
     Raises:
         asyncio.IncompleteReadError: the other side has closed the channel.
+        ConnectionError: the message is none of a worker.
     """
-    answer: Answer = pickle.loads(await _read(reader))
-    return answer
+    message = _message(await _read(reader))
+    if isinstance(message, Numbered):
+        raise ConnectionError("a worker has sent a request")
+    return message
 
 
 async def read_request(reader: StreamReader) -> Numbered:
     """The next request of the scorer; errors as for `read_answer`."""
-    request: Numbered = pickle.loads(await _read(reader))
-    return request
+    return _request(await _read(reader))
+
+
+def _request(payload: bytes) -> Numbered:
+    message = _message(payload)
+    assert isinstance(message, Numbered), message
+    return message
+
+
+def _message(payload: bytes) -> Numbered | Answer:
+    try:
+        kind, fields = json.loads(payload)
+        match kind:
+            case "Numbered":
+                return Numbered(number=fields["number"], request=RewardRequest(**fields["request"]))
+            case "Ready":
+                return Ready(**fields)
+            case "Begun":
+                return Begun(**fields)
+            case "Ended":
+                outcome = fields["outcome"]
+                details = tuple((str(name), float(value)) for name, value in outcome["details"])
+                ended = RewardOutcome(**outcome | {"details": details})
+                return Ended(number=fields["number"], outcome=ended, num_strays=fields["num_strays"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConnectionError(f"a message of {len(payload)} bytes cannot be read: {error}") from error
+    raise ConnectionError(f"there is no message {kind!r}")
 
 
 async def _read(reader: StreamReader) -> bytes:
@@ -82,7 +111,7 @@ def receive_request(channel: socket.socket) -> Numbered | None:
     if head is None:
         return None
     payload = _receive(channel, _LENGTH.unpack(head)[0])
-    return None if payload is None else pickle.loads(payload)
+    return None if payload is None else _request(payload)
 
 
 def _receive(channel: socket.socket, length: int) -> bytes | None:
