@@ -258,3 +258,5 @@ class CheckpointConfig(Config):
     """Steps between checkpoints. 0 means only after the last step."""
     keep_last: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. Older ones are removed once a newer one is complete."""
+    background: bool = True
+    """Write checkpoints while the run goes on, from copies in host memory. Otherwise the run waits, without copies."""

@@ -16,7 +16,6 @@ parent and keeps its memory (on a GPU: the device's). A killed owner cannot clea
 Invariant: only this process and those between it and its owner are killed.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -226,28 +225,6 @@ def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> 
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_forks_with_this_process() -> None:
-    """Let processes that this one forks from now on end as soon as the forking thread ends.
-
-    An orphan would keep the connections of a killed process open, so that Ray would not notice the death.
-    """
-    prctl = ctypes.CDLL(None).prctl
-    parent = [os.getpid()]
-
-    def note_parent() -> None:
-        parent[0] = os.getpid()
-
-    def end_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent[0]:  # the parent ended before the kernel knew
-            os._exit(1)
-
-    os.register_at_fork(before=note_parent, after_in_child=end_with_parent)
 
 
 _POLL_S = 1.0

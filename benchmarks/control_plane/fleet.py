@@ -18,6 +18,7 @@ from history.store.service import HistoryService, Upkeep
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
+from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.batching.cost_model import CostModel
@@ -155,11 +156,10 @@ class Fleet:
             status=StatusFile(run_dir=self._directory.path, num_steps=steps),
             text_actor=self.scorer,
             engines=self.engines,
-            history=self.service,
+            saves=Saves(self._directory, history=self.service, keep_last=1, background=True),
             baseline_engines=(),
             table_rows=0,
             record_traces=False,
-            keep_last=1,
         )
 
     def _publisher(self) -> Publisher:

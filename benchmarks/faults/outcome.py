@@ -12,7 +12,7 @@ from benchmarks.faults.inject import Ended
 from benchmarks.harness.example_run import read_metrics
 from benchmarks.harness.record import Row
 
-NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
+NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "checkpoint/", "time_s")
 REPAIRS = (
     "trainer/restarts",
     "trainer/repeated_steps",

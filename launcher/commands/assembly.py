@@ -36,6 +36,7 @@ from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.places import write_places
 from launcher.run_dir.recorder import RunRecorder
+from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch
 from launcher.run_dir.wandb import Tracker
@@ -195,6 +196,7 @@ def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tupl
     pool = None if attempt.controller is None else attempt.controller.pool
     parts.restarts.clear(failure, workers.trainer, pool, attempt.sharing)
     parts.recorder.flush()
+    parts.recorder.forget_save()
     resume = resume_point(parts.directory)
     num_repeated = 0 if resume.lost is None else resume.lost.num_steps
     parts.restarts.count(num_repeated)
@@ -272,11 +274,15 @@ def _recorder(
         status=shown.status,
         text_actor=inputs.text.text_actor,
         engines=engines,
-        history=inputs.history,
+        saves=Saves(
+            directory,
+            history=inputs.history,
+            keep_last=config.checkpoint.keep_last,
+            background=config.checkpoint.background,
+        ),
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
-        keep_last=config.checkpoint.keep_last,
     )
 
 

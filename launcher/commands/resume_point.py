@@ -6,7 +6,7 @@ from pathlib import Path
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.lost_work import LostWork, lost_work
-from launcher.run_dir.recorder import HISTORY, LENGTHS, read_state
+from launcher.run_dir.saves import HISTORY, LENGTHS, read_state
 from rollout.data.order import OrderState
 
 

@@ -19,6 +19,7 @@ from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError, LaunchError
 from launcher.run_dir.atomic_files import read_rows, replace_text
+from launcher.run_dir.checkpoints import WRITE
 
 FOLDER, CONFIG, SCRIPT, PACKAGES = "slurm", "config.yaml", "job.sbatch", "packages.json"
 SUBMIT_TIMEOUT_S = 120.0
@@ -65,10 +66,11 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
 def recorded_times(run_dir: Path) -> tuple[list[float], list[float]]:
     """Seconds of each step and of each save that an earlier start of the run has recorded.
 
-    A save ends after the metrics of its step are written, so its time is read from the spans of `events.jsonl`.
+    A save ends after the metrics of its step are written, so its time is read from the spans of `events.jsonl`: from
+    its begin to its last file.
     """
     steps = [row["timing_s/step"] for row in read_rows(run_dir / "metrics.jsonl")]
-    saves = [row for row in read_rows(run_dir / "events.jsonl") if row.get("activity") == "checkpoint"]
+    saves = [row for row in read_rows(run_dir / "events.jsonl") if row.get("activity") == WRITE]
     return (
         [float(str(seconds)) for seconds in steps],
         [float(str(row["end_s"])) - float(str(row["start_s"])) for row in saves],

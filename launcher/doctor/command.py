@@ -123,6 +123,7 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
             checkpoint_bytes(checked.spec, config.trainer),
             interval_s=_interval_s(config),
             timeout_s=config.trainer.timeout_s,
+            background=config.checkpoint.background,
         ),
         "wandb": lambda: wandb_line(
             config.wandb,

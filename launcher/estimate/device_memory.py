@@ -7,7 +7,7 @@ that sequence:
     sleep     engines begin to free memory, nothing is free yet
     onload    the trainer's state comes back; sleeping engines keep their CUDA graphs
     train     forward and backward; torch keeps these blocks until the trainer is offloaded
-    save      a checkpoint: the distributed optimizer gathers one state at a time as FP32 on the device
+    save      a checkpoint is copied to host memory
     offload   the trainer begins to free memory
     wake      engines allocate weights beside the trainer's
     publish   weights travel
@@ -74,17 +74,12 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
 def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: str) -> list[MemoryItem]:
     """Items of a trainer rank on its device in one phase; `items` are those of `trainer_rank`.
 
-    torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them. A
-    checkpoint reuses them.
+    torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them.
     """
     state = [item for item in items if item.what in _HELD_BY_TRAINER[trainer.offload][phase]]
     passing = [item for item in items if item.what not in _STATE]
     if trainer.offload != "none" and phase not in ("train", "save", "offload"):
         passing = []
-    if phase == "save" and trainer.optimizer.distributed:
-        gradients = next(item for item in items if item.what == "gradients")
-        gathered = MemoryItem(what="gathered optimizer", num_bytes=gradients.num_bytes, knob="trainer.parallel.tensor")
-        passing = max(passing, [gathered], key=lambda some: sum(item.num_bytes for item in some))
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
 
 

@@ -6,8 +6,8 @@ Sources of what is not obvious:
   of two (`CachingHostAllocator`) and keeps it for the next time, so it is held in every phase. Gradients are not
   copied.
 * *sleeping weights*: with `engine.sleep_level` = 1 vLLM copies weights into pinned memory (`CuMemAllocator.sleep`).
-* *gathered optimizer*: a checkpoint of the distributed optimizer collects masters and moments of all data-parallel
-  ranks on every rank (Megatron's `sharded_param_state_fully_reshardable`), 12 bytes for each parameter of the rank.
+* *checkpoint copies*: with `checkpoint.background` a rank writes from copies of its own part of a checkpoint
+  (`megatron_rl.trainer.checkpoint_writer`), in pinned memory that it keeps. Without it, one tensor at a time.
 * *page cache*: files of the model and of the checkpoint; the system drops it when memory is short.
 
 Constants without a measurement are named estimates.
@@ -49,12 +49,16 @@ SHARED_MEMORY = frozenset({"object store", "history segments", "weights in trans
 
 def host_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` nodes that hold `load`."""
-    always = [*_processes(run, load), *history_items(run, load), *_pinned(run, load), *host_baselines(run, load)]
+    always = [
+        *_processes(run, load),
+        *history_items(run, load),
+        *_pinned(run, load),
+        *_checkpoint(run, load),
+        *host_baselines(run, load),
+    ]
     phases = {}
     for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
         passing = [*(host_publish_items(run, load) if phase == "publish" else ())]
-        if phase == "save" and load.num_trainers:
-            passing += _checkpoint(run, load)
         phases[phase] = (*always, *passing, *_page_cache(run, load, saved=phase == "save"))
     return MemoryTable(
         kind="host",
@@ -161,19 +165,18 @@ def _power_of_two(num_bytes: int) -> int:
 
 
 def _checkpoint(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
+    """Each replica of a parameter is written by one data-parallel rank, so ranks copy equal parts.
+
+    Experts have fewer replicas; the parts of all parameters are estimated with theirs.
+    """
     trainer, state = run.config.trainer, _largest_state(run)
-    items = [
-        MemoryItem(
-            what="checkpoint copies",
-            num_bytes=load.num_trainers * (state.parameters + state.optimizer_bytes),
-            knob="trainer.parallel.tensor",
-        )
-    ]
-    if trainer.optimizer.distributed:
-        # gradients are one FP32 number for each parameter
-        gathered = 3 * state.gradients * load.num_trainers
-        items.append(MemoryItem(what="gathered optimizer", num_bytes=gathered, knob="trainer.parallel.tensor"))
-    return items
+    if not run.config.checkpoint.background or not load.num_trainers:
+        return []
+    num_replicas = trainer.parallel.data // trainer.parallel.expert
+    replicated = state.parameters + (0 if trainer.optimizer.distributed else state.optimizer_bytes)
+    own = state.optimizer_bytes if trainer.optimizer.distributed else 0
+    copied = load.num_trainers * (own + -(-replicated // num_replicas))
+    return [MemoryItem(what="checkpoint copies", num_bytes=copied, knob="checkpoint.background")]
 
 
 def _page_cache(run: PlannedRun, load: NodeLoad, *, saved: bool) -> Sequence[MemoryItem]:

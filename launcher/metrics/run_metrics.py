@@ -138,6 +138,21 @@ _PUBLISH: tuple[Row, ...] = (
 
 _ENGINES: tuple[Row, ...] = (
     ("trainer/restarts", "restarts", "total", "Restarts of all trainer ranks from the newest checkpoint.", "0"),
+    (
+        "checkpoint/save_s",
+        "seconds",
+        "max over trainer ranks",
+        "From the begin of a save to its last file; in the row after its end.",
+        "",
+    ),
+    (
+        "checkpoint/blocked_s",
+        "seconds",
+        "sum",
+        "Of this save, in which the run waited: copies, the history's snapshot, the end.",
+        "small beside `timing_s/step`",
+    ),
+    ("checkpoint/waits", "saves", "total", "Saves that waited for the save before them.", "0"),
     ("trainer/repeated_steps", "steps", "total", "Finished steps that these restarts repeated.", "0"),
     ("engine/restarts", "engines", "total", "Restarted engines, without those of lost nodes.", "0"),
     ("engine/serving", "engines", "last", "Engines that were not given up after the loss of their node.", "all"),
@@ -265,7 +280,7 @@ _SPEED: tuple[Row, ...] = (
         "timing_s/checkpoint_before_step",
         "seconds",
         "sum",
-        "Checkpoints between the previous row and this step; the last one is in `events.jsonl` only.",
+        "The run waited for checkpoints between the previous row and this step; the last is in `events.jsonl` only.",
         "",
     ),
     ("timing_s/publish_scales", "seconds", "max over trainer ranks", "Stage of a publish: scales.", ""),
@@ -292,7 +307,7 @@ _TIMELINE: tuple[Row, ...] = (
     ("timeline/tail_wait_share", "share", _OVER_ENGINES, "No request while other engines sample.", ""),
     ("timeline/publish_share", "share", _OVER_ENGINES, "A pause for new weights, or waking up for them.", ""),
     ("timeline/trainer_wait_share", "share", _OVER_ENGINES, "No request while the trainer works.", ""),
-    ("timeline/checkpoint_share", "share", _OVER_ENGINES, "No request while a checkpoint is written.", ""),
+    ("timeline/checkpoint_share", "share", _OVER_ENGINES, "No request while the run waits for a checkpoint.", ""),
     ("timeline/gap_share", "share", _OVER_ENGINES, "Between two forwards, for less than 0.1 s.", ""),
     ("timeline/other_share", "share", _OVER_ENGINES, "No request for another reason.", ""),
     (

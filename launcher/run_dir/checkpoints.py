@@ -10,6 +10,9 @@ from pathlib import Path
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import replace_text, sync_file, sync_folder
 
+WRITER, WRITE = "checkpoint writer", "write"
+"""Actor and activity of the span from the begin of a save to its last file."""
+
 
 class Checkpoints:
     """Checkpoints by step, under one folder."""

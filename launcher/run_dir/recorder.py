@@ -2,23 +2,20 @@
 
 A step's metrics go to `metrics.jsonl`, then to the console. The text actor writes the step's samples (the
 controller holds no text) while the next step runs. The recorder waits for them before the next step's samples and
-before a checkpoint, and then logs the step to wandb.
+before a checkpoint, and then logs the step to wandb. Checkpoints: `launcher.run_dir.saves`.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import ray
 
-from history.store.service import HistoryService
-from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.forward_traces import append_forwards
+from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.step_timeline import StepTimeline
 from launcher.run_dir.wandb import Tracker
@@ -33,15 +30,6 @@ from rollout.tracing.draft_savings import seconds_saved
 from rollout.tracing.engine_speed import EngineSpeed
 from rollout.tracing.forwards import FORWARD, Forwards
 from rollout.types import ScoredGroup
-
-STATE = "state.json"
-"""The controller's part of a checkpoint."""
-
-LENGTHS = "lengths.npz"
-"""Response lengths of each prompt; absent in checkpoints of older versions."""
-
-HISTORY = "history"
-"""Folder of a checkpoint with a snapshot of the history; absent if no engine drafts."""
 
 TRACE_TIMEOUT_S = 120.0
 """Deadline for engines to return their forwards."""
@@ -62,13 +50,12 @@ class RunRecorder:
         status: StatusFile,
         text_actor: ray.actor.ActorHandle,
         engines: EngineGroup,
-        history: HistoryService | None,
+        saves: Saves,
         baseline_engines: Sequence[int],
         table_rows: int,
         record_traces: bool,
-        keep_last: int,
     ) -> None:
-        """`table_rows` is the number of responses per step in wandb's table, `keep_last` that of checkpoints to keep.
+        """`table_rows` is the number of responses per step in wandb's table.
 
         `baseline_engines` do not draft; the saving of the drafting engines is measured against them.
         """
@@ -79,11 +66,10 @@ class RunRecorder:
         self._text_actor = text_actor
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
-        self._history = history
+        self._saves = saves
         self._baseline_engines = tuple(baseline_engines)
         self._table_rows = table_rows
         self._record_traces = record_traces
-        self._keep_last = keep_last
         self._pending: ray.ObjectRef | None = None
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
@@ -91,9 +77,10 @@ class RunRecorder:
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
-        """Move the bar."""
+        """Move the bar, and finish a save that is written."""
         self._progress.phase(phase, done, total)
         self._status.progress(done, total)
+        self._saves.finish_if_written(is_step=False)
 
     def begin_phase(self, actor: str, activity: str) -> None:
         """A phase begins (`megatron_rl.controller.phases.BeginPhase`)."""
@@ -107,9 +94,14 @@ class RunRecorder:
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Record a step's metrics, samples, traces and forwards."""
         ended_s = time.time()
+        self._saves.finish_if_written(is_step=True)
         forwards = self._record_forwards()
-        metrics = {**metrics, **self._timeline.close(ended_s, metrics["timing_s/step"])}
-        metrics["reward/text_actor_restarts"] = float(max(0, len(self._writers) - 1))
+        metrics = {
+            **metrics,
+            **self._timeline.close(ended_s, metrics["timing_s/step"]),
+            **self._saves.metrics(),
+            "reward/text_actor_restarts": float(max(0, len(self._writers) - 1)),
+        }
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
         self._directory.append_metrics(step, metrics)
@@ -191,25 +183,20 @@ class RunRecorder:
         self._progress.evaluation(rows)
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
-        """Write a checkpoint and make it the newest."""
+        """Begin a checkpoint."""
         self.flush()
-        folder = self._directory.begin_checkpoint(finished_steps)
-        trainer.save(str(folder / "trainer"))
-        state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
-        replace_text(folder / STATE, json.dumps(state) + "\n")
-        planner.lengths.save(folder / LENGTHS)
-        if self._history is not None:
-            self._history.save(folder / HISTORY)
-        final = self._directory.finish_checkpoint(finished_steps, self._keep_last)
-        if self._history is not None:
-            self._history.saved(final / HISTORY)
+        self._saves.begin(finished_steps, trainer, planner)
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is written and is the newest."""
+        if self._saves.is_under_way:
+            self.begin_phase("trainer", "checkpoint")
+        self._saves.finish()
+
+    def forget_save(self) -> None:
+        """Give up a checkpoint under way, because its trainer is lost."""
+        self._saves.forget()
 
 
 def _saving(seconds: float) -> dict[str, float]:
     return {} if math.isnan(seconds) else {"history/saved_s_measured": seconds}
-
-
-def read_state(checkpoint: Path) -> dict[str, object]:
-    """The controller's part of a checkpoint: `finished_steps` and `prompt_order`."""
-    state: dict[str, object] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return state

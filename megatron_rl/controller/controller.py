@@ -49,7 +49,10 @@ class Recorder(Protocol):
         """Record a finished evaluation."""
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
-        """Write a checkpoint from which a run resumes after `finished_steps` steps."""
+        """Begin a checkpoint from which a run resumes after `finished_steps` steps; it may be written meanwhile."""
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is written and is the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,7 @@ class Controller:
     num_repeated_publishes: int = field(default=0, init=False)
     """Publishes that were repeated because an engine died."""
     saved_step: int = field(default=0, init=False)
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint, which may still be being written."""
     num_trained: int = field(default=0, init=False)
     """Steps that the trainer has finished."""
 
@@ -118,6 +121,7 @@ class Controller:
 
         Raises:
             StopRequestedError: `stop_requested` became true; the newest checkpoint holds all finished steps.
+            PlacedError: the trainer failed; a checkpoint that could not be written is noticed in the next step.
         """
         self._make_ready(self.first_step)
         self._publish(self.first_step)
@@ -159,6 +163,7 @@ class Controller:
         """Save what no checkpoint holds yet, and end the run."""
         if finished_steps > self.saved_step:
             self._save(finished_steps)
+        self.recorder.finish_save()
         raise StopRequestedError(finished_steps)
 
     def _publish(self, version: int) -> PublishReport:
@@ -238,6 +243,8 @@ class Controller:
             self._save(finished_steps)
             if self.phases.needs_publish and not last:
                 self._publish(finished_steps)
+        if last:
+            self.recorder.finish_save()
 
     def _save(self, finished_steps: int) -> None:
         with self.phases.checkpoint():

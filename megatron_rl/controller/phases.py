@@ -120,7 +120,7 @@ class Phases:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """The trainer writes a checkpoint."""
+        """The trainer copies its state for a checkpoint, or writes it."""
         with self._policy.trainer_works():
             self._make_room()
             with self.clock.phase("trainer", "checkpoint"):

@@ -15,7 +15,7 @@ from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.spec import TrainerSpec
 from rollout import progress
 from rollout.data.sft_rows import SftRows
-from rollout.processes import ProcessId, end_forks_with_this_process, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weights.fingerprint_sums import Fingerprint
@@ -39,7 +39,6 @@ class TrainerActor:
         redirect_output()
         write_stacks_on_signal()
         progress.open_page()
-        end_forks_with_this_process()  # Megatron forks the writers of a checkpoint
         shim.install()
         self._spec = spec
         self._rank = rank
@@ -225,10 +224,20 @@ class TrainerActor:
         progress.begin("onload")
         self._joined.onload()
 
-    def save(self, path: str) -> None:
-        """See `Trainer.save`."""
-        progress.begin("save", kind="files")
-        self._joined.save(path)
+    def begin_save(self, path: str, background: bool) -> None:
+        """See `Trainer.begin_save`."""
+        progress.begin("begin a save", kind="files")
+        self._joined.begin_save(path, background=background)
+
+    def save_seconds(self) -> float | None:
+        """See `Trainer.save_seconds`."""
+        progress.begin("ask for a save")
+        return self._joined.save_seconds()
+
+    def finish_save(self) -> float:
+        """See `Trainer.finish_save`."""
+        progress.begin("finish a save", kind="files")
+        return self._joined.finish_save()
 
     def load(self, path: str) -> None:
         """See `Trainer.load`."""

@@ -1,60 +1,56 @@
 """Saves and restores the trainer by Megatron's distributed checkpointing.
 
 Parameters, FP32 master weights and Adam's moments are sharded tensors with global shapes, so a run can resume under
-another tensor, pipeline or data partition. Generator states belong to ranks: they are restored only under the partition
-that saved them. Training does not draw from them, because dropout is 0.
+another tensor, pipeline or data partition. Each rank writes and reads its own part: `optimizer_boxes` cuts the
+optimizer's state, and replicas of a parameter are written by one data-parallel rank each. Generator states belong to
+ranks: they are restored only under the partition that saved them. Training does not draw from them, because dropout
+is 0.
 
 FP8 parameters are saved as BF16 values and quantised on load. No value changes: a block whose largest code is 224 may
 come back with doubled codes and half the scale. The next update quantises the master weights in either case.
 
-The folder is complete when `save` returns on every rank. The run directory then declares it the latest checkpoint.
+A checkpoint holds tensors, and numbers and texts that are no tensors, but no pickled objects. `load` checks that before
+Megatron reads a file (`checkpoint_files`).
 """
 
-import queue
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
+from megatron_rl.trainer.checkpoint_files import check_files
+from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.optimizer import loadable
-
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Layout of the optimizer on disk, independent of the partition."""
+from megatron_rl.trainer.optimizer_boxes import METADATA, in_boxes
 
 
-def save(path: Path, learner: Learner) -> None:
-    """Write below the empty or missing directory `path`; a collective."""
-    path.mkdir(parents=True, exist_ok=True)
-    _gather_results_here()
-    state = _sharded_state(learner, is_loading=False)
-    state["generators"] = _generators()
-    dist_checkpointing.save(state, str(path), content_metadata=METADATA)
+def begin_save(path: Path, learner: Learner, writer: CheckpointWriter, *, background: bool) -> None:
+    """Start writing below the empty or missing directory `path`; a collective. `writer.finish` completes it.
 
-
-def _gather_results_here() -> None:
-    """Let Megatron's writers report to this process, which waits for them.
-
-    Otherwise Megatron starts a process for background saves, which takes seconds.
+    Without `background` nothing may change the trainer's state before that.
     """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+    path.mkdir(parents=True, exist_ok=True)
+    with in_boxes(learner.optimizer):
+        state = _sharded_state(learner, is_loading=False)
+    state["generators"] = _generators()
+    writer.begin(state, path, background=background)
 
 
 def load(path: Path, learner: Learner) -> None:
-    """Restore what `save` wrote; a collective.
+    """Restore what a save wrote; a collective.
 
     Raises:
-        ValueError: the directory holds no checkpoint, or expert parallelism was on when saved and is off now, or the
-            reverse: Megatron keeps a separate optimizer for spread experts.
+        ValueError: the directory holds no checkpoint, its files hold objects that may run code, or expert parallelism
+            was on when saved and is off now, or the reverse: Megatron keeps a separate optimizer for spread experts.
     """
     if not (path / "metadata.json").exists():
-        raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that `save` completed")
-    common = dist_checkpointing.load_common_state_dict(str(path))
+        raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that a save completed")
+    common, saved_keys = check_files(path)
     saved, spread = common.get("spread_experts", False), _spread_experts()
     if saved != spread:
         raise ValueError(
@@ -62,17 +58,26 @@ def load(path: Path, learner: Learner) -> None:
             f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
     same_partition = common["partition"] == _partition()
-    with loadable(learner.optimizer):
+    with loadable(learner.optimizer), in_boxes(learner.optimizer):
         state = _sharded_state(learner, is_loading=True)
         if same_partition:
-            state["generators"] = _generators()
-        restored = dist_checkpointing.load(state, str(path))
+            state["generators"] = {name: entry for name, entry in _generators().items() if entry.key in saved_keys}
+        try:
+            restored = dist_checkpointing.load(state, str(path), sharded_strategy=("torch_dist", 1))
+        except CheckpointException as error:
+            raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}") from error
         for chunk in learner.chunks:
             chunk.module.load_state_dict(restored["model"], strict=True)
         learner.optimizer.load_state_dict(restored["optimizer"])
     learner.schedule.load_state_dict(restored["schedule"])
     if same_partition:
-        _restore_generators(restored["generators"])
+        _restore_generators(restored.get("generators", {}))
+
+
+def _brief(error: CheckpointException) -> str:
+    """The first rank's error in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 def _spread_experts() -> bool:
@@ -84,6 +89,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
     model = chunk.module.sharded_state_dict()
     optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
     _decode(model)
+    dict_list_map_inplace(_without_objects, model)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -91,6 +97,15 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
         "partition": _partition(),
         "spread_experts": _spread_experts(),
     }
+
+
+def _without_objects(entry: object) -> object:
+    """Keep a module's object out of the checkpoint, where it would be pickled.
+
+    These are the extra states of Transformer Engine's layers, which hold nothing but the recipe: block scaling has no
+    history of maxima.
+    """
+    return LocalNonpersistentObject(entry.data) if isinstance(entry, ShardedObject) else entry
 
 
 def _decode(model: dict[str, object]) -> None:
@@ -112,26 +127,34 @@ def _partition() -> tuple[int, int, int]:
     )
 
 
-def _generators() -> ShardedObject:
-    """This rank's generator states, one object per (pipeline, tensor, data) coordinate."""
+def _generators() -> dict[str, ShardedTensor]:
+    """This rank's generator states by name, at its coordinate (pipeline, tensor, data)."""
     tensor, pipeline, data = _partition()
-    states = {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8),
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    offset = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    trackers = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states |= {f"{_TRACKER}{name}": state for name, state in trackers.items()}
+    offsets = (
+        (0, parallel_state.get_pipeline_model_parallel_rank(), pipeline),
+        (1, parallel_state.get_tensor_model_parallel_rank(), tensor),
+        (2, parallel_state.get_data_parallel_rank(), data),
     )
-    return ShardedObject("generators", states, (pipeline, tensor, data), offset, replica_id=0)
+    return {
+        name: ShardedTensor.from_rank_offsets(f"generators.{name}", state.clone(), *offsets, prepend_axis_num=3)
+        for name, state in states.items()
+    }
 
 
-def _restore_generators(states: dict[str, object]) -> None:
-    cpu, cuda, megatron = states["torch"], states["cuda"], states["megatron"]
-    assert isinstance(cpu, torch.Tensor) and isinstance(cuda, torch.Tensor)
-    torch.set_rng_state(cpu)
-    if torch.cuda.is_available() and len(cuda):
-        torch.cuda.set_rng_state(cuda)
-    tensor_parallel.get_cuda_rng_tracker().set_states(megatron)
+_TRACKER = "megatron."
+"""Begins the names of the generators that Megatron tracks."""
+
+
+def _restore_generators(states: dict[str, torch.Tensor]) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tracked = {name.removeprefix(_TRACKER): state for name, state in states.items() if name.startswith(_TRACKER)}
+    if tracked:
+        tensor_parallel.get_cuda_rng_tracker().set_states(tracked)

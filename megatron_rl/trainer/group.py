@@ -199,6 +199,8 @@ class TrainerGroup:
         self.ranks = ranks
         self._data_ranks = tuple(data_ranks)
         self._unstaging: Sequence[ray.ObjectRef] = ()
+        self._asked: Sequence[ray.ObjectRef] = ()
+        """Calls that ask whether a save is written."""
 
     def uses_te_layer_names(self) -> bool:
         """Whether the ranks' parameters bear Transformer Engine's names."""
@@ -256,9 +258,33 @@ class TrainerGroup:
         """Move everything in host memory back to the devices."""
         self.ranks.call("onload")
 
-    def save(self, path: str) -> None:
-        """Write the trainer's part of a checkpoint."""
-        self.ranks.call("save", path)
+    def begin_save(self, path: str, *, background: bool) -> None:
+        """Start writing the trainer's part of a checkpoint; `finish_save` completes it.
+
+        With `background` the trainer may train meanwhile; without it nothing but `finish_save` may follow.
+        """
+        self._asked = ()
+        self.ranks.call("begin_save", path, background)
+
+    def save_is_written(self, *, wait_s: float) -> bool:
+        """Whether all ranks have written their files, or failed to, so that `finish_save` does not wait.
+
+        False, too, if the ranks do not answer within `wait_s`, because they train; the next call gets that answer.
+        """
+        self._asked = self._asked or self.ranks.begin("save_seconds")
+        _, pending = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s, fetch_local=False)
+        if pending:
+            return False
+        asked, self._asked = self._asked, ()
+        return None not in self.ranks.wait(asked, "save_seconds")
+
+    def finish_save(self) -> float:
+        """Wait for the files and complete the checkpoint; returns the seconds from the begin to the last file.
+
+        Raises:
+            CallError: a rank could not write a file.
+        """
+        return max(_results(self.ranks.call("finish_save"), float))
 
     def load(self, path: str) -> None:
         """Restore the trainer's part of a checkpoint."""

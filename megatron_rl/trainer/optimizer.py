@@ -9,7 +9,6 @@ batches and data-parallel ranks and never averaged: `calculate_per_token_loss` t
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,9 +88,8 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Context in which Megatron 0.16 can load a checkpoint into a distributed optimizer with torch's Adam.
 
     Without Transformer Engine, Megatron uses torch's Adam, which counts updates in each parameter's state. Megatron
-    expects moments to exist before it loads them, so they are created. Its saved moments lack the count, so the
-    count is added to them. It gives all parameters the same count tensor, which each parameter would advance, so every
-    parameter gets a copy.
+    expects moments to exist before it loads them, so they are created. It gives all parameters the same count tensor,
+    which each parameter would advance, so every parameter gets a copy.
     """
     counting = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
     for part in counting:
@@ -99,12 +97,7 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
             if not (state := part.optimizer.state[parameter]):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        part._set_main_param_and_optimizer_states = partial(_set_with_count, part)
-    try:
-        yield
-    finally:
-        for part in counting:
-            del part._set_main_param_and_optimizer_states
+    yield
     for part in counting:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -113,14 +106,6 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
 def _counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
     adams = (torch.optim.Adam, torch.optim.AdamW)
     return isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, adams)
-
-
-def _set_with_count(
-    optimizer: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-) -> None:
-    group, place = optimizer.model_param_group_index_map[model_param]
-    count = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]["step"]
-    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, model_param, {**tensors, "step": count})
 
 
 def build_schedule(

@@ -6,6 +6,7 @@ Ray actor; tests call it in a pool of processes.
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import checkpoint, probe
+from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
 from megatron_rl.trainer.offload import Offloader, Part
@@ -52,8 +54,11 @@ class PlannedPublishes:
 class Trainer:
     """One rank that has joined the world (`parallel.initialize`)."""
 
-    def __init__(self, spec: TrainerSpec, position: Position) -> None:
-        """Build this rank's part of the model and load its weights."""
+    def __init__(self, spec: TrainerSpec, position: Position, *, writers: Executor | None = None) -> None:
+        """Build this rank's part of the model and load its weights.
+
+        `writers`: threads that write checkpoints; None for threads of its own.
+        """
         self.spec = spec
         self._position = position
         parallel = spec.config.parallel
@@ -85,6 +90,7 @@ class Trainer:
         progress.mark("optimizer")
         self._learner = self._build_learner()
         self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
+        self._writer = CheckpointWriter(writers)
         self._publishes: PlannedPublishes | None = None
         """None until `plan_publishes`; SFT publishes nothing."""
 
@@ -210,12 +216,27 @@ class Trainer:
         """Move everything in host memory back to the device."""
         self._offloader.onload()
 
-    def save(self, path: str) -> None:
-        """Write model, optimizer, schedule and generator states below `path`."""
-        checkpoint.save(Path(path), self._learner)
+    def begin_save(self, path: str, *, background: bool) -> None:
+        """Start writing model, optimizer, schedule and generator states below `path`.
+
+        With `background` files are written from copies, so the trainer may go on. Without it, finish the save first.
+        """
+        checkpoint.begin_save(Path(path), self._learner, self._writer, background=background)
+
+    def save_seconds(self) -> float | None:
+        """From the begin of the save to the last file of this rank, whether or not that failed; None before."""
+        return self._writer.seconds()
+
+    def finish_save(self) -> float:
+        """Wait for the files of the save and complete the checkpoint. Returns the seconds to the last file.
+
+        Raises:
+            OSError: this rank could not write a file.
+        """
+        return self._writer.finish()
 
     def load(self, path: str) -> None:
-        """Restore a checkpoint of `save`, possibly under another partition."""
+        """Restore a finished save, possibly under another partition."""
         checkpoint.load(Path(path), self._learner)
 
     def export(self, path: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import ray
 from launcher.endings.conclusion import termination_raises
 from launcher.errors import Terminated
 from megatron_rl.trainer import group as trainer_group
-from megatron_rl.trainer.group import SpmdGroup
+from megatron_rl.trainer.group import SpmdGroup, TrainerGroup
 from megatron_rl.trainer.rank_watch import RankWatch
 from rollout import progress
 from rollout.engine.state import EngineProgress
@@ -49,6 +50,20 @@ class Rank:
     def sleep_if(self, rank):
         if rank == self.rank:
             time.sleep(60)
+
+    def work_until(self, path):
+        while not Path(path).exists():
+            time.sleep(0.01)
+
+    def begin_save(self, path, background):
+        assert background
+        self.saved = path
+
+    def save_seconds(self):
+        return 1.0 + self.rank if Path(self.saved, str(self.rank)).exists() else None
+
+    def finish_save(self):
+        return 1.0 + self.rank
 
     def raise_if(self, rank):
         if rank == self.rank:
@@ -296,6 +311,24 @@ def test_a_killed_group_has_ended_when_the_caller_continues():
     processes = ray.get([actor.process.remote() for actor in actors])
     group.kill_and_wait()
     assert not any(psutil.pid_exists(process.pid) for process in processes)
+
+
+def test_a_save_is_written_when_every_rank_says_so_and_ranks_at_work_are_not_waited_for(tmp_path):
+    group = TrainerGroup(
+        SpmdGroup("trainer", [Rank.remote(rank) for rank in range(2)], timeout_s=60), data_ranks=[0, 1]
+    )
+    group.begin_save(str(tmp_path), background=True)
+    assert not group.save_is_written(wait_s=DEADLINE_S)
+    (tmp_path / "1").touch()
+    assert not group.save_is_written(wait_s=DEADLINE_S)
+    (tmp_path / "0").touch()
+    work = group.ranks.begin("work_until", str(tmp_path / "end"))
+    assert not group.save_is_written(wait_s=0.0)
+    (tmp_path / "end").touch()
+    group.ranks.wait(work, "work_until")
+    assert group.save_is_written(wait_s=DEADLINE_S)
+    assert group.finish_save() == 2.0
+    group.kill()
 
 
 def check_until(group: SpmdGroup, error: type[Exception]) -> Exception:

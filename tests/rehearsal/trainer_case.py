@@ -15,6 +15,7 @@ from rollout.types import WeightVersion
 from tests.megatron_rl.trainer.test_trainer import batch_for, trainer_spec
 from tests.rehearsal.stages import stage
 from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import save_model
 
 ONE = AlgorithmConfig()
@@ -59,7 +60,7 @@ def main(fp8: str, format: str, recompute: str) -> None:
     stage("offload", lambda: trainer.offload(("gradients", "optimizer", "weights")))
     stage("onload", trainer.onload)
     stage("an update after it", lambda: train(trainer, ONE))
-    stage("save", lambda: trainer.save(str(folder / "saved")))
+    stage("save", lambda: save(trainer, str(folder / "saved")))
     stage("load", lambda: trainer.load(str(folder / "saved")))
     stage("export", lambda: trainer.export(str(folder / "exported")))
 

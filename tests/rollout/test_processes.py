@@ -45,24 +45,3 @@ def test_a_rank_and_its_core_process_end_with_the_owner():
 def test_a_process_without_owner_keeps_running():
     script = "import time; from rollout.processes import die_with; die_with(1 << 22); time.sleep(0.1); print('here')"
     assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "here\n"
-
-
-FORKED = """
-import multiprocessing, time
-from rollout.processes import end_forks_with_this_process
-end_forks_with_this_process()
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-child.start()
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_fork_ends_with_its_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", FORKED], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    fork = psutil.Process(int(parent.stdout.readline()))
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    gone, _ = psutil.wait_procs([fork], timeout=DEADLINE_S)
-    assert gone == [fork]

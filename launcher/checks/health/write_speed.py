@@ -7,7 +7,9 @@ from pathlib import Path
 
 TRIAL_BYTES = 64 << 20
 MAX_SHARE = 0.2
-"""Of the time between two checkpoints that a save may take."""
+"""Of the time between two checkpoints that a save may take if the run waits for it."""
+MAX_BACKGROUND_SHARE = 0.8
+"""The same if the run goes on; the next save waits for a longer one."""
 
 
 def write_speed(directory: Path, num_bytes: int = TRIAL_BYTES) -> float:
@@ -22,7 +24,7 @@ def write_speed(directory: Path, num_bytes: int = TRIAL_BYTES) -> float:
 
 
 def write_speed_line(
-    bytes_per_s: float, checkpoint_bytes: int, *, interval_s: float | None, timeout_s: float
+    bytes_per_s: float, checkpoint_bytes: int, *, interval_s: float | None, timeout_s: float, background: bool
 ) -> tuple[str, list[str]]:
     """Value and problems. Pure.
 
@@ -31,14 +33,16 @@ def write_speed_line(
         checkpoint_bytes: estimate of one checkpoint.
         interval_s: seconds between two checkpoints; None before the first step of a run.
         timeout_s: deadline of a save.
+        background: whether the run goes on meanwhile.
     """
     save_s = checkpoint_bytes / bytes_per_s
     value = f"{bytes_per_s / 1e6:.0f} MB/s, a checkpoint of about {checkpoint_bytes / 1e6:.0f} MB takes {save_s:.1f} s"
     if save_s > timeout_s:
         return value, [f"a save may take `trainer.timeout_s` = {timeout_s:.0f} s; name a faster disk or raise it"]
-    if interval_s is not None and save_s > MAX_SHARE * interval_s:
+    share = MAX_BACKGROUND_SHARE if background else MAX_SHARE
+    if interval_s is not None and save_s > share * interval_s:
         return value, [
-            f"checkpoints are {interval_s:.0f} s apart, a save may take {MAX_SHARE:.0%} of that; raise "
+            f"checkpoints are {interval_s:.0f} s apart, a save may take {share:.0%} of that; raise "
             "`checkpoint.every` or name a faster disk"
         ]
     return value, []

@@ -169,15 +169,18 @@ def test_only_offloading_returns_the_blocks_of_a_backward_pass(tmp_path: Path) -
     assert "trainer activations" not in device_phases(tmp_path, trainer={"offload": "optimizer"})["rollout"]
 
 
-def test_a_checkpoint_of_the_distributed_optimizer_gathers_it(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, intermediate_size=4096, hidden_size=512)
-    short = {"data": {"train": [{"path": "x"}], "max_prompt_tokens": 16}, "sampling": {"max_response_tokens": 16}}
-    trainer = {"optimizer": {"distributed": True}, "max_micro_batch_tokens": 32}
-    memory = plan_of(spec, GPU, trainer=trainer, **short)
-    device, host = (phases(table) for table in memory.tables[:2])
-    assert device["save"]["trainer gathered optimizer"] == device["save"]["trainer gradients"]
-    assert host["save"]["gathered optimizer"] == 3 * device["save"]["trainer gradients"]
-    assert "gathered optimizer" not in phases(plan_of(spec, GPU).tables[1])["save"]
+def test_a_save_in_the_background_copies_every_byte_of_a_checkpoint_once(tmp_path: Path) -> None:
+    spec, two = spec_of(tmp_path), NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
+    for distributed in (False, True):
+        trainer = {"optimizer": {"distributed": distributed}, "parallel": {"data": 2}}
+        plan = plan_of(spec, two, trainer=trainer)
+        host = phases(next(table for table in plan.tables if table.kind == "host"))
+        copies = host["rollout"]["checkpoint copies"]
+        assert all(phase["checkpoint copies"] == copies for phase in host.values())
+        # apart from the padding of the vocabulary and of buffers
+        assert copies == pytest.approx(14 * num_parameters(spec), rel=0.05)
+        waiting = plan_of(spec, two, trainer=trainer, checkpoint={"background": False})
+        assert not any("checkpoint copies" in phase for table in waiting.tables for phase in phases(table).values())
 
 
 def test_a_publish_needs_a_staged_copy_or_two_buckets_and_deltas_need_baselines(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def test_a_resubmitted_run_gets_its_notice_from_the_recorded_steps_and_saves(
         directory.append_metrics(0, {"timing_s/step": 100.0})
         directory.append_metrics(1, {"timing_s/step": 180.5})
         directory.record_span("trainer", "train", 20.0, 90.0)
-        directory.record_span("trainer", "checkpoint", 100.0, 140.0)
+        directory.record_span("trainer", "checkpoint", 100.0, 101.0)
+        directory.record_span("checkpoint writer", "write", 100.0, 140.0)
     assert recorded_times(run_dir) == ([100.0, 180.5], [40.0])
     assert main(["slurm", str(write_config(SLURM)), f"run_dir={run_dir}"]) == 0
     assert "#SBATCH --signal=B:USR1@320" in (run_dir / "slurm" / "job.sbatch").read_text()

@@ -9,6 +9,7 @@ import ray
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
+from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
 from rollout.evaluation import EvaluationRow
@@ -72,11 +73,10 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
             status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
             text_actor=TextActor(),
             engines=Engines(),
-            history=None,
+            saves=Saves(directory, history=None, keep_last=1, background=True),
             baseline_engines=(),
             table_rows=0,
             record_traces=False,
-            keep_last=1,
         )
         recorder.on_evaluation([evaluation(0, 0.25)])
         recorder.on_step(0, {"reward/mean": 0.1, "timing_s/step": 1.0}, [])

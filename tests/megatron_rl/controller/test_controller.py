@@ -108,6 +108,7 @@ def controller(
             on_step=lambda step, metrics, groups: log.append(f"record {step}"),
             on_evaluation=lambda rows: None,
             save=lambda step, trainer, planner: log.append(f"save {step}"),
+            finish_save=lambda: log.append("finish save"),
         ),
         algorithm=AlgorithmConfig(group_size=4, prompts_per_step=2),
         settings=LoopSettings(
@@ -153,6 +154,17 @@ def test_a_step_is_recorded_before_it_is_saved_and_its_prompts_are_consumed_befo
     controller(log, num_steps=2, checkpoint_every=1).run()
     kept = [entry for entry in log if entry.startswith(("consumed", "record", "save"))]
     assert kept == ["consumed 2", "record 0", "save 1", "consumed 2", "record 1", "save 2"]
+
+
+def test_only_the_end_and_a_stop_wait_for_a_save():
+    log = Log()
+    controller(log, num_steps=2, checkpoint_every=1).run()
+    assert [entry for entry in log if "save" in entry] == ["save 1", "save 2", "finish save"]
+    for checkpoint_every in (0, 1):
+        log = Log()
+        with pytest.raises(StopRequestedError, match="after step 1"):
+            stopping(log, answers=[False, False, True], num_steps=5, checkpoint_every=checkpoint_every).run()
+        assert [entry for entry in log if "save" in entry] == ["save 1", "finish save"]
 
 
 def test_engines_that_slept_during_a_save_get_weights_before_the_next_step():

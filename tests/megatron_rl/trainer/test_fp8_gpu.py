@@ -16,6 +16,7 @@ from rollout.types import WeightVersion
 from rollout.weights.format import LAYOUTS
 from tests.megatron_rl.trainer.test_trainer import assembled, trainer_spec
 from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import VOCAB, save_model
 
 pytestmark = [
@@ -162,7 +163,7 @@ def test_training_resumed_from_a_checkpoint_of_fp8_parameters_is_unchanged(singl
     directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
     trainer = trainer_of(single_rank, directory, "blockwise_param")
     losses(trainer, steps=1)
-    trainer.save(str(tmp_path / "saved"))
+    save(trainer, str(tmp_path / "saved"))
     resumed = trainer_of(single_rank, directory, "blockwise_param")
     resumed.load(str(tmp_path / "saved"))
     for name, master in masters(trainer).items():

@@ -15,6 +15,7 @@ from rollout.weights.format import LAYOUTS
 from tests.megatron_rl.trainer.test_trainer import DP2, TP2, assembled, batch_for, trainer_spec
 from tests.support.trainers.fake_fp8_parameter import in_megatron
 from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import save_model
 
 ALGORITHM = AlgorithmConfig(group_size=4, prompts_per_step=4)
@@ -84,7 +85,7 @@ def through_a_step(position, parallel, directory, work, batch):
             values = fp8_parameters.decoded(one) if fp8_parameters.is_fp8_parameter(one) else one.detach()
             assert torch.equal(dict(exported._model.named_parameters())[name].detach(), values), name
 
-        trainer.save(f"{work}/saved")
+        save(trainer, f"{work}/saved")
         from megatron.core import dist_checkpointing
 
         saved = dist_checkpointing.load_plain_tensors(f"{work}/saved")

@@ -29,6 +29,7 @@ from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES
 from tests.support.scored_groups import scored_group
 from tests.support.trainers.memory_sender import MemorySender
+from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import reference_logits, save_model
 
 TP2, PP2, DP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(data=2)
@@ -409,7 +410,7 @@ def train_save_train(position, parallel, spec, batch, path):
 
     trainer = Trainer(spec, position)
     trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
-    trainer.save(str(path))
+    save(trainer, str(path))
     return finish_with(trainer, batch)
 
 

@@ -26,7 +26,7 @@ from tests.support.runs.background import popen
 NUM_STEPS = 4
 UNINTERRUPTED = "whole"
 EXPERTS = "experts"
-NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "time_s")
+NOT_REPEATABLE = ("timing_s/", "perf/", "timeline/", "checkpoint/", "time_s")
 
 
 def make_example(work: Path) -> Path:

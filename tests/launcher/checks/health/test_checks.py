@@ -1,5 +1,6 @@
 """Checks of the doctor, each with a planted fault: a fault turns its line red and names the fix."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,12 @@ def test_the_reward_of_a_sample_is_shown_and_a_broken_function_is_red() -> None:
 
 def test_a_slow_disk_is_judged_by_the_time_between_checkpoints(tmp_path: Path) -> None:
     assert write_speed(tmp_path, 1 << 20) > 0 and list(tmp_path.iterdir()) == []
-    assert write_speed_line(1e6, 10**7, interval_s=None, timeout_s=60.0)[1] == []
-    assert write_speed_line(1e6, 10**7, interval_s=51.0, timeout_s=60.0)[1] == []
-    assert "checkpoints are 49 s apart" in write_speed_line(1e6, 10**7, interval_s=49.0, timeout_s=60.0)[1][0]
-    assert "`trainer.timeout_s` = 9 s" in write_speed_line(1e6, 10**7, interval_s=None, timeout_s=9.0)[1][0]
+    for background, share in ((False, 0.2), (True, 0.8)):
+        line = partial(write_speed_line, 1e6, 10**7, background=background)  # a save takes 10 s
+        assert line(interval_s=None, timeout_s=60.0)[1] == []
+        assert line(interval_s=10 / share + 1, timeout_s=60.0)[1] == []
+        assert f"a save may take {share:.0%} of that" in line(interval_s=10 / share - 1, timeout_s=60.0)[1][0]
+        assert "`trainer.timeout_s` = 9 s" in line(interval_s=None, timeout_s=9.0)[1][0]
 
 
 def test_wandb_needs_its_package_and_online_a_key(tmp_path: Path) -> None:
