@@ -22,7 +22,8 @@ from history.drafting.realign import REACH, realign
 from history.drafting.state import BUCKETS, LIVE_SIZE, LIVE_TEXT, NUM_BUCKETS, NUM_GROUP_COLUMNS
 from history.index.suffix_array import SEPARATOR
 
-NUM_BUCKET = 1 << 14
+NUM_BUCKET = 1 << 18
+"""Contexts that share a bucket push each other out; in so many buckets the few of an example do not."""
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=5)
 
 
