@@ -64,13 +64,13 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
             return None
         time.sleep(_POLL_S)
     time.sleep(generator.uniform(0.0, MAX_DELAY_S))
-    targets = _targets(process, cell.role)
-    while not targets and _is_in_phase(run_dir, cell) and process.poll() is None:  # it has not started yet
+    found = targets(process, cell.role)
+    while not found and _is_in_phase(run_dir, cell) and process.poll() is None:  # it has not started yet
         time.sleep(_POLL_S)
-        targets = _targets(process, cell.role)
-    if not targets:
+        found = targets(process, cell.role)
+    if not found:
         return None
-    generator.choice(targets).send_signal(SIGNALS[cell.fault])
+    generator.choice(found).send_signal(SIGNALS[cell.fault])
     return time.time()
 
 
@@ -83,7 +83,7 @@ def _is_in_phase(run_dir: Path, cell: Cell) -> bool:
     return bool(now["phase"] == name and now["step"] == step)
 
 
-def _targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Process]:
+def targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Process]:
     """Living processes of a role, in the order of their ids."""
     if role == "controller":
         return [psutil.Process(process.pid)]

@@ -45,7 +45,7 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended) -> Row:
         "engine_restarts": steps[-1].get("engine/restarts", 0) if steps else 0,
         "repeated_steps": _abandoned(run_dir),
         "same_groups": complete,
-        "left_behind": len(_left_behind()),
+        "left_behind": len(left_behind()),
     }
     if cell.run == "exact":
         row["same_metrics"] = _comparable(run_dir) == _comparable(undisturbed)
@@ -91,6 +91,6 @@ def _weights(run_dir: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-def _left_behind() -> list[Path]:
+def left_behind() -> list[Path]:
     """Shared memory of runs; no run is alive."""
     return [path for path in Path("/dev/shm").iterdir() if _SHM.fullmatch(path.name)]

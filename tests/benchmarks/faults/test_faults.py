@@ -55,18 +55,18 @@ def test_a_run_is_as_promised_if_it_ended_and_equals_the_undisturbed_one(
     changes: dict[str, object],
     is_as_promised: bool,
 ) -> None:
-    monkeypatch.setattr(verdict, "_left_behind", list)
+    monkeypatch.setattr(verdict, "left_behind", list)
     calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found", **changes)
     ended = Ended(codes=codes, hit_at_s=101.0, ended_at_s=110.0)
     row = verdict.outcome(CELL, found, calm, ended)
     assert row["as_promised"] is is_as_promised
     assert row["until_next_step_s"] == 5.0  # the second step ended 106 s after the begin
-    monkeypatch.setattr(verdict, "_left_behind", lambda: [Path("mrl-x")])
+    monkeypatch.setattr(verdict, "left_behind", lambda: [Path("mrl-x")])
     assert not verdict.outcome(CELL, found, calm, ended)["as_promised"]
 
 
 def test_a_cell_whose_process_was_not_there_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "_left_behind", list)
+    monkeypatch.setattr(verdict, "left_behind", list)
     calm, found = run_dir(tmp_path / "calm"), run_dir(tmp_path / "found")
     assert not verdict.outcome(CELL, found, calm, Ended(codes=(0,), hit_at_s=None, ended_at_s=9.0))["as_promised"]
 
@@ -77,7 +77,7 @@ def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
     seed = random.randrange(1 << 30)
     cell = random.Random(seed).choice(SAMPLED)
     print(f"{cell.name}, drawn with seed {seed}")
-    monkeypatch.setattr(verdict, "_left_behind", list)  # other tests have shared memory
+    monkeypatch.setattr(verdict, "left_behind", list)  # other tests have shared memory
     make_example(tmp_path)
     config = write_config(tmp_path, "exact")
     run_disturbed(config, tmp_path / "calm", None, seed=seed)
