@@ -5,15 +5,16 @@
 # between double at-signs. Several values are lists of shell words, already quoted.
 set -euo pipefail
 
-run_dir=@@RUN_DIR@@
+export run_dir=@@RUN_DIR@@
 config=@@CONFIG@@
 python=(@@PYTHON@@) # Python of the job, with the container's command before it
 srun_options=(@@SRUN_OPTIONS@@)
 cd @@WORK_DIR@@
 @@SETUP@@
 
-job_dir="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+export job_dir="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 export MEGATRON_RL_JOB_DIR="$job_dir"
+export batch_node=$SLURMD_NODENAME
 export SLURM_EXPORT_ENV=ALL # steps receive what this script exports, and not only the names of --export
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$job_dir/token"
 mkdir -p "$job_dir"
@@ -39,9 +40,31 @@ prepare() {
 # pyxis keeps a container that has a name, unless the cluster sets its option `container_scope=job`.
 remove_containers() {
   [[ "${srun_options[*]}" == *--container-name=* ]] || return 0
-  timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill \
+  timeout 60 srun --overlap --no-kill --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     enroot remove --force "pyxis_megatron-rl-$SLURM_JOB_ID" > /dev/null 2>&1 || true
 }
+
+# Runs on the other nodes. SLURM keeps a job of several nodes when one of them dies (--no-kill). If that is the node of this
+# script, nobody would end the job: another node requeues it, once SLURM has taken the silent node out of the job.
+# shellcheck disable=SC2317  # called by srun
+watch_batch_node() {
+  local seen="" now silent_s=0 nodes
+  while [ ! -e "$job_dir/over" ]; do
+    sleep 10
+    now=$(cat "$job_dir/alive" 2>/dev/null)
+    silent_s=$((silent_s + 10))
+    [ "$now" = "$seen" ] || silent_s=0
+    seen=$now
+    [ "$silent_s" -ge 60 ] || continue
+    silent_s=0 # SLURM is asked once a minute
+    nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
+    if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp --fixed-strings "$batch_node"; then
+      say "the node of the batch script, $batch_node, is lost: requeued" >> "$run_dir/logs/slurm-$SLURM_JOB_ID.out"
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
+  done
+}
+export -f say watch_batch_node
 
 # Requeues the job or not, and ends it with the exit code of the run.
 finish() {
@@ -73,7 +96,24 @@ say "checks $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"
 rm -f "$run_dir/stop.json"
 (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job_dir/allocated"
-batch_node=$SLURMD_NODENAME
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+  (
+    trap - USR1 TERM
+    while [ ! -e "$job_dir/over" ]; do
+      date +%s.%N > "$job_dir/alive"
+      sleep 10
+    done
+  ) &
+  (
+    trap - USR1 TERM
+    others=$(grep --line-regexp --fixed-strings --invert-match "$batch_node" "$job_dir/allocated" | paste -sd,)
+    while [ ! -e "$job_dir/over" ]; do
+      srun --overlap --no-kill --cpu-bind=none --nodes=$((SLURM_JOB_NUM_NODES - 1)) \
+        --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 \
+        --nodelist="$others" bash -c watch_batch_node || sleep 10
+    done
+  ) > /dev/null 2>&1 &
+fi
 prepare "$SLURM_JOB_NODELIST" "$SLURM_JOB_NUM_NODES" check
 tries=0
 until "${step[@]}" || compgen -G "$job_dir/checks/*.json" > /dev/null; do # a check that fails has written its record

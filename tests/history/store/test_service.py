@@ -124,13 +124,13 @@ def test_prompts_that_are_needed_last_have_no_segment_beyond_the_budget_and_that
     page = mmap.PAGESIZE
     service = started("budget", num_shards=1, shm_bytes=3 * page)  # a segment of these prompts is one page
     remember(service, 0)
-    service.publish_segments(KEYS[:5])
+    publish(service, KEYS[:5])
     until(lambda: service.report().num_left_out == 2)
     assert published(service) == set(KEYS[:3])
     assert service.report().segment_bytes == 3 * page
-    service.publish_segments([KEYS[8], *KEYS[:3]])  # the last of them gives way
+    publish(service, [KEYS[8], *KEYS[:3]])  # the last of them gives way
     until(lambda: published(service) == {KEYS[8], KEYS[0], KEYS[1]})
-    service.publish_segments([KEYS[8], KEYS[3]])  # there is room again
+    publish(service, [KEYS[8], KEYS[3]])  # there is room again
     until(lambda: published(service) == {KEYS[8], KEYS[3]})
     until(lambda: service.report().segment_bytes == 2 * page)
     assert service.report().num_left_out == 3

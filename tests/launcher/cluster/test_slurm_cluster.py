@@ -40,6 +40,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["examples.arithmetic.make_model", "--out", str(path / "model")],
     ):
         subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT)
+    prompts = (path / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    (path / "data" / "few.jsonl").write_text("".join(prompts[:4]))
     return path
 
 
@@ -122,10 +124,14 @@ SLURMS = ("/usr/sbin/slurmd", "slurmstepd", "ps -e")
 NOTHING: dict[str, list[str]] = {"processes": [], "shared memory": [], "ports": []}
 
 
+DRAFTS = ("history.drafts=true", "data.train=[{path: data/few.jsonl}]")
+"""Every step has the same prompts, so that engines draft from the step before."""
+
+
 @pytest.fixture(scope="module")
 def two_nodes(cluster: SlurmCluster, work: Path) -> EndedJob:
     """A run of two steps over two nodes with an engine on each, and the sockets of its nodes after the first step."""
-    job, log = submit(cluster, work)
+    job, log = submit(cluster, work, *DRAFTS)
     wait_until(lambda: bool(read_rows(work / "run" / "metrics.jsonl")), log)
     sockets = {node: cluster.listening(node) for node in cluster.nodes[:2]}
     return EndedJob(number=job, log=wait_for_end(cluster, job, log), run_dir=work / "run", sockets=sockets)
@@ -227,7 +233,7 @@ def test_a_colocated_run_continues_disaggregated_on_three_nodes_and_then_on_two(
 ) -> None:
     """The last step loses the node of the second engine; the first engine goes on alone."""
     apart = ["placement.mode=disaggregated", "trainer.parallel.data=1", "cluster.slurm.nodes=3"]
-    job, log = submit(cluster, work, "num_steps=5", *apart)
+    job, log = submit(cluster, work, "num_steps=5", *DRAFTS, *apart)
     run_dir = two_nodes.run_dir
     wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
     logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("engine-*.log")}
@@ -240,6 +246,9 @@ def test_a_colocated_run_continues_disaggregated_on_three_nodes_and_then_on_two(
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4], output
     assert [row["engine/serving"] for row in rows] == [2, 2, 2, 2, 1]
     assert [row["cluster/lost_nodes"] for row in rows][2:] == [0, 0, 1]
+    assert [row["history/hit_rate"] for row in rows] == [0, 1, 1, 1, 1], "the checkpoint brings the history along"
+    assert [row["history/lost_calls"] for row in rows][:4] == [0, 0, 0, 0]
+    assert all(row["history/drafted_tokens"] > 0 for row in rows[1:])
     assert "lost node3: engine(s) [1] are given up; 1 of 2 serve" in output
     assert "requeued" not in output and output.rstrip().endswith("the run is done")
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
@@ -362,7 +371,8 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(
 ) -> None:
     name, num_steps = f"faults-{len(faults)}", len(faults) + 2
     run_dir, here = work / name, "cluster.slurm.extra=['--nodelist=node1,node2']"
-    job, log = submit(cluster, work, f"run_dir={name}", *ALIKE, f"num_steps={num_steps}", here)
+    saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
+    job, log = submit(cluster, work, f"run_dir={name}", *ALIKE, f"num_steps={num_steps}", here, saved)
     for step, (phase, node, fault) in enumerate(faults, start=1):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         (cluster.kill if fault == "dies" else cluster.cut)(node)

@@ -96,7 +96,7 @@ def test_a_container_goes_around_python(container: ContainerConfig, python: str,
 
 def test_paths_are_quoted_for_the_shell() -> None:
     script = render(SlurmConfig(), SUBMISSION)
-    head = "\n".join(line for line in script.splitlines() if line.startswith(("run_dir=", "config=")))
+    head = "\n".join(line for line in script.splitlines() if line.startswith(("export run_dir=", "config=")))
     shown = subprocess.run(
         ["bash", "-euc", f'{head}\nprintf "%s" "$run_dir"'], capture_output=True, text=True, check=True
     )

@@ -4,9 +4,11 @@ Every node has its network address, host name, processes and `/dev/shm`; the fil
 `nsenter` enters the network namespace and not `ip netns exec`, which hides `/sys/fs/cgroup` from slurmd. Needs root.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -201,11 +203,13 @@ def _program(name: str) -> str:
 
 @contextmanager
 def slurm_cluster(root: Path, num_nodes: int) -> Iterator[SlurmCluster]:
-    """A cluster for the body."""
+    """A cluster for the body, once no other session of this machine has one: namespaces have fixed names."""
     cluster = SlurmCluster(root, num_nodes)
-    cluster.down()  # of a session that was killed
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        cluster.down()
+    with (Path(tempfile.gettempdir()) / "mrl-test-cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cluster.down()  # of a session that was killed
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
