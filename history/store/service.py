@@ -337,7 +337,7 @@ def start_history(
     shard_nodes = (None,) * config.shards_over(len(everywhere)) if places is None else places.shards
     num_shards = len(shard_nodes)
     shards = [
-        HistoryShard.options(**options, scheduling_strategy=_preferring(node)).remote(
+        HistoryShard.options(**options, **_preferring(node)).remote(
             number, num_shards, config.budget_bytes // num_shards, config.kept_steps
         )
         for number, node in enumerate(shard_nodes)
@@ -357,9 +357,14 @@ def start_history(
     )
 
 
-def _preferring(node_id: str | None) -> NodeAffinitySchedulingStrategy | None:
-    """On that node; on another one if it is lost, because a shard can be refilled anywhere."""
-    return None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
+def _preferring(node_id: str | None) -> dict[str, object]:
+    """Options for that node, and another one if it is lost, because a shard can be refilled anywhere.
+
+    Ray (2.60) ignores a preference of actors that need no resource at all: so they need a byte of memory.
+    """
+    if node_id is None:
+        return {}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True), "memory": 1}
 
 
 def _line(error: BaseException) -> str:

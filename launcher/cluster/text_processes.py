@@ -66,6 +66,7 @@ def start_text_processes(
             max_restarts=config.max_restarts,
             runtime_env={"env_vars": dict(variables)},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else None,
+            memory=1,  # Ray (2.60) ignores the preference of an actor that needs no resource at all
         )
         actors.append(placed.remote(model, config) if number else placed.remote(model))
         note(actors[-1])

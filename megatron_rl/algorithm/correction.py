@@ -55,10 +55,19 @@ class PackedLogprobs:
         """lr, [T], not clamped."""
         return self.old_logprobs - self.rollout_logprobs
 
+    def spread(self, of_sequences: Tensor) -> Tensor:
+        """A value of each sequence, [B], for each of its tokens, [T]."""
+        return spread(of_sequences, self.lengths, len(self.old_logprobs))
+
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum over each sequence: [T] and [B] to [B]."""
     return _segment(values, lengths, "sum")
+
+
+def spread(of_sequences: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """A value of each sequence, [B], for each of its tokens, [T]; without the number of tokens a GPU would be asked."""
+    return of_sequences.repeat_interleave(lengths, output_size=num_tokens)
 
 
 def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
@@ -79,7 +88,7 @@ def correction_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig) ->
             weights = inside.float()
         case "none":
             weights = torch.ones_like(ratio)
-    return weights.repeat_interleave(logprobs.lengths) if is_sequence_mode(config.mode) else weights
+    return logprobs.spread(weights) if is_sequence_mode(config.mode) else weights
 
 
 def importance_ratio(logprobs: PackedLogprobs, *, mode: str) -> Tensor:
@@ -103,14 +112,18 @@ def normalization_sums(weights: Tensor, lengths: Tensor, *, config: CorrectionCo
     Sequence modes count each sequence once, token modes each token.
     """
     values = sequence_mean(weights, lengths) if is_sequence_mode(config.mode) else weights
-    count = torch.tensor(float(values.numel()), dtype=torch.float64, device=weights.device)
-    return torch.stack([values.double().sum(), count])
+    return torch.stack([values.double().sum(), count_of(values)])
+
+
+def count_of(values: Tensor) -> Tensor:
+    """Number of values, as a float64 scalar on their device; filled there, because a copy would wait."""
+    return torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
 
 
 def normalize(weights: Tensor, sums: Tensor) -> Tensor:
     """Weights divided by the mean from reduced `sums`; unchanged if the mean is negligible."""
-    mean = float(sums[0]) / max(float(sums[1]), 1.0)
-    return weights / mean if mean > NEGLIGIBLE_MEAN else weights
+    mean = sums[0] / sums[1].clamp(min=1.0)
+    return weights / torch.where(mean > NEGLIGIBLE_MEAN, mean, 1.0).to(weights.dtype)
 
 
 def final_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig, sums: Tensor | None = None) -> Tensor:
@@ -131,7 +144,7 @@ def kept_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor
     keep = torch.ones_like(logprobs.old_logprobs, dtype=torch.bool)
     if config.veto_ratio > 0:
         lowest = _segment(logprobs.log_ratio, logprobs.lengths, "min")
-        keep &= (lowest >= math.log(config.veto_ratio)).repeat_interleave(logprobs.lengths)
+        keep &= logprobs.spread(lowest >= math.log(config.veto_ratio))
     for rule in config.rejections:
         keep &= kept_by_rule(logprobs, rule=rule)
     return keep
@@ -150,7 +163,7 @@ def kept_by_rule(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Tensor:
     statistic = rejection_statistic(logprobs, rule=rule)
     low, high = rejection_band(rule)
     keep = (statistic >= low) & (statistic <= high)
-    return keep.repeat_interleave(logprobs.lengths) if rule.statistic.startswith("seq_") else keep
+    return logprobs.spread(keep) if rule.statistic.startswith("seq_") else keep
 
 
 def rejection_statistic(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Tensor:
@@ -178,4 +191,4 @@ def k3(log_ratio: Tensor) -> Tensor:
 def _segment(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:
     if lengths.numel() == 0:
         return values.new_zeros(0)
-    return torch.segment_reduce(values, reduction, lengths=lengths)
+    return torch.segment_reduce(values, reduction, lengths=lengths, unsafe=True)  # its checks read lengths on the host

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from history.config import load_function
-from megatron_rl.algorithm.correction import LOG_RATIO_BOUND, sequence_sum
+from megatron_rl.algorithm.correction import LOG_RATIO_BOUND, sequence_mean, sequence_sum, spread
 from megatron_rl.built_in import LOSSES
 from megatron_rl.config import Aggregation
 
@@ -105,7 +105,7 @@ def coefficients(lengths: Tensor, counted: Tensor, *, aggregation: Aggregation, 
             return kept / max(denominators.num_tokens, 1)
         case "sequence_mean":
             of_sequence = sequence_sum(kept, lengths).clamp(min=1.0) * max(denominators.num_sequences, 1)
-            return kept / of_sequence.repeat_interleave(lengths)
+            return kept / spread(of_sequence, lengths, len(kept))
         case "seq_mean_token_sum":
             return kept / max(denominators.num_sequences, 1)
         case "seq_mean_token_sum_norm":
@@ -125,8 +125,8 @@ def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     if len(inputs.lengths) == 0:
         sequence_ratio = log_ratio.exp()
     else:
-        means = torch.segment_reduce(log_ratio, "mean", lengths=inputs.lengths, initial=0.0)
-        sequence_log_ratio = means.detach().repeat_interleave(inputs.lengths)
+        means = sequence_mean(log_ratio.detach(), inputs.lengths)
+        sequence_log_ratio = spread(means, inputs.lengths, len(log_ratio))
         # The value is the sequence's ratio; each token keeps its own gradient (GSPO-token, equation 14).
         sequence_ratio = (inputs.logprobs - inputs.logprobs.detach() + sequence_log_ratio).exp()
     surrogate, metrics = _clipped(inputs, settings, ratio=sequence_ratio)

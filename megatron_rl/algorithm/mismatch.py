@@ -18,8 +18,7 @@ Shape legend: T response tokens of a micro batch, B its sequences, A ages (0 .. 
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,11 +36,16 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """Contribution of one or more micro batches to the metrics of a step."""
+    """Contribution of one or more micro batches to the metrics of a step, on the device of their tokens."""
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    """-inf before the first token."""
+    names: tuple[str, ...]
+    """Of the sums."""
+    sums: Tensor
+    """[len(names)] float64."""
+    extremes: tuple[str, ...]
+    """Names of the maxima."""
+    maxima: Tensor
+    """[len(extremes)] float64; -inf before the first token."""
     histogram: Tensor
     """[NUM_BINS] float64 counts of tokens by |lr|."""
     config: CorrectionConfig
@@ -51,61 +55,55 @@ class MismatchSums:
         """The contribution of one micro batch, empty or not."""
         terms = terms_of(logprobs, config=config)
         return cls(
-            sums=dict(zip(terms.sums, _to_host(terms.sums.values()), strict=True)),
-            maxima=dict(zip(terms.maxima, _to_host(terms.maxima.values()), strict=True)),
+            names=tuple(terms.sums),
+            sums=torch.stack([value.double() for value in terms.sums.values()]),
+            extremes=tuple(terms.maxima),
+            maxima=torch.stack([value.double() for value in terms.maxima.values()]),
             histogram=_histogram(logprobs.log_ratio),
             config=config,
         )
 
     @classmethod
-    def empty(cls, *, config: CorrectionConfig) -> "MismatchSums":
-        """The neutral element of `merge`."""
-        nothing = torch.zeros(0)
+    def empty(cls, *, config: CorrectionConfig, device: torch.device | None = None) -> "MismatchSums":
+        """The neutral element of `merge`; on the CPU if no device is given."""
+        nothing = torch.zeros(0, device=device)
         logprobs = PackedLogprobs(old_logprobs=nothing, rollout_logprobs=nothing, lengths=nothing.long())
         return cls.of(logprobs, config=config)
 
     def merge(self, other: "MismatchSums") -> "MismatchSums":
         """Both contributions together."""
-        return MismatchSums(
-            sums={name: value + other.sums[name] for name, value in self.sums.items()},
-            maxima={name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
+        return replace(
+            self,
+            sums=self.sums + other.sums,
+            maxima=torch.maximum(self.maxima, other.maxima),
             histogram=self.histogram + other.histogram,
-            config=self.config,
         )
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """(to be summed over ranks, to be maximised over ranks), both 1-D float64 on the CPU."""
-        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        return torch.cat([sums, self.histogram]), torch.tensor(list(self.maxima.values()), dtype=torch.float64)
+        """(to be summed over ranks, to be maximised over ranks), both 1-D float64."""
+        return torch.cat([self.sums, self.histogram]), self.maxima.clone()
 
     def from_vectors(self, summed: Tensor, maximised: Tensor) -> "MismatchSums":
         """The names of this contribution with reduced `vectors`."""
-        num_sums = len(self.sums)
-        return MismatchSums(
-            sums=dict(zip(self.sums, summed[:num_sums].tolist(), strict=True)),
-            maxima=dict(zip(self.maxima, maximised.tolist(), strict=True)),
-            histogram=summed[num_sums:].cpu(),
-            config=self.config,
-        )
+        num_sums = len(self.names)
+        return replace(self, sums=summed[:num_sums], histogram=summed[num_sums:], maxima=maximised)
 
     def finalize(self) -> dict[str, float]:
         """Metrics of the step; empty if there are no tokens."""
-        if self.sums["tokens"] == 0:
+        sums = dict(zip(self.names, self.sums.tolist(), strict=True))
+        maxima = dict(zip(self.extremes, self.maxima.tolist(), strict=True))
+        if sums["tokens"] == 0:
             return {}
-        metrics = metrics_of(self.sums, self.maxima, config=self.config) | _quantiles(self.histogram)
+        metrics = metrics_of(sums, maxima, config=self.config) | _quantiles(self.histogram.cpu())
         return {f"rollout_corr/{name}": value for name, value in metrics.items()}
-
-
-def _to_host(values: Iterable[Tensor]) -> list[float]:
-    """All values in one transfer."""
-    return torch.stack([value.double() for value in values]).tolist()
 
 
 def _histogram(log_ratio: Tensor) -> Tensor:
     """Counts of |lr| in logarithmic bins, [NUM_BINS] float64."""
     sizes = log_ratio.double().abs().clamp(SMALLEST_BIN, LOG_RATIO_BOUND)
     bins = (torch.log10(sizes / SMALLEST_BIN) * BINS_PER_DECADE).floor().long()
-    return torch.bincount(bins.cpu(), minlength=NUM_BINS).double()
+    counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_ratio.device)
+    return counts.index_add(0, bins, torch.ones_like(sizes))  # whole numbers, so their order changes nothing
 
 
 def _quantiles(histogram: Tensor) -> dict[str, float]:
@@ -125,23 +123,21 @@ class SumsByAge:
     """Tokens, weights, squared weights and k3 by staleness. `add` mutates; sums of all ranks are added up."""
 
     sums: Tensor
-    """[A, 4] float64, on the CPU."""
+    """[A, 4] float64, on the device of the tokens."""
 
     @classmethod
-    def empty(cls, max_staleness: int) -> "SumsByAge":
-        """Sums for a step with this largest staleness."""
-        return cls(torch.zeros(max_staleness + 1, _NUM_SUMS, dtype=torch.float64))
+    def empty(cls, max_staleness: int, device: torch.device | None = None) -> "SumsByAge":
+        """Sums for a step with this largest staleness; on the CPU if no device is given."""
+        return cls(torch.zeros(max_staleness + 1, _NUM_SUMS, dtype=torch.float64, device=device))
 
-    def add(self, logprobs: PackedLogprobs, weights: Tensor, staleness: Sequence[int]) -> None:
-        """Add a micro batch: `weights` [T] of the loss, `staleness` [B]."""
-        if not staleness:
-            return
-        ages = torch.tensor(staleness, device=weights.device).repeat_interleave(logprobs.lengths)
+    def add(self, logprobs: PackedLogprobs, weights: Tensor, staleness: Tensor) -> None:
+        """Add a micro batch: `weights` [T] of the loss, `staleness` [B] int64."""
+        ages = logprobs.spread(staleness)
         log_ratio = logprobs.log_ratio.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         of_tokens = torch.stack(
             [torch.ones_like(log_ratio), weights.double(), weights.double().square(), k3(log_ratio)]
         )
-        self.sums += torch.zeros_like(self.sums, device=weights.device).index_add(0, ages, of_tokens.T).cpu()
+        self.sums = self.sums.index_add(0, ages, of_tokens.T)
 
     def metrics(self) -> dict[str, float]:
         """Mean weight, effective sample size (as a share) and k3 per staleness; empty if all responses are fresh."""

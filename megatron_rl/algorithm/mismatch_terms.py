@@ -19,6 +19,7 @@ from megatron_rl.algorithm.correction import (
     NEGLIGIBLE_MEAN,
     PackedLogprobs,
     correction_weights,
+    count_of,
     importance_ratio,
     is_sequence_mode,
     k3,
@@ -71,8 +72,8 @@ def _policy_terms(logprobs: PackedLogprobs) -> Terms:
     product = sequence_sum(logprobs.log_ratio, logprobs.lengths).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return Terms(
         sums={
-            "tokens": _count(log_ratio),
-            "sequences": _count(gap),
+            "tokens": count_of(log_ratio),
+            "sequences": count_of(gap),
             "k1": -logprobs.log_ratio.double().sum(),  # no exp, so no clamp
             "k3": k3(log_ratio.double()).sum(),
             "ratio": log_ratio.double().exp().sum(),
@@ -121,7 +122,7 @@ def _weight_terms(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Term
     ratio = importance_ratio(logprobs, mode=config.mode)
     low = _weight_floor(config)
     clipped = (ratio > config.cap) | (ratio < low) if _has_band(config) else ratio > config.cap
-    clipped_tokens = clipped.repeat_interleave(logprobs.lengths) if by_sequence else clipped
+    clipped_tokens = logprobs.spread(clipped) if by_sequence else clipped
     means = sequence_mean(weights, logprobs.lengths)
     ratio_means = ratio if by_sequence else sequence_mean(ratio, logprobs.lengths)
     extreme = ratio if by_sequence else weights
@@ -130,7 +131,7 @@ def _weight_terms(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Term
             "w": weights.double().sum(),
             "w_squared": weights.double().square().sum(),
             "w_clipped": clipped_tokens.double().sum(),
-            "w_ratios": _count(ratio),
+            "w_ratios": count_of(ratio),
             "w_high": (ratio > config.cap).double().sum(),
             "w_low": (ratio < low).double().sum(),
             "w_seq": means.double().sum(),
@@ -209,7 +210,7 @@ def _rejection_terms(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Term
     name, (low, high) = rule.statistic, rejection_band(rule)
     values = rejection_statistic(logprobs, rule=rule)
     by_sequence = name.startswith("seq_")
-    per_token = values.repeat_interleave(logprobs.lengths) if by_sequence else values
+    per_token = logprobs.spread(values) if by_sequence else values
     per_sequence = values if by_sequence else sequence_mean(values, logprobs.lengths)
     inside = per_token.double().clamp(0.0 if low == -math.inf else low, high)
     dropped = ~kept_by_rule(logprobs, rule=rule)
@@ -217,7 +218,7 @@ def _rejection_terms(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> Term
         "sum": per_token.double().sum(),
         "inside": inside.sum(),
         "inside_squared": inside.square().sum(),
-        "values": _count(values),
+        "values": count_of(values),
         "high": (values > high).double().sum(),
         "low": (values < low).double().sum(),
         "seq": per_sequence.double().sum(),
@@ -271,12 +272,8 @@ def _sequences_with(flags: Tensor, lengths: Tensor) -> Tensor:
     return (sequence_sum(flags.float(), lengths) > 0).double().sum()
 
 
-def _count(values: Tensor) -> Tensor:
-    return torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
-
-
 def _max(values: Tensor) -> Tensor:
     """The largest value; -inf if there is none."""
     if values.numel() == 0:
-        return torch.tensor(-math.inf, dtype=torch.float64, device=values.device)
+        return torch.full((), -math.inf, dtype=torch.float64, device=values.device)
     return values.max().double()

@@ -25,17 +25,17 @@ def rotate_packed(
     position, the first half of D repeated in the second.
     """
     angles = freqs[:, 0, 0, : freqs.shape[-1] // 2].float()
-    rows = positions(cu_seqlens)
+    rows = positions(cu_seqlens, len(heads_TND))
     rotated: torch.Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
         heads_TND, angles.cos()[rows, None], angles.sin()[rows, None]
     )
     return rotated
 
 
-def positions(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Position of each row within its sequence, [T] int64."""
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
-    return torch.arange(len(starts), device=cu_seqlens.device) - starts
+def positions(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Position of each of the `num_rows` rows within its sequence, [T] int64."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long(), output_size=num_rows)
+    return torch.arange(num_rows, device=cu_seqlens.device) - starts
 
 
 class _Context(Protocol):

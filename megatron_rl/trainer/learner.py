@@ -58,14 +58,15 @@ class _StepSums:
 
     mismatch: MismatchSums
     by_age: SumsByAge
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Float64 scalars; like the others they stay on the device, because reading one would wait for it."""
     grad_norms: list[float] = field(default_factory=list)
     updates: int = 0
     skipped: int = 0
 
     def add(self, metrics: dict[str, torch.Tensor]) -> None:
         for name, value in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.double()
 
     def count(self, grad_norm: float | None) -> None:
         if grad_norm is None:
@@ -128,7 +129,7 @@ class Learner:
     def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
-        totals = _StepSums(MismatchSums.empty(config=algorithm.correction), SumsByAge.empty(batch.max_staleness))
+        totals = self._no_sums(batch.max_staleness)
         progress.mark("responses")
         mini_batches = [
             load_mini_batch(mini, fetch, multiple_of=self._row_multiple, device=self._device)
@@ -143,6 +144,12 @@ class Learner:
                     self._update(mini, denominators, totals, micro_batches)
         self._finish_schedule(totals.updates)
         return self._result(totals)
+
+    def _no_sums(self, max_staleness: int) -> _StepSums:
+        return _StepSums(
+            MismatchSums.empty(config=self._algorithm.correction, device=self._device),
+            SumsByAge.empty(max_staleness, self._device),
+        )
 
     @property
     def _loss_needs_all_logprobs(self) -> bool:
@@ -283,7 +290,7 @@ class Learner:
             output = sft_loss(scores.logprobs, coefficients=share)
             return output.loss, output
 
-        totals = _StepSums(MismatchSums.empty(config=self._algorithm.correction), SumsByAge.empty(0))
+        totals = self._no_sums(0)
         outputs, grad_norm = self._optimizer_step(packed, loss, temperature=1.0)
         for output in outputs:
             totals.add(output.metrics)
@@ -336,11 +343,10 @@ class Learner:
         progress.mark("metrics")
         group = parallel_state.get_data_parallel_group()
         names = sorted(totals.sums)
-        losses = torch.tensor([totals.sums[name] for name in names], dtype=torch.float64)
+        losses = torch.stack([totals.sums[name] for name in names])
         summed, maximised = totals.mismatch.vectors()
         by_age = totals.by_age.sums
-        sums = torch.cat([losses, by_age.flatten(), summed]).to(self._device)
-        maximised = maximised.to(self._device)
+        sums = torch.cat([losses, by_age.flatten(), summed])
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
         sums, maximised = sums.cpu(), maximised.cpu()

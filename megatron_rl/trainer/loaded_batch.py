@@ -34,8 +34,8 @@ class LoadedMicroBatch:
     """[R] float32; empty for a dummy."""
     lengths: torch.Tensor
     """[B] int64; empty for a dummy."""
-    staleness: tuple[int, ...]
-    """[B], policy versions."""
+    staleness: torch.Tensor
+    """[B] int64, policy versions; empty for a dummy."""
 
     @property
     def is_dummy(self) -> bool:
@@ -87,7 +87,7 @@ def _load(
         rollout_logprobs=_joined(rollout).to(device),
         advantages=_joined(advantages).to(device),
         lengths=torch.tensor(lengths, dtype=torch.int64, device=device),
-        staleness=tuple(sample.staleness for sample in micro.samples),
+        staleness=torch.tensor([sample.staleness for sample in micro.samples], dtype=torch.int64, device=device),
     )
 
 

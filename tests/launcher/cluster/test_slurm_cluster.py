@@ -231,35 +231,36 @@ def test_a_preempted_job_continues_with_the_metrics_of_an_undisturbed_run_on_one
 def test_a_colocated_run_continues_disaggregated_on_three_nodes_and_then_on_two(
     cluster: SlurmCluster, work: Path, two_nodes: EndedJob
 ) -> None:
-    """The last step loses the node of the second engine; the first engine goes on alone."""
+    """In the last step the second engine's node is cut off; the first engine goes on alone."""
     apart = ["placement.mode=disaggregated", "trainer.parallel.data=1", "cluster.slurm.nodes=3"]
     job, log = submit(cluster, work, "num_steps=5", *DRAFTS, *apart)
     run_dir = two_nodes.run_dir
     wait_until(lambda: at(run_dir, 4, "rollout"), log, every_s=0.01)
     logs = {path.relative_to(run_dir / "logs").as_posix() for path in (run_dir / "logs").rglob("engine-*.log")}
     assert {"node2/engine-0.log", "node3/engine-1.log"} <= logs
-    cluster.kill("node3")
+    cluster.cut("node3")
     output = wait_for_end(cluster, job, log)
-    cluster.boot("node3")
+    cluster.mend("node3")
     resume(cluster, "node3", log)
     rows = read_rows(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4], output
     assert [row["engine/serving"] for row in rows] == [2, 2, 2, 2, 1]
     assert [row["cluster/lost_nodes"] for row in rows][2:] == [0, 0, 1]
-    assert [row["history/hit_rate"] for row in rows] == [0, 1, 1, 1, 1], "the checkpoint brings the history along"
+    assert [row["history/hit_rate"] for row in rows][:4] == [0, 1, 1, 1], "the checkpoint brings the history along"
     assert [row["history/lost_calls"] for row in rows][:4] == [0, 0, 0, 0]
-    assert all(row["history/drafted_tokens"] > 0 for row in rows[1:])
     assert "lost node3: engine(s) [1] are given up; 1 of 2 serve" in output
     assert "requeued" not in output and output.rstrip().endswith("the run is done")
-    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+    # SLURM ends what was cut off
+    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), log)
 
 
 def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_an_undisturbed_run(
     cluster: SlurmCluster, work: Path, undisturbed: Path
 ) -> None:
+    """The node dies in a publish."""
     run_dir = work / "spare"
     job, log = submit(cluster, work, "run_dir=spare", *ALIKE, "cluster.slurm.spares=1")
-    wait_until(lambda: at(run_dir, 1, "rollout"), log, every_s=0.01)
+    wait_until(lambda: at(run_dir, 1, "publish"), log, every_s=0.01)
     cluster.kill("node2")
     output = wait_for_end(cluster, job, log)
     cluster.boot("node2")
@@ -360,8 +361,8 @@ def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work:
     assert not (work / "unmounted" / "metrics.jsonl").exists()
 
 
-ONE = (("rollout", "node2", "dies"),)
-EACH_PHASE = (*ONE, ("train", "node1", "dies"), ("publish", "node2", "dies"), ("rollout", "node2", "is cut off"))
+ONE = (("train", "node1", "dies"),)
+EACH_PHASE = (("rollout", "node2", "dies"), *ONE, ("publish", "node2", "dies"), ("rollout", "node2", "is cut off"))
 """Phase of the step after the last checkpoint, node, and its fault; node1 has Ray's head and the batch script."""
 
 

@@ -68,7 +68,7 @@ def mismatch_names() -> set[str]:
             )
             names |= set(MismatchSums.of(logprobs, config=config).finalize())
     ages = SumsByAge.empty(1)
-    ages.add(logprobs, torch.ones(3), [0, 1])
+    ages.add(logprobs, torch.ones(3), torch.tensor([0, 1]))
     return names | set(ages.metrics())
 
 

@@ -16,7 +16,7 @@ def test_every_token_counts_for_the_staleness_of_its_response_under_any_partitio
     pair = packed(lengths)
     weights = pair.log_ratio.exp().clamp(max=2.0)
     whole = SumsByAge.empty(2)
-    whole.add(pair, weights, ages)
+    whole.add(pair, weights, torch.tensor(ages))
     parts, first = SumsByAge.empty(2), 0
     for length, age in zip(lengths, ages, strict=True):
         cut = slice(first, first + length)
@@ -25,7 +25,7 @@ def test_every_token_counts_for_the_staleness_of_its_response_under_any_partitio
             rollout_logprobs=pair.rollout_logprobs[cut],
             lengths=torch.tensor([length]),
         )
-        parts.add(one, weights[cut], [age])
+        parts.add(one, weights[cut], torch.tensor([age]))
         first += length
     torch.testing.assert_close(whole.sums, parts.sums)
     found = whole.metrics()
@@ -42,8 +42,8 @@ def test_every_token_counts_for_the_staleness_of_its_response_under_any_partitio
 
 def test_fresh_responses_and_empty_micro_batches_give_no_metrics():
     fresh = SumsByAge.empty(0)
-    fresh.add(packed([4]), torch.ones(4), [0])
+    fresh.add(packed([4]), torch.ones(4), torch.tensor([0]))
     assert fresh.metrics() == {}
     nothing = SumsByAge.empty(1)
-    nothing.add(packed([]), torch.ones(0), [])
+    nothing.add(packed([]), torch.ones(0), torch.zeros(0, dtype=torch.int64))
     assert nothing.metrics() == {}

@@ -66,7 +66,7 @@ def test_bf16_heads_are_rotated_in_fp32():
 
 
 def test_positions_restart_in_every_sequence():
-    assert positions(CU_SEQLENS).tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert positions(CU_SEQLENS, 13).tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]
 
 
 def test_llama3_frequencies_equal_those_of_transformers():

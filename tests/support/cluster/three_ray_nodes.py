@@ -6,12 +6,14 @@ The suite's own process is connected to another Ray cluster, so this is a script
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
 
+from history.config import HistoryConfig
+from history.store.service import Upkeep, start_history
 from history.types import HistoryPlaces
 from launcher.cluster import ray_cluster
 from launcher.cluster.processes import Processes, processes
@@ -77,6 +79,17 @@ def after_a_loss(running: Processes, cluster: Cluster, node: object) -> dict[str
     }
 
 
+def shard_nodes(places: Sequence[str]) -> list[str]:
+    """Ray's ids of the nodes on which shards run that were to start on these."""
+    history = HistoryPlaces(shards=tuple(places), readers=())
+    service = start_history(
+        HistoryConfig(), directory="", fingerprint="", environment={}, upkeep=Upkeep(log=print), places=history
+    )
+    reports = ray.get([shard.report.remote() for shard in service.shards])
+    service.close()
+    return [report.process.node_id for report in reports]
+
+
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_name": "node2", "labels": RACK})
     cluster.add_node(num_cpus=2, node_name="node1", labels={ray_cluster.SPARE: "true"})
@@ -104,6 +117,8 @@ def main() -> None:
             "first": [node.name for node in first],
         }
         ray_cluster.ANSWER_TIMEOUT_S = 120.0
+        asked = [*ids.values()] * 3
+        answer["shards"] = shard_nodes(asked) == asked
         with tempfile.TemporaryDirectory() as folder:
             write_byte_tokenizer(Path(folder))
             (scorer,) = running.start_text_processes(folder, RewardConfig(), ["node9"]).scorers
