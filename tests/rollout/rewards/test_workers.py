@@ -60,9 +60,16 @@ class Calls:
         return psutil.Process(self.workers._server.pid)
 
 
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while _lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
