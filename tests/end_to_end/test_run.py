@@ -73,7 +73,8 @@ def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterr
     run_dir, restarts = trainer_killed.run_dir, ("trainer/restarts", "trainer/repeated_steps")
     steps = metrics(run_dir)
     assert [row["step"] for row in steps] == list(range(NUM_STEPS))
-    assert steps[-1]["trainer/restarts"] == 2 and 1 <= steps[-1]["trainer/repeated_steps"] <= 3
+    assert steps[-1]["trainer/restarts"] == 2
+    assert 1 <= steps[-1]["trainer/repeated_steps"] <= 6, "a save under way does not count when a rank dies"
     without = [
         [{k: v for k, v in row.items() if k not in restarts} for row in metrics(path)]
         for path in (run_dir, uninterrupted)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -324,11 +325,21 @@ def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None
     send(process, title, signal.SIGKILL)
 
 
+def _descendants(process: subprocess.Popen, title: str) -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if (each.cmdline() or [""])[0].startswith(title):
+                found.append(each)
+    return found
+
+
 def send(process: subprocess.Popen, title: str, number: signal.Signals, only: int | None = None) -> None:
     """Send a signal to all descendants with that title, or only to one of them."""
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    targets = [process for process in descendants if (process.cmdline() or [""])[0].startswith(title)]
-    assert targets, f"no {title} among the descendants"
+    deadline = time.monotonic() + DEADLINE_S
+    while not (targets := _descendants(process, title)):  # one look at all processes may miss some
+        assert time.monotonic() < deadline, f"no {title} among the descendants"
+        time.sleep(0.005)
     for target in targets if only is None else [targets[only]]:
         target.send_signal(number)
 
