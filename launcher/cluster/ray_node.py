@@ -20,6 +20,7 @@ from types import FrameType
 
 import psutil
 
+from history.index.segments_dir import sweep_segments
 from history.own_files import opener
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import RAY_SETTINGS
@@ -123,6 +124,7 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     finally:
         end_family()
         sweep()
+        sweep_segments()
         shutil.rmtree(node.temp_dir, ignore_errors=True)
 
 
