@@ -131,7 +131,7 @@ FLOORS = {
     "launcher/run_dir/atomic_files.py": Floor(imports="history"),
     "launcher/cluster": Floor(
         imports=(
-            "history history/index/segments_dir.py history/store/service.py rollout rollout/remote_kill.py "
+            "history history/index history/store/service.py rollout rollout/remote_kill.py "
             "rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
             "launcher launcher/config launcher/run_dir/atomic_files.py"
