@@ -88,7 +88,7 @@ class Scorer:
 
 @dataclass(slots=True, kw_only=True)
 class Versioned:
-    """An admission together with the published policy version; satisfies `rollout.pool.engine_pool.Batches`."""
+    """An admission together with the published policy version; satisfies `rollout.pool.callbacks.Batches`."""
 
     admission: FixedBatches | FlexibleBatches
     version: int = 0

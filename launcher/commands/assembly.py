@@ -48,8 +48,9 @@ from megatron_rl.trainer.group import TrainerGroup
 from rollout.failures import CallError, PlacedError
 from rollout.planning.migration import GroupMigration, MigrationRule
 from rollout.planning.planner import Planner
+from rollout.pool.callbacks import ignore_start
 from rollout.pool.engine_group import EngineGroup
-from rollout.pool.engine_pool import EnginePool, ignore_start
+from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient

@@ -14,67 +14,33 @@ continue on another engine. Where the actor died too, they begin again at the pr
 is left, `revive` restarts one.
 
 An engine without work, while no group waits, may take over a running group of another engine
-(`rollout.planning.migration`): the group is aborted there and continues here with its tokens.
+(`rollout.pool.migration_survey`): the group is aborted there and continues here with its tokens.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
 from rollout.planning.dispatcher import Dispatcher
-from rollout.planning.migration import GroupMigration, InFlight
+from rollout.planning.migration import GroupMigration
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
 from rollout.pool.background_thread import repeated_in_background
+from rollout.pool.callbacks import Batches, OnStart, Progress, ignore_start, tell
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
-from rollout.pool.group_places import Generating, GroupPlaces, Sampled
+from rollout.pool.group_places import TRAIN, Generating, GroupPlaces, Sampled
+from rollout.pool.migration_survey import MigrationSurvey
 from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_assignment import assign_seats
 from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
 
-Progress = Callable[[int, int], None]
-"""Called with (groups scored, groups waited for) whenever a group is scored."""
-
-OnStart = Callable[[PromptGroup, int], None]
-"""Called with a group and the number of the engine that begins or continues it."""
-
-TRAIN = "train"
-"""`PromptGroup.purpose` of groups that are trained on."""
-
 _POLL_S = 0.2
 _CANCEL_TIMEOUT_S = 60.0
 """Longest wait for engines to abort their responses."""
-
-
-class Batches(Protocol):
-    """Decides which groups are trained on together (`rollout.planning.planner.Planner`)."""
-
-    def started(self, group_id: GroupId) -> None:
-        """An engine has begun a group."""
-        ...
-
-    def completed(self, group_id: GroupId) -> None:
-        """A group is sampled and scored."""
-        ...
-
-    def batch(self, step: int) -> list[GroupId] | None:
-        """The groups of a step's batch; None while the batch is incomplete."""
-        ...
-
-    def progress(self, step: int) -> tuple[int, int]:
-        """(groups of the batch that are complete, groups that the batch needs)"""
-        ...
-
-
-def ignore_start(group: PromptGroup, engine: int) -> None:
-    """For a pool whose starts nobody follows."""
-    del group, engine
 
 
 class EnginePool:
@@ -123,8 +89,7 @@ class EnginePool:
         """Lost engines whose queues are closed."""
         self._seat_calls: dict[ray.ObjectRef, int] = {}
         """Engines that were asked to answer when enough seats are free, by the call."""
-        self._survey: tuple[ray.ObjectRef, int] | None = None
-        """The call that asks an engine for its running groups (`migration.donor`), and the engine."""
+        self._survey = MigrationSurvey(self.migration, engines, self._dispatcher, self._places)
 
     def loads(self) -> list[EngineLoad]:
         """The work of each engine, as planning sees it: without retired engines."""
@@ -184,9 +149,9 @@ class EnginePool:
         """
         wanted = self._places.ids(purpose, step)
         while missing := sum(group_id not in self._places.scored for group_id in wanted):
-            _tell(progress, len(wanted) - missing, len(wanted))
+            tell(progress, len(wanted) - missing, len(wanted))
             self._advance()
-        _tell(progress, len(wanted), len(wanted))
+        tell(progress, len(wanted), len(wanted))
         return self._places.take(wanted)
 
     def take_batch(self, step: int, *, progress: Progress | None = None) -> list[ScoredGroup]:
@@ -197,9 +162,9 @@ class EnginePool:
         """
         assert self._batches is not None, "a pool without `batches` does not train"
         while (wanted := self._batches.batch(step)) is None:
-            _tell(progress, *self._batches.progress(step))
+            tell(progress, *self._batches.progress(step))
             self._advance()
-        _tell(progress, len(wanted), len(wanted))
+        tell(progress, len(wanted), len(wanted))
         return self._places.take(wanted)
 
     @property
@@ -237,7 +202,7 @@ class EnginePool:
 
     def cancel(self) -> None:
         """Give up every group: engines abort their responses. The pool is not used afterwards."""
-        calls = [*self._places.generating, *self._seat_calls, *([] if self._survey is None else [self._survey[0]])]
+        calls = [*self._places.generating, *self._seat_calls, *self._survey.calls]
         for call in calls:
             ray.cancel(call)
         if calls:
@@ -259,7 +224,7 @@ class EnginePool:
         for engine, num_ended in assigned.full.items():
             if engine not in asked:
                 self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
-        self._ask_donor()
+        self._survey.ask(self._closed)
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
         item = self._places.waiting[forecast.group_id]
@@ -280,8 +245,7 @@ class EnginePool:
 
     def _calls(self) -> list[ray.ObjectRef]:
         """All remote calls that have not ended."""
-        surveys = [] if self._survey is None else [self._survey[0]]
-        return [*self._places.generating, *self._places.scoring, *self._seat_calls, *surveys]
+        return [*self._places.generating, *self._places.scoring, *self._seat_calls, *self._survey.calls]
 
     def _advance(self, timeout_s: float | None = None) -> None:
         """Wait for calls, at most `timeout_s`, and act on those that have ended."""
@@ -305,8 +269,8 @@ class EnginePool:
         ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
         more, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         for ref in {*ready, *more}:
-            if self._survey is not None and ref == self._survey[0]:
-                self._abort_migrating(*self._survey)
+            if ref in self._survey.calls:
+                self._answer_survey()
             elif ref in self._seat_calls:
                 self._report_seats(ref)
             elif ref in self._places.generating:
@@ -319,39 +283,15 @@ class EnginePool:
             self._watch.look({item.engine for item in self._places.generating.values()} - self._closed)
         self._dispatch()
 
-    def _ask_donor(self) -> None:
-        """Ask the engine that could give a group to an idle one for its running groups."""
-        generating = self._places.generating.values()
-        running = Counter(item.engine for item in generating if item.engine not in self._closed)
-        engine = self.migration.donor(running, self._idle_engine())
-        if engine is not None:
-            self._survey = (self._engines.actors[engine].in_flight.remote(), engine)
-
-    def _idle_engine(self) -> int | None:
-        """An engine that runs no group and for which none waits."""
-        busy = {item.engine for item in self._places.generating.values()}
-        idle = (engine for engine in self._engines.alive if engine not in busy)
-        return next((engine for engine in idle if self._dispatcher.peek(engine) is None), None)
-
-    def _abort_migrating(self, ref: ray.ObjectRef, source: int) -> None:
-        """An engine has reported its running groups: abort the group that moves to an idle engine."""
-        self._survey = None
+    def _answer_survey(self) -> None:
+        """An engine has reported its running groups; one of them may move."""
+        source = self._survey.engine
         try:
-            running: list[InFlight] = ray.get(ref)
+            self._survey.answered()
         except ray.exceptions.RayActorError as error:
             self._lose(source, error)
-            return
         except ray.exceptions.RayError as error:
             raise _failed(source, "in_flight", error) from error
-        trained = {
-            item.group.group_id
-            for item in self._places.generating.values()
-            if item.engine == source and item.group.purpose == TRAIN
-        }
-        movable = [group for group in running if group.group_id in trained]
-        chosen = self.migration.answered(movable, self._idle_engine())
-        if chosen is not None:
-            self._engines.actors[source].abort.remote(chosen)
 
     def _report_seats(self, ref: ray.ObjectRef) -> None:
         engine = self._seat_calls.pop(ref)
@@ -393,8 +333,7 @@ class EnginePool:
             self._dispatcher.close(engine)
             self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
             self._seats.reset(engine)
-            if self.migration.lost(engine):
-                self._survey = None
+            self._survey.lost(engine)
         for engine in (self._closed | replaced) - lost:
             self._dispatcher.open(engine)
         self._closed = lost
@@ -443,8 +382,3 @@ class EnginePool:
 def _failed(engine: int, action: str, error: Exception) -> CallError:
     place = Place(role="engine", ranks=(engine,), node=node_of(error))
     return CallError(f"engine {engine}: {action} failed: {brief(error)}", place)
-
-
-def _tell(progress: Progress | None, done: int, total: int) -> None:
-    if progress is not None:
-        progress(done, total)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from rollout.config import EvalSetConfig
 from rollout.evaluation import EvaluationRow, evaluation_groups, evaluation_rows
-from rollout.pool.engine_pool import EnginePool, Progress
+from rollout.pool.callbacks import Progress
+from rollout.pool.engine_pool import EnginePool
 from rollout.types import GroupId, Prompt, PromptGroup
 
 FIRST_GROUP_ID = 1 << 48

@@ -64,16 +64,14 @@ def test_stacks_of_a_process_and_its_child_lie_in_a_file_named_after_its_log(hun
     assert "in child_waits_in_vain" in second and "in loops_for_ever" not in second.split("--- faulthandler")[0]
 
 
-@pytest.mark.skipif(stacks.py_spy() is None, reason="py-spy is optional")
-def test_py_spy_reads_a_frozen_process_too(hung):
+def test_py_spy_reads_a_frozen_process_too_or_the_file_says_why_not(hung):
+    """The kernel may forbid it to this user (`kernel.yama.ptrace_scope`)."""
     os.kill(hung.pid, signal.SIGSTOP)
     (file,) = stacks.write_stacks([hung], "now")
     text = Path(file).read_text()
     assert f"=== process {hung.pid}, stopped" in text and "nothing was written; the process is frozen" in text
     shown = text.split("--- py-spy:\n")[1]
-    if "permission" in shown.lower() or "not permitted" in shown.lower():
-        pytest.skip("this user may not read processes")
-    assert "loops_for_ever" in shown
+    assert "loops_for_ever" in shown or (os.geteuid() != 0 and "permi" in shown.lower())
 
 
 def test_a_process_without_a_handler_is_not_ended_by_the_question(tmp_path):

@@ -12,7 +12,7 @@ from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import POLICIES, plan
 from rollout.pool import engine_pool as pool_module
-from rollout.pool import scorer_pool
+from rollout.pool import migration_survey, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import FinishReason, GroupId, Score, ScoreStatus
@@ -41,7 +41,7 @@ class Ref:
 
 @dataclass
 class FakeRay:
-    """`ray` as `rollout.pool.engine_pool` and `rollout.pool.scorer_pool` use it; events happen during `wait`."""
+    """`ray` as the modules of the pool use it; events happen during `wait`."""
 
     world: "World"
 
@@ -273,7 +273,7 @@ def stress(num_events: int, seed: int, monkeypatch=None) -> World:
     generator = random.Random(seed)
     world = World(generator)
     fake = FakeRay(world)
-    for module in (pool_module, scorer_pool):
+    for module in (pool_module, migration_survey, scorer_pool):
         if monkeypatch is None:
             module.ray = fake
         else:
