@@ -22,7 +22,7 @@ from benchmarks.faults.cells import ROLES, SIGNALS, Fault
 from benchmarks.faults.inject import AGAIN, targets
 from benchmarks.faults.outcome import left_behind
 from benchmarks.harness.example_run import read_metrics, run_example
-from benchmarks.harness.process_tree import Usage, usage
+from benchmarks.harness.process_tree import Usage, growth, usage
 from benchmarks.harness.record import Goal, Row, arguments, write
 from examples.arithmetic.quickstart import commands
 from launcher.endings.kinds import Ending
@@ -208,12 +208,7 @@ def goals(
     end = samples[-1].seconds
     early = [sample for sample in samples if end / 4 <= sample.seconds < end / 2]
     late = [sample for sample in samples if sample.seconds >= 3 * end / 4]
-    growth = {
-        name: statistics.median(getattr(each, name) for each in late)
-        / max(statistics.median(getattr(each, name) for each in early), 1)
-        - 1
-        for name in ("memory_bytes", "num_fds", "shm_bytes")
-    }
+    grown = growth(early, late)
     share = "of itself"
     return [
         Goal(name="minutes", value=minutes, bound=120.0, direction="at least", unit="min"),
@@ -226,9 +221,9 @@ def goals(
             direction="at least",
             unit="reward",
         ),
-        Goal(name="memory, growth", value=growth["memory_bytes"], bound=0.05, direction="at most", unit=share),
-        Goal(name="descriptors, growth", value=growth["num_fds"], bound=0.03, direction="at most", unit=share),
-        Goal(name="shared memory, growth", value=growth["shm_bytes"], bound=0.1, direction="at most", unit=share),
+        Goal(name="memory, growth", value=grown["memory_bytes"], bound=0.05, direction="at most", unit=share),
+        Goal(name="descriptors, growth", value=grown["num_fds"], bound=0.03, direction="at most", unit=share),
+        Goal(name="shared memory, growth", value=grown["shm_bytes"], bound=0.1, direction="at most", unit=share),
         Goal(name="files left in shared memory", value=len(left_behind()), bound=0, direction="at most", unit="files"),
     ]
 

@@ -4,6 +4,7 @@ Memory is the sum of proportional set sizes plus the files in shared memory that
 size (PSS) divides shared pages among the processes that map them; it does not count unmapped files.
 """
 
+import statistics
 import subprocess
 import threading
 import time
@@ -67,6 +68,16 @@ def _pss(rollup: Path) -> int:
 def _mapped_shm(maps: Path) -> set[str]:
     lines = maps.read_text().splitlines()
     return {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if str(SHM) in line}
+
+
+def growth(early: Sequence[Usage], late: Sequence[Usage]) -> dict[str, float]:
+    """Growth of medians, as a share of the earlier one, by field of `Usage`: memory, descriptors, shared memory."""
+    return {
+        name: statistics.median(getattr(each, name) for each in late)
+        / max(statistics.median(getattr(each, name) for each in early), 1)
+        - 1
+        for name in ("memory_bytes", "num_fds", "shm_bytes")
+    }
 
 
 def watch(command: Sequence[str], *, log: Path, every_s: float = 2.0) -> tuple[int, float, list[Usage]]:

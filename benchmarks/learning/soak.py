@@ -6,13 +6,12 @@ with small steps. The goals compare the last quarter of the run with its second 
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.process_tree import Usage, watch
+from benchmarks.harness.process_tree import Usage, growth, watch
 from benchmarks.harness.record import Goal, Row, arguments, write
 
 SMALL = (
@@ -72,23 +71,14 @@ def _goals(samples: Sequence[Usage], seconds: float, steps: int) -> list[Goal]:
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[3 * quarter :]
     share = "of itself"
-    growth = {
-        name: _median(late, name) / max(_median(early, name), 1.0) - 1.0
-        for name in ("memory_bytes", "shm_bytes", "num_fds")
-    }
+    grown = growth(early, late)
     return [
-        Goal(name="memory, growth", value=growth["memory_bytes"], bound=0.03, direction="at most", unit=share),
-        Goal(name="descriptors, growth", value=growth["num_fds"], bound=0.01, direction="at most", unit=share),
-        Goal(
-            name="shared memory, growth", value=growth["shm_bytes"], bound=0.05, direction="at most", unit="of itself"
-        ),
+        Goal(name="memory, growth", value=grown["memory_bytes"], bound=0.03, direction="at most", unit=share),
+        Goal(name="descriptors, growth", value=grown["num_fds"], bound=0.01, direction="at most", unit=share),
+        Goal(name="shared memory, growth", value=grown["shm_bytes"], bound=0.05, direction="at most", unit="of itself"),
         Goal(name="steps", value=steps, bound=200, direction="at least", unit="steps"),
         Goal(name="seconds", value=seconds, bound=3600, direction="at most", unit="s"),
     ]
-
-
-def _median(samples: Sequence[Usage], name: str) -> float:
-    return float(statistics.median(getattr(sample, name) for sample in samples))
 
 
 if __name__ == "__main__":
