@@ -22,6 +22,7 @@ from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
+from rollout.types import GroupId
 from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
@@ -192,6 +193,14 @@ class EngineGroup:
         """Engines sample again; dead engines become lost."""
         self._call_living("resume_sampling", timeout_s=timeout_s)
 
+    def hold(self, *, timeout_s: float) -> None:
+        """Engines hold new groups until `release`; dead engines become lost, and late ones are ended."""
+        self._call_living("hold", timeout_s=timeout_s)
+
+    def release(self, group_ids: Sequence[GroupId], *, timeout_s: float) -> None:
+        """Engines wait for these groups, then begin them in this order; dead engines become lost."""
+        self._call_living("release", list(group_ids), timeout_s=timeout_s)
+
     def start_over(self, *, timeout_s: float) -> None:
         """Engines forget their weights and await a publish of any version; dead engines become lost.
 
@@ -325,10 +334,10 @@ class EngineGroup:
             self.end_hung(numbers[ref], f"had not finished `{call.method}` after {timeout_s:.0f} s")
         return dict(sorted(answers.items()))
 
-    def _call_living(self, method: str, *, timeout_s: float) -> None:
+    def _call_living(self, method: str, *args: object, timeout_s: float) -> None:
         """Call every engine; an engine that dies meanwhile or does not answer becomes lost, which is no error."""
         try:
-            self.wait(self._begin(method, NoneType), timeout_s=timeout_s)
+            self.wait(self._begin(method, NoneType, *args), timeout_s=timeout_s)
         except DeadlineError as error:
             for number in error.place.ranks:
                 self.end_hung(number, f"had not finished `{method}` after {timeout_s:.0f} s")

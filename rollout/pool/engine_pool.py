@@ -41,6 +41,8 @@ from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Scored
 _POLL_S = 0.2
 _CANCEL_TIMEOUT_S = 60.0
 """Longest wait for engines to abort their responses."""
+_HOLD_TIMEOUT_S = 600.0
+"""Longest wait, without a watch, for the engine of a deterministic run to hold or begin a step."""
 
 
 class EnginePool:
@@ -129,17 +131,23 @@ class EnginePool:
         self._places.admit(groups)
         self._dispatcher.admit(self._over_all(groups, plan))
         if self._whole_step:
-            (engine,) = self._engines.actors
-            ray.get(engine.hold.remote())
-            entering: list[GroupId] = []
-            while (forecast := self._dispatcher.take(0)) is not None:
-                entering.append(forecast.group_id)
-                self._seats.begin(0, forecast.num_responses)
-                self._start(forecast, engine=0)
-            # calls may overtake each other on their way, so the engine is told which groups to wait for, in order
-            ray.get(engine.release.remote(entering))
+            self._start_whole_step()
         else:
             self._dispatch()
+
+    def _start_whole_step(self) -> None:
+        """Start everything that waits, on the only engine of a deterministic run; StepLostError if the engine died."""
+        timeout_s = _HOLD_TIMEOUT_S if self._watch is None else self._watch.timeout_s
+        self._engines.hold(timeout_s=timeout_s)
+        self._check_whole_step()
+        entering: list[GroupId] = []
+        while (forecast := self._dispatcher.take(0)) is not None:
+            entering.append(forecast.group_id)
+            self._seats.begin(0, forecast.num_responses)
+            self._start(forecast, engine=0)
+        # calls may overtake each other on their way, so the engine is told which groups to wait for, in order
+        self._engines.release(entering, timeout_s=timeout_s)
+        self._check_whole_step()
 
     def take(self, purpose: str, step: int, *, progress: Progress | None = None) -> list[ScoredGroup]:
         """Wait until every admitted group of (`purpose`, `step`) is scored; they leave the pool, in order of admission.
@@ -307,12 +315,17 @@ class EnginePool:
     def _lose(self, engine: int, error: Exception) -> None:
         """Mark an engine as lost; StepLostError in a deterministic run."""
         self._engines.mark_lost(engine, brief(error))
-        if self._whole_step:
-            raise StepLostError(
-                f"engine {engine} died, and a deterministic run samples the whole step again: {brief(error)}",
-                Place(role="engine", ranks=(engine,), node=node_of(error)),
-            ) from error
+        self._check_whole_step(error)
         self._follow_lost_engines()
+
+    def _check_whole_step(self, error: Exception | None = None) -> None:
+        """Raise StepLostError if the engine of a deterministic run is lost; `error` says so first."""
+        if self._whole_step and (lost := self._engines.lost):
+            raise StepLostError(
+                f"engine {lost[0]} died, and a deterministic run samples the whole step again: "
+                f"{self._engines.loss_reason(lost[0])}",
+                Place(role="engine", ranks=lost, node="" if error is None else node_of(error)),
+            ) from error
 
     def _lose_caller(self, item: Generating, error: Exception) -> None:
         """The engine of a group has died; nothing if another one has taken its number since."""

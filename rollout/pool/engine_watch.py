@@ -21,11 +21,11 @@ class EngineWatch:
     """Watches the engines of a pool; `look` mutates."""
 
     def __init__(self, engines: EngineGroup, *, timeout_s: float) -> None:
-        """`timeout_s` is the longest time without a token."""
+        self.timeout_s = timeout_s
+        """Longest time without a token."""
         self.look_every_s = min(_ASK_EVERY_S, timeout_s / 4)
         """Call `look` at least this often while somebody waits."""
         self._engines = engines
-        self._timeout_s = timeout_s
         self._looked_at = time.monotonic()
         self._questions: dict[ray.ObjectRef, int] = {}
         self._num_tokens: dict[int, int] = {}
@@ -46,10 +46,10 @@ class EngineWatch:
         self._read_answers()
         for number in set(busy) - set(self._questions.values()):
             self._questions[self._engines.actors[number].progress.remote()] = number
-        for number in [number for number, silent_s in self._silent_s.items() if silent_s > self._timeout_s]:
+        for number in [number for number, silent_s in self._silent_s.items() if silent_s > self.timeout_s]:
             del self._silent_s[number]
             self._num_tokens.pop(number, None)
-            why = f"emitted no token for {self._timeout_s:.0f} s (`engine.progress_timeout_s`)"
+            why = f"emitted no token for {self.timeout_s:.0f} s (`engine.progress_timeout_s`)"
             self._engines.end_hung(number, why)
 
     def _read_answers(self) -> None:

@@ -21,7 +21,7 @@ from megatron_rl.trainer.group import SpmdGroup, TrainerGroup
 from megatron_rl.trainer.rank_watch import RankWatch
 from rollout import progress
 from rollout.engine.state import EngineProgress
-from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError
+from rollout.failures import DeadlineError, EnginesLostError, ProcessLostError, StepLostError
 from rollout.planning.plan import GroupForecast, RolloutPlan
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
@@ -121,6 +121,7 @@ class Engine:
     def __init__(self, answers_after_s=0.0, hangs=""):
         self.held = self.most = self.ended = 0
         self.hangs = hangs
+        self.dead = ""
         self.calls = []
         self.answers_after_s = answers_after_s
 
@@ -163,9 +164,25 @@ class Engine:
 
     async def hold(self):
         self.calls.append(("hold", None))
+        self.fail_in("hold")
 
     async def release(self, group_ids):
         self.calls.append(("release", group_ids))
+        self.fail_in("release")
+
+    async def fault(self):
+        return self.dead
+
+    def fail_in(self, call):
+        """As the product's, if the sampling process or the engine's own has died or hangs."""
+        match self.hangs.removeprefix(f"{call}: "):
+            case "its core is dead":
+                self.dead = "vLLM's process has ended"
+                raise ConnectionError("EngineCore encountered an issue")
+            case "dead":
+                os._exit(1)
+            case "frozen since":
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     async def report(self):
         return self.most, self.calls
@@ -426,6 +443,21 @@ def test_a_deterministic_step_is_handed_over_whole_before_it_is_sampled():
     assert calls[0] == ("hold", None)
     assert ("release", list(range(6))) in calls
     assert sorted(group_id for name, group_id in calls if name == "generate") == list(range(6))
+
+
+@pytest.mark.parametrize("call", ["hold", "release"])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("its core is dead", "vLLM's process"), ("dead", "ended"), ("frozen since", "had not finished")],
+)
+def test_a_deterministic_step_is_lost_if_its_engine_dies_before_it_samples(call, fault, why):
+    engines = group_of(Engine.remote(hangs=f"{call}: {fault}"))
+    engines.finish_start(engines.begin_start(), timeout_s=60)
+    watch = EngineWatch(engines, timeout_s=3.0)
+    pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=4, whole_step=True, watch=watch)
+    with pytest.raises(StepLostError, match=f"engine 0 died.*{why}"):
+        pool.admit(groups(2, step=0))
+    assert engines.lost == (0,)
 
 
 def test_an_engine_that_fails_is_named_with_its_group():
