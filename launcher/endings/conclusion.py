@@ -111,6 +111,7 @@ def termination_raises() -> Iterator[None]:
     """Raises `Terminated` on the first SIGTERM, so that processes are ended as after an error.
 
     The body itself sees a KeyboardInterrupt: it is the only exception of a signal that leaves a waiting call of Ray.
+    Whatever the body makes of it, `Terminated` leaves this context.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -126,8 +127,8 @@ def termination_raises() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
-    except KeyboardInterrupt as error:
-        if signals:
+    except BaseException as error:
+        if signals and not isinstance(error, Terminated):
             raise Terminated from error
         raise
     finally:

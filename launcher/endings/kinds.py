@@ -206,8 +206,8 @@ def _is_death(error: BaseException) -> bool:
 
 
 _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
-    Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.TERMINATED: lambda error: isinstance(error, Terminated),
+    Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.STOPPED: lambda error: isinstance(error, StopRequestedError),
     Ending.USER_INPUT: lambda error: isinstance(error, LaunchError),
     Ending.UNWRITABLE: _is_disk,

@@ -217,6 +217,19 @@ def test_a_termination_signal_raises_in_the_body_and_the_handler_is_restored() -
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def fail_to_start() -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt as error:
+        raise RuntimeError("the start was interrupted") from error
+
+
+def test_an_error_that_a_termination_signal_leads_to_is_a_termination() -> None:
+    with pytest.raises(Terminated) as raised, termination_raises():
+        fail_to_start()
+    assert judge(raised.value).ending is Ending.TERMINATED
+
+
 def test_the_screen_names_the_log_of_an_engine_of_a_command_without_a_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import yaml
 from tests.support.runs.background import popen
 from tests.support.runs.whole_runs import DEADLINE_S
 
+_ENDS_WITHIN_S = 600.0
+"""Each of these commands takes seconds."""
 _RAYLET = "raylet/raylet"
 """In the title of the process that is there while Ray itself starts."""
 
@@ -94,19 +97,42 @@ def _start(
 def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | None = None, *, beside: str = "") -> Ended:
     """Wait for the end; with a signal, send it as soon as the command has a process whose title has `beside` in it."""
     process, output = begun
+    deadline = time.monotonic() + _ENDS_WITHIN_S
     if number is not None:
         while process.poll() is None and not any(beside in title for title in map(_title, _children(process))):
+            assert time.monotonic() < deadline, f"no process named {beside}:\n{_end_hung(process)}"
             time.sleep(0.1)
         started = _children(process)
         if process.poll() is None:
             os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
     else:
         started = []
-    _, error = process.communicate(timeout=DEADLINE_S)
+    try:
+        _, error = process.communicate(timeout=_ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{process.args} does not end:\n{_end_hung(process)}") from None
     _, alive = psutil.wait_procs(started, timeout=20)
     return Ended(
         process.returncode, error, output.with_name(f"{output.name}.log"), [_title(process) for process in alive]
     )
+
+
+def _end_hung(process: subprocess.Popen[str]) -> str:
+    """Kill a command that hangs, with its children; returns the stacks of all, and what the command has written."""
+    family = [psutil.Process(process.pid), *_children(process)] if process.poll() is None else []
+    stacks = []
+    for each in family:
+        dumped = subprocess.run(
+            [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid", str(each.pid)],
+            capture_output=True,
+            text=True,
+        )
+        stacks.append(f"{each.pid} {_title(each)}\n{dumped.stdout or dumped.stderr}")
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    _, error = process.communicate(timeout=DEADLINE_S)
+    return "\n".join([*stacks, error])
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
