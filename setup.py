@@ -35,6 +35,7 @@ PACKAGES = [
     "launcher.doctor",
     "launcher.endings",
     "launcher.estimate",
+    "launcher.first_hour",
     "launcher.metrics",
     "launcher.recovery",
     "launcher.report",

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.rehearsal
 
 CASES: dict[str, list[str]] = {
     "imports": ["import_case"],
+    "first hour, facts of the device": ["device_case"],
     "engine bf16, eager": ["engine_case", "bf16", "0", "0", "1"],
     "engine bf16, drafts and CUDA graphs": ["engine_case", "bf16", "1", "0", "0"],
     "engine int8, drafts": ["engine_case", "int8", "1", "0", "1"],

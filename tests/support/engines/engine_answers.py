@@ -48,9 +48,13 @@ class Oracle:
 
 def jobs_of_experts(checkpoints: Checkpoints) -> list[dict]:
     """Jobs of `tests.support.engines.oracle` that a CPU cannot do: experts in 8 bits."""
-    formats = ("int8", "fp8_channel", "fp8_block")
+    return jobs_of_formats(checkpoints, "experts", ("int8", "fp8_channel", "fp8_block"))
+
+
+def jobs_of_formats(checkpoints: Checkpoints, family: str, formats: Sequence[str]) -> list[dict]:
+    """Jobs with weights of one family in the formats: loaded A, loaded B, and A, B, A pushed."""
     return [
-        _job(checkpoints, kind, "experts", weights, format)
+        _job(checkpoints, kind, family, weights, format)
         for format in formats
         for kind, weights in (("fresh", "A"), ("fresh", "B"), ("push", "ABA"))
     ]

@@ -1,0 +1,7 @@
+"""The first hour on a GPU: stages in order of what they decide, each with its time limit and its result file.
+
+stages.py   what is run, in which order, and what each stage decides
+runner.py   runs stages within the given minutes; goes on where an earlier call ended
+device.py   the first stage: the device's facts, and what copies and products reach on it
+results.py  result files, and the pictures of them for people
+"""

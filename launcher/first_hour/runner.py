@@ -1,0 +1,145 @@
+"""Runs stages within the given minutes, each in a process of its own, and goes on where an earlier call ended.
+
+A stage that has passed with the same code on the same kind of device is not run again. A stage that takes longer than
+its limit, or than the minutes that are left, is ended with all processes that it has started. One line is printed as
+soon as a stage has ended, and its file is complete before the next one begins.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from launcher.first_hour.results import Outcome, Result, read, read_junit, write, write_all
+from launcher.first_hour.stages import Stage
+
+HASHED = ("history", "rollout", "megatron_rl", "launcher", "benchmarks", "tests", "examples")
+"""Folders whose Python files are the code of a result."""
+MIN_S = 20.0
+"""A stage is not begun with less time than this."""
+LOG_LINES = 3
+"""Lines of the log that are shown if a stage fails without a failed test."""
+
+
+def run(
+    stages: Sequence[Stage],
+    folder: Path,
+    *,
+    root: Path,
+    minutes: float,
+    again: Collection[str] = (),
+    say: Callable[[str], None] = print,
+) -> list[Result]:
+    """Run the stages that have not passed yet, and those named in `again`; returns all results that there are.
+
+    The first stage describes the device. It is always run, and if it fails nothing else is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, code, device = time.monotonic() + 60 * minutes, digest(root), ""
+    results: list[Result] = []
+    for number, stage in enumerate(stages):
+        earlier = read(folder / f"{stage.name}.json")
+        known = earlier is not None and (earlier.outcome, earlier.code, earlier.device) == ("passed", code, device)
+        if earlier is not None and known and number and stage.name not in again:
+            say(f"{stage.name}: passed before, at {earlier.began_at}")
+            results.append(earlier)
+            continue
+        if deadline - time.monotonic() < MIN_S:
+            say(f"{stage.name}: not begun, the {minutes:g} minutes are over; the same command goes on from here")
+            continue
+        result = run_stage(stage, folder, root=root, code=code, device=device, ends_at_s=deadline)
+        if not number:
+            device = _device_name(result)
+            result = replace(result, device=device)
+        write(folder, result)
+        say(result.line())
+        results.append(result)
+        write_all(folder, results)
+        if not number and result.outcome != "passed":
+            break
+    write_all(folder, results)
+    return results
+
+
+def run_stage(stage: Stage, folder: Path, *, root: Path, code: str, device: str, ends_at_s: float) -> Result:
+    """Run one stage and read what it has written. `ends_at_s` is a time of `time.monotonic`."""
+    for path in (stage.junit_path(folder), stage.record_path(folder)):
+        path.unlink(missing_ok=True)
+    began, began_at = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S%z")
+    limit_s = min(stage.limit_s, ends_at_s - began)
+    log = folder / f"{stage.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            stage.command(folder.resolve()), cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            exit_code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            _end_family(process)
+    tests = read_junit(stage.junit_path(folder)) if stage.tests else None
+    record = None
+    with suppress(OSError, ValueError):
+        record = json.loads(stage.record_path(folder).read_text(encoding="utf-8"))
+    outcome: Outcome = "passed"
+    fault = ""
+    if exit_code is None:
+        outcome, fault = "out of time", f"ended after {limit_s:.0f} s"
+    elif exit_code:
+        outcome, fault = "failed", f"exit code {exit_code}; {_last_lines(log)}"
+    elif tests is not None and not tests.passed:
+        outcome, fault = "failed", "no test has run"
+    return Result(
+        stage=stage.name,
+        decides=stage.decides,
+        outcome=outcome,
+        fault=fault,
+        seconds=round(time.monotonic() - began, 1),
+        began_at=began_at,
+        device=device,
+        code=code,
+        tests=tests,
+        record=record,
+    )
+
+
+def _end_family(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a stage: its process, all below it, and its group."""
+    family = []
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+def digest(root: Path) -> str:
+    """Digest of all Python files of the project."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in HASHED for path in (root / folder).rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _device_name(result: Result) -> str:
+    """The name in the first stage's record; empty if it failed."""
+    facts = result.record.get("facts") if isinstance(result.record, dict) else None
+    return str(facts.get("name", "")) if isinstance(facts, dict) else ""
+
+
+def _last_lines(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-LOG_LINES:])

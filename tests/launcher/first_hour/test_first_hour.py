@@ -1,0 +1,191 @@
+"""The runner of the first hour on a GPU, with stages that need none."""
+
+import json
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.first_hour import device, page
+from launcher.first_hour.results import ALL, Counts, Result, read, read_all, read_junit
+from launcher.first_hour.runner import digest, run
+from launcher.first_hour.stages import STAGES, Stage
+from tests.docs.pages import ROOT
+from tests.support.deadline import DEADLINE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script(Stage):
+    """A stage that runs a text of Python; `sys.argv[1]` is the path of its record."""
+
+    text: str
+
+    def command(self, folder: Path) -> list[str]:
+        return [sys.executable, "-c", textwrap.dedent(self.text), str(self.record_path(folder))]
+
+
+def script(name: str, text: str, *, limit_s: float = 60.0) -> Script:
+    return Script(name=name, decides="?", limit_s=limit_s, text=text)
+
+
+DEVICE = script("device", 'import sys; open(sys.argv[1], \'w\').write(\'{"facts": {"name": "H100"}}\')')
+COUNTING = """
+    import pathlib
+    path = pathlib.Path("count")
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkout with a file of code."""
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "a.py").write_text("A = 1\n")
+    return tmp_path
+
+
+def outcomes(results: list[Result]) -> dict[str, str]:
+    return {result.stage: result.outcome for result in results}
+
+
+def test_stages_that_have_passed_are_not_run_again_unless_the_code_has_changed(root: Path) -> None:
+    stages = [DEVICE, script("counting", COUNTING)]
+
+    def count(**more: list[str]) -> int:
+        assert outcomes(run(stages, root / "out", root=root, minutes=5, say=[].append, **more)) == {
+            "device": "passed",
+            "counting": "passed",
+        }
+        return len((root / "count").read_text())
+
+    assert [count(), count(), count(again=["counting"])] == [1, 1, 2]
+    (root / "rollout" / "a.py").write_text("A = 2\n")
+    assert [count(), count()] == [3, 3]
+    assert read(root / "out" / "counting.json").device == "H100"
+    assert [result.stage for result in read_all(root / "out" / ALL)] == ["device", "counting"]
+
+
+def test_a_stage_that_fails_is_told_with_the_end_of_its_log_and_run_again_by_the_next_call(root: Path) -> None:
+    said: list[str] = []
+    stages = [DEVICE, script("failing", "raise SystemExit('no kernel image')"), script("after", "pass")]
+    for _ in range(2):
+        results = run(stages, root / "out", root=root, minutes=5, say=said.append)
+        assert outcomes(results) == {"device": "passed", "failing": "failed", "after": "passed"}
+        assert results[1].fault == "exit code 1; no kernel image"
+    assert [line.partition(" after ")[0] for line in said if line.startswith("failing")] == ["failing: failed"] * 2
+
+
+def test_a_stage_that_hangs_is_ended_with_what_it_has_started(root: Path) -> None:
+    hanging = """
+        import subprocess, sys, time
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        open("child", "w").write(str(child.pid))
+        time.sleep(1000)
+    """
+    results = run([DEVICE, script("hanging", hanging, limit_s=2.0)], root / "out", root=root, minutes=5, say=[].append)
+    assert outcomes(results)["hanging"] == "out of time"
+    child = int((root / "child").read_text())
+    deadline = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_does_not_fit_into_the_minutes_is_left_for_another_call(root: Path) -> None:
+    said: list[str] = []
+    slow = script("slow", "import time; time.sleep(1000)", limit_s=1000.0)
+    results = run([DEVICE, slow, script("left", "pass")], root / "out", root=root, minutes=22 / 60, say=said.append)
+    assert outcomes(results) == {"device": "passed", "slow": "out of time"}
+    assert "left: not begun" in said[-1] and "goes on from here" in said[-1]
+
+
+def test_without_a_device_nothing_else_is_run(root: Path) -> None:
+    none = script("device", "raise SystemExit('there is no CUDA device')")
+    results = run([none, script("counting", COUNTING)], root / "out", root=root, minutes=5, say=[].append)
+    assert outcomes(results) == {"device": "failed"} and not (root / "count").exists()
+
+
+def test_results_of_pytest_are_counted_and_failures_keep_the_begin_of_their_message(root: Path) -> None:
+    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: x"]\n')
+    (root / "test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2, 'the sums differ'\n"
+        "@pytest.mark.skip(reason='needs two devices')\ndef test_of_two(): pass\n"
+        "@pytest.fixture\ndef broken(): raise OSError('no engine')\n"
+        "def test_that_cannot_begin(broken): pass\n"
+    )
+    stage = Stage(name="tests", decides="?", limit_s=DEADLINE_S, tests=("test_it.py",))
+    result = run([DEVICE, stage], root / "out", root=root, minutes=10, say=[].append)[1]
+    assert result.outcome == "failed" and result.tests is not None
+    assert result.tests.passed == 1
+    assert {name.rpartition("::")[2] for name in result.tests.failed} == {"test_bad", "test_that_cannot_begin"}
+    assert "the sums differ" in result.tests.failed["test_it::test_bad"]
+    assert "needs two devices" in result.tests.skipped["test_it::test_of_two"]
+    assert "1 tests passed, 2 failed, 1 skipped" in result.line()
+    assert read_junit(root / "nothing.xml") == Counts()
+
+
+def test_a_stage_of_tests_none_of_which_ran_has_not_passed(root: Path) -> None:
+    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: x"]\n')
+    (root / "test_it.py").write_text("import pytest\n@pytest.mark.gpu\n@pytest.mark.skip\ndef test_one(): pass\n")
+    stage = Stage(name="tests", decides="?", limit_s=DEADLINE_S, tests=("test_it.py",))
+    result = run([DEVICE, stage], root / "out", root=root, minutes=10, say=[].append)[1]
+    assert (result.outcome, result.fault) == ("failed", "no test has run")
+
+
+def test_the_digest_follows_names_and_contents(root: Path) -> None:
+    first = digest(root)
+    (root / "rollout" / "a.py").rename(root / "rollout" / "b.py")
+    renamed = digest(root)
+    (root / "rollout" / "b.py").write_text("A = 3\n")
+    assert len({first, renamed, digest(root)}) == 3
+
+
+def test_every_stage_has_what_it_runs() -> None:
+    assert STAGES[0].module == "launcher.first_hour.device"
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    for stage in STAGES:
+        assert bool(stage.tests) != bool(stage.module)
+        assert all((ROOT / path).exists() for path in stage.tests), stage.tests
+        if stage.module:
+            path = ROOT / stage.module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), stage.module
+
+
+def test_the_device_stage_measures_rates(tmp_path: Path) -> None:
+    assert device.main(["--json", str(tmp_path / "device.json"), "--device", "cpu"]) == 0
+    found = json.loads((tmp_path / "device.json").read_text())
+    assert found["facts"]["name"] == "cpu" and found["facts"]["torch"]
+    assert set(found["rates"]) == {
+        *("copy_bytes_s", "host_to_device_bytes_s", "device_to_host_bytes_s", "bf16_flops", "int8_flops")
+    }
+    assert all(value > 0 for value in found["rates"].values())
+
+
+def test_the_page_shows_stages_and_rates_and_keeps_what_stands_around_them() -> None:
+    first = Result(
+        stage="device",
+        decides="What is it?",
+        outcome="passed",
+        seconds=9.6,
+        began_at="2026-01-01 00:00:00+0000",
+        device="H100",
+        code="",
+        record={"facts": {}, "rates": {"copy_bytes_s": 1.5e12, "bf16_flops": 7e14}},
+    )
+    second = replace(first, stage="kernels", record=None, tests=Counts(passed=3, failed={"a": "b"}), outcome="failed")
+    shown = page.with_section(f"a\n{page.BEGIN}\nold\n{page.END}\nz\n", [first, second])
+    assert shown.startswith(f"a\n{page.BEGIN}\n") and shown.endswith(f"\n{page.END}\nz\n") and "old" not in shown
+    assert "| device | What is it? | passed | 10 | - |" in shown
+    assert "| kernels | What is it? | failed | 10 | 3, 1, 0 |" in shown
+    assert "| copy | 1500 GB/s |" in shown and "| bf16 | 700 TFLOP/s |" in shown
+
+
+def test_the_committed_page_shows_the_committed_results() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.with_section(text, read_all(page.RESULTS)) == text, "run `python -m launcher.first_hour.page --write`"
