@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,22 +16,69 @@ from tests.support.stub_cuda.build import SOURCES, build, environment
 
 pytestmark = pytest.mark.rehearsal
 
-CASES: dict[str, list[str]] = {
-    "imports": ["import_case"],
-    "first hour, facts of the device": ["device_case"],
-    "engine bf16, eager": ["engine_case", "bf16", "0", "0", "1"],
-    "engine bf16, drafts and CUDA graphs": ["engine_case", "bf16", "1", "0", "0"],
-    "engine int8, drafts": ["engine_case", "int8", "1", "0", "1"],
-    "engine fp8_block, drafts": ["engine_case", "fp8_block", "1", "0", "1"],
-    "engine fp8_channel, drafts, CUDA graphs, sleep level 2": ["engine_case", "fp8_channel", "1", "2", "0"],
-    "trainer bf16 to int8": ["trainer_case", "none", "int8", "none"],
-    "trainer bf16 to fp8_channel, recompute": ["trainer_case", "none", "fp8_channel", "full"],
-    "trainer blockwise to fp8_block": ["trainer_case", "blockwise", "fp8_block", "none"],
-    "trainer blockwise_param to fp8_block": ["trainer_case", "blockwise_param", "fp8_block", "none"],
-    "run bf16 through shared memory": ["run_case", "bf16", "shm"],
-    "run int8 through shared memory": ["run_case", "int8", "shm"],
-    "run int8, sleep and offload": ["run_case", "int8", "shm", "engine.sleep_level=2", "trainer.offload=all"],
-    "run fp8_block through gloo": ["run_case", "fp8_block", "gloo"],
+
+COLOCATED = ("trainer.parallel.tensor=2", "engine.tensor_parallel=2")
+DISAGGREGATED = ("placement.mode=disaggregated", "trainer.parallel.tensor=2", "planner.overlap=1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A script of this folder, and what it runs on."""
+
+    script: str
+    arguments: Sequence[str] = ()
+    num_devices: int = 1
+    reuses_memory: bool = False
+    """Torch keeps freed memory, which CUDA IPC needs. A new tensor is not zero then, although no kernel fills it."""
+
+
+def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = True) -> Case:
+    return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager))))
+
+
+def trainer(fp8: str, format: str, recompute: str = "none") -> Case:
+    return Case(script="trainer_case", arguments=(fp8, format, recompute))
+
+
+def run(format: str, transport: str, *overrides: str, num_devices: int = 1) -> Case:
+    return Case(
+        script="run_case",
+        arguments=(format, transport, *overrides),
+        num_devices=num_devices,
+        reuses_memory=transport == "cuda_ipc",
+    )
+
+
+def gpu_tests(path: str, expression: str, **on: int) -> Case:
+    return Case(script="tests_case", arguments=(path, expression), **on)
+
+
+TRANSPORTS = "tests/rollout/transports/test_transports_gpu.py"
+CASES: dict[str, Case] = {
+    "imports": Case(script="import_case"),
+    "first hour, facts of the device": Case(script="device_case"),
+    **{
+        f"configurations of engines of {model}": Case(script="config_case", arguments=(model,), num_devices=8)
+        for model in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-32B", "Qwen3-30B-A3B")
+    },
+    "engine bf16, eager": engine("bf16", drafts=False),
+    "engine bf16, drafts and CUDA graphs": engine("bf16", eager=False),
+    "engine int8, drafts": engine("int8"),
+    "engine fp8_block, drafts": engine("fp8_block"),
+    "engine fp8_channel, drafts, CUDA graphs, sleep level 2": engine("fp8_channel", sleep=2, eager=False),
+    "trainer bf16 to int8": trainer("none", "int8"),
+    "trainer bf16 to fp8_channel, recompute": trainer("none", "fp8_channel", "full"),
+    "trainer blockwise to fp8_block": trainer("blockwise", "fp8_block"),
+    "trainer blockwise_param to fp8_block": trainer("blockwise_param", "fp8_block"),
+    "run bf16 through shared memory": run("bf16", "shm"),
+    "run int8 through shared memory": run("int8", "shm"),
+    "run int8, sleep and offload": run("int8", "shm", "engine.sleep_level=2", "trainer.offload=all"),
+    "run fp8_block through gloo": run("fp8_block", "gloo"),
+    "NCCL between four processes": Case(script="nccl_case", arguments=("4",), num_devices=4),
+    "CUDA IPC between processes": gpu_tests(TRANSPORTS, "mapped", reuses_memory=True),
+    "a publish over NCCL": gpu_tests(TRANSPORTS, "nccl and not True", num_devices=2),
+    "run int8 colocated on two devices": run("int8", "cuda_ipc", *COLOCATED, num_devices=2),
+    "run int8 disaggregated on three devices": run("int8", "nccl", *DISAGGREGATED, num_devices=3),
 }
 
 
@@ -42,12 +91,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_passes_every_stage(stub: Path, tmp_path: Path, name: str, record_property) -> None:
-    module, *arguments = CASES[name]
+    case = CASES[name]
     paths = f"{SOURCES / 'site'}:{ROOT}"
-    variables = {**os.environ, **environment(stub, num_devices=1, path=os.environ["PATH"]), "PYTHONPATH": paths}
+    chosen = environment(stub, num_devices=case.num_devices, path=os.environ["PATH"], reuses_memory=case.reuses_memory)
+    variables = {**os.environ, **chosen, "PYTHONPATH": paths}
     with (tmp_path / "output").open("w+", encoding="utf-8") as output:
         subprocess.run(
-            [sys.executable, "-m", f"tests.rehearsal.{module}", *arguments],
+            [sys.executable, "-m", f"tests.rehearsal.{case.script}", *case.arguments],
             env=variables,
             cwd=ROOT,
             stdout=output,

@@ -173,12 +173,13 @@ def test_a_late_asynchronous_call_is_cancelled_and_its_worker_goes_on(workers_of
 
 @pytest.mark.parametrize(("text", "error"), [("block", "over the limit of"), ("die", "its process died: exit code 3")])
 def test_calls_that_share_a_worker_with_the_culprit_are_repeated(workers_of, monkeypatch, text, error):
-    monkeypatch.setattr(workers_module, "GRACE_S", 0.1)
+    monkeypatch.setattr(workers_module, "GRACE_S", 0.5)
     calls = workers_of(f"{FUNCTIONS}.patient", timeout_s=1.0)
     outcomes = calls(["fine", "hang", text, "fine"])
     assert [outcome.error.startswith(error) for outcome in outcomes] == [False, text == "block", True, False]
     assert outcomes[1].is_late and [outcomes[0].reward, outcomes[3].reward] == [1.0, 1.0]
-    assert calls.workers.take_events().num_restarts == 2  # shared, then alone
+    # shared, then alone; on a busy machine the worker of the call that hangs may be too slow to cancel it
+    assert calls.workers.take_events().num_restarts in (2, 3)
 
 
 def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, tmp_path):

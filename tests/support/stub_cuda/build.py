@@ -40,8 +40,11 @@ def build(target: Path) -> None:
     (programs / "nvidia-smi").chmod(0o755)
 
 
-def environment(target: Path, *, num_devices: int, path: str) -> dict[str, str]:
-    """Variables of a program that sees `num_devices` devices; `path` is its PATH."""
+def environment(target: Path, *, num_devices: int, path: str, reuses_memory: bool = False) -> dict[str, str]:
+    """Variables of a program that sees `num_devices` devices; `path` is its PATH.
+
+    With `reuses_memory` torch keeps freed memory, so that a new tensor holds what an earlier one has left.
+    """
     preloaded = ("libcuda.so.1", *VERSIONS.values(), "libnccl.so.2")
     return {
         "FAKE_GPUS": str(num_devices),
@@ -52,7 +55,7 @@ def environment(target: Path, *, num_devices: int, path: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # memory of a new allocation is zero, as no kernel fills it
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        **({} if reuses_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     }
 
 

@@ -34,6 +34,15 @@ int fake_count(void) {
         n += *v == ',';
     return n;
 }
+// Number of the hardware behind the visible device d.
+int fake_hardware(int d) {
+    const char *v = getenv("CUDA_VISIBLE_DEVICES");
+    for (int i = 0; v && *v && i < d; i++) {
+        v = strchr(v, ',');
+        v = v ? v + 1 : 0;
+    }
+    return v && *v ? atoi(v) : d;
+}
 CUresult cuInit(unsigned f) { return 0; }
 CUresult cuDriverGetVersion(int *v) {
     *v = 13000;
@@ -57,7 +66,7 @@ CUresult cuDeviceTotalMem_v2(size_t *b, CUdevice d) {
 }
 CUresult cuDeviceGetUuid_v2(CUuuid *u, CUdevice d) {
     memset(u, 0, sizeof *u);
-    u->bytes[15] = d;
+    u->bytes[15] = fake_hardware(d);
     return 0;
 }
 int fake_attribute(int a) {

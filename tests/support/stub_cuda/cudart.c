@@ -8,6 +8,9 @@
 #include <time.h>
 #include <unistd.h>
 #include <malloc.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <linux/falloc.h>
 #include <cuda_runtime_api.h>
 #include <cuda.h>
 #undef cudaGetDeviceProperties
@@ -17,6 +20,7 @@
 size_t fake_used;
 extern int fake_count(void);
 extern int fake_attribute(int);
+extern int fake_hardware(int);
 extern int fake_trace(const char *);
 static __thread int device;
 static __thread void *capturing;
@@ -42,7 +46,7 @@ E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
         return 101;
     memset(p, 0, sizeof *p);
     strcpy(p->name, "NVIDIA H100 80GB HBM3");
-    p->uuid.bytes[15] = d;
+    p->uuid.bytes[15] = fake_hardware(d);
     p->totalGlobalMem = total;
     p->sharedMemPerBlock = 49152;
     p->regsPerBlock = 65536;
@@ -68,7 +72,7 @@ E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
     p->memoryPoolsSupported = 1;
     p->clusterLaunch = 1;
     p->cooperativeLaunch = 1;
-    p->pciBusID = d + 1;
+    p->pciBusID = fake_hardware(d) + 1;
     return 0;
 }
 E cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) {
@@ -76,7 +80,7 @@ E cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) {
     return 0;
 }
 E cudaDeviceGetPCIBusId(char *s, int n, int d) {
-    snprintf(s, n, "0000:%02x:00.0", d + 1);
+    snprintf(s, n, "0000:%02x:00.0", fake_hardware(d) + 1);
     return 0;
 }
 E cudaDeviceCanAccessPeer(int *c, int a, int b) {
@@ -103,25 +107,53 @@ E cudaMemGetInfo(size_t *f, size_t *t) {
     *f = total - fake_used - (1ull << 29) - ((size_t)(getenv("FAKE_OTHER") ? atoi(getenv("FAKE_OTHER")) : 0) << 30);
     return 0;
 }
-E cudaMalloc(void **p, size_t n) {
-    if (fake_used + n > total) {
-        *p = 0;
-        return 2;
+// The memory of all devices of a process is one file without a name, so that another process can map a part of it. An
+// address is used once: freed pages go back to the host, and a new allocation is zero. A header page holds the size.
+#define ARENA (1ull << 44)
+#define HEADER 4096
+static char *arena;
+static size_t arena_used;
+static int arena_file;
+static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
+static void forget_arena(void) { arena = 0; }
+static size_t pages(size_t n) { return (n + HEADER - 1) / HEADER * HEADER; }
+static char *take(size_t num_bytes) {
+    static int registered;
+    pthread_mutex_lock(&arena_lock);
+    if (!arena) {
+        arena_file = memfd_create("stub-cuda", MFD_CLOEXEC);
+        if (arena_file < 0 || ftruncate(arena_file, ARENA))
+            abort();
+        arena = mmap(0, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena_file, 0);
+        if (arena == MAP_FAILED)
+            abort();
+        arena_used = 0;
+        if (!registered++)
+            pthread_atfork(0, 0, forget_arena); // a child must not write into its parent's devices
     }
-    size_t *m = mmap(0, n + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (m == MAP_FAILED)
+    char *block = arena + arena_used;
+    arena_used += num_bytes;
+    pthread_mutex_unlock(&arena_lock);
+    return arena_used > ARENA ? 0 : block;
+}
+E cudaMalloc(void **p, size_t n) {
+    *p = 0;
+    if (fake_used + n > total)
+        return 2;
+    size_t *m = (size_t *)take(HEADER + pages(n));
+    if (!m)
         return 2;
     m[0] = n;
     fake_used += n;
-    *p = (char *)m + 4096;
+    *p = (char *)m + HEADER;
     return 0;
 }
 E cudaFree(void *p) {
-    if (!p)
+    if (!p || !arena || (char *)p < arena || (char *)p >= arena + ARENA)
         return 0;
-    size_t *m = (size_t *)((char *)p - 4096);
-    fake_used -= m[0];
-    munmap(m, m[0] + 4096);
+    size_t *m = (size_t *)((char *)p - HEADER), n = m[0];
+    fake_used -= n;
+    fallocate(arena_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (char *)m - arena, HEADER + pages(n));
     return 0;
 }
 E cudaMallocAsync(void **p, size_t n, cudaStream_t s) { return cudaMalloc(p, n); }
@@ -335,19 +367,39 @@ E cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) {
     *m = o;
     return 0;
 }
+struct handle {
+    int pid, file;
+    size_t offset, num_bytes;
+};
 E cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) {
+    if (!arena || (char *)p < arena + HEADER || (char *)p >= arena + ARENA)
+        return 1;
+    char *m = (char *)p - HEADER;
+    struct handle found = {getpid(), arena_file, m - arena, *(size_t *)m};
     memset(h, 0, sizeof *h);
-    memcpy(h, &p, 8);
-    int pid = getpid();
-    memcpy((char *)h + 8, &pid, 4);
+    memcpy(h, &found, sizeof found);
     return 0;
 }
 E cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned f) {
-    memcpy(p, &h, 8);
-    int pid;
-    memcpy(&pid, (char *)&h + 8, 4);
-    if (pid == getpid())
+    struct handle given;
+    memcpy(&given, &h, sizeof given);
+    if (given.pid == getpid())
         return 201;
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", given.pid, given.file);
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0)
+        return 400;
+    char *m = mmap(0, HEADER + pages(given.num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, given.offset);
+    close(file);
+    if (m == MAP_FAILED)
+        return 2;
+    *p = m + HEADER;
+    return 0;
+}
+E cudaIpcCloseMemHandle(void *p) {
+    size_t *m = (size_t *)((char *)p - HEADER);
+    munmap(m, HEADER + pages(m[0]));
     return 0;
 }
 static __thread dim3 pg, pb;

@@ -52,8 +52,15 @@ def _formats(module: ModuleType) -> None:
     module._finite = lambda amax: amax
 
 
+def _checksum(module: ModuleType) -> None:
+    """Checksums of buckets on a device; computed on the host, they tell whether the right bytes have arrived."""
+    multilinear = module.multilinear
+    module.multilinear = lambda payload: multilinear(payload.cpu())
+
+
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
     "vllm.v1.outputs": _outputs,
+    "rollout.transports.checksum": _checksum,
     "megatron_rl.trainer.learner": _learner,
     "megatron_rl.quantization.formats": _formats,
 }
