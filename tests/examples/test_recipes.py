@@ -34,6 +34,9 @@ def test_a_recipe_renders_a_script_for_its_nodes(
     assert "ESTIMATE" in capsys.readouterr().out
 
 
+PHASES = ("rollout", "sleep", "onload", "train", "save", "offload", "wake", "publish", "wake kv")
+"""Columns of the plan of a device whose engine sleeps."""
+
 BROKEN = {
     "tensor ranks over two nodes": (
         "dapo-qwen2.5-32b-16n8g",
@@ -109,6 +112,23 @@ def test_a_broken_variant_is_refused_with_key_bound_and_fix(name: str, capsys: p
     with pytest.raises(ConfigError) as refused:
         plan(load_recipe(recipe, *overrides), options(recipe))
     assert all(part in str(refused.value) for part in parts), str(refused.value)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
+def test_32b_fits_on_one_node_of_eight_and_a_publish_takes_a_third_of_a_device(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While weights travel, the trainer has offloaded gradients and optimizer."""
+    node = (
+        *("trainer.parallel.tensor=8", "trainer.parallel.pipeline=1", "trainer.parallel.data=1"),
+        *("trainer.recompute=full", "engine.tensor_parallel=8", "engine.num_engines=1", "cluster.slurm.nodes=1"),
+    )
+    recipe = "grpo-qwen3-32b-4n8g"
+    assert plan(load_recipe(recipe, *node, f"publish.transport={transport}"), options(recipe)) == 0
+    device = capsys.readouterr().out.partition("device with a trainer rank")[2].partition("available")[0]
+    (total,) = [line.split()[1:] for line in device.splitlines() if line.startswith("sum ")]
+    needed = dict(zip(PHASES, map(float, total), strict=True))
+    assert needed["publish"] < 79.65 / 3 < needed["train"] < 79.65, needed
 
 
 def test_the_command_plans_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
