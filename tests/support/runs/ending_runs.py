@@ -118,21 +118,33 @@ def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | Non
 
 
 def _end_hung(process: subprocess.Popen[str]) -> str:
-    """Kill a command that hangs, with its children; returns the stacks of all, and what the command has written."""
-    family = [psutil.Process(process.pid), *_children(process)] if process.poll() is None else []
-    stacks = []
-    for each in family:
-        dumped = subprocess.run(
-            [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid", str(each.pid)],
-            capture_output=True,
-            text=True,
-        )
-        stacks.append(f"{each.pid} {_title(each)}\n{dumped.stdout or dumped.stderr}")
-    for each in family:
+    """Kill a command that hangs, and whatever holds its output; returns all stacks, and what the command has written."""
+    running = [psutil.Process(process.pid), *_children(process)] if process.poll() is None else []
+    family = {each.pid: each for each in [*running, *_holders(process)]}
+    stacks = [f"exit code {process.poll()}"]
+    for each in family.values():
+        command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid", str(each.pid)]
+        dumped = subprocess.run(command, capture_output=True, text=True)
+        stacks.append(f"{each.pid} {_title(each)}\n{dumped.stdout or dumped.stderr[:200]}")
+    for each in family.values():
         with suppress(psutil.NoSuchProcess):
             each.kill()
     _, error = process.communicate(timeout=DEADLINE_S)
     return "\n".join([*stacks, error])
+
+
+def _holders(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Other processes that hold the pipes to which a command writes; its output has no end before they end."""
+    pipes = {
+        f"pipe:[{os.fstat(pipe.fileno()).st_ino}]" for pipe in (process.stdout, process.stderr) if pipe is not None
+    }
+    found = []
+    for each in psutil.process_iter():
+        with suppress(OSError):
+            links = {os.readlink(path) for path in Path(f"/proc/{each.pid}/fd").iterdir()}
+            if each.pid != os.getpid() and links & pipes:
+                found.append(each)
+    return found
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
