@@ -118,7 +118,7 @@ def _end(begun: tuple[subprocess.Popen[str], Path], number: signal.Signals | Non
 
 
 def _end_hung(process: subprocess.Popen[str]) -> str:
-    """Kill a command that hangs, and whatever holds its output; returns all stacks, and what the command has written."""
+    """Kill a command that hangs, and what holds its output; returns all stacks, and what the command has written."""
     running = [psutil.Process(process.pid), *_children(process)] if process.poll() is None else []
     family = {each.pid: each for each in [*running, *_holders(process)]}
     stacks = [f"exit code {process.poll()}"]
@@ -141,7 +141,7 @@ def _holders(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for each in psutil.process_iter():
         with suppress(OSError):
-            links = {os.readlink(path) for path in Path(f"/proc/{each.pid}/fd").iterdir()}
+            links = {str(path.readlink()) for path in Path(f"/proc/{each.pid}/fd").iterdir()}
             if each.pid != os.getpid() and links & pipes:
                 found.append(each)
     return found
