@@ -11,6 +11,7 @@ from benchmarks.faults import outcome as verdict
 from benchmarks.faults.cells import PHASES, ROLES, Cell, cells
 from benchmarks.faults.example import NUM_STEPS, make_example, write_config
 from benchmarks.faults.inject import Ended, run_disturbed
+from tests.support.runs.background import OF_VLLM
 
 CELL = Cell(role="trainer rank", fault="kill", phase="train", run="exact")
 SAMPLED = [cell for cell in cells() if cell.fault == "kill" and cell.run == "exact" and cell.role != "controller"]
@@ -78,6 +79,8 @@ def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
     cell = random.Random(seed).choice(SAMPLED)
     print(f"{cell.name}, drawn with seed {seed}")
     monkeypatch.setattr(verdict, "left_behind", list)  # other tests have shared memory
+    for name in OF_VLLM:
+        monkeypatch.delenv(name, raising=False)
     make_example(tmp_path)
     config = write_config(tmp_path, "exact")
     run_disturbed(config, tmp_path / "calm", None, seed=seed)

@@ -69,9 +69,18 @@ class Background:
                 process.terminate()
 
 
-def popen(command: Sequence[str], **options: object) -> subprocess.Popen[str]:
+OF_VLLM = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS")
+"""Variables that an import of vLLM sets, in a session of tests too.
+
+Ray starts processes with their variables in a random order. Where vLLM sets the first one anew, setproctitle does not
+find the place of the title, and tests find processes by their titles.
+"""
+
+
+def popen(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
     """A process that ends with the session at the latest."""
-    process = subprocess.Popen(command, text=True, **options)  # type: ignore[call-overload]
+    chosen = {name: value for name, value in (env or os.environ).items() if name not in OF_VLLM}
+    process = subprocess.Popen(command, text=True, env=chosen, **options)  # type: ignore[call-overload]
     _started.append(process)
     return process
 

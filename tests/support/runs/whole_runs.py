@@ -338,6 +338,7 @@ def send(process: subprocess.Popen, title: str, number: signal.Signals, only: in
     """Send a signal to all descendants with that title, or only to one of them."""
     deadline = time.monotonic() + DEADLINE_S
     while not (targets := _descendants(process, title)):  # one look at all processes may miss some
+        assert process.poll() is None, f"no {title} was found before the end:\n{process.stdout.read()[-4000:]}"
         assert time.monotonic() < deadline, f"no {title} among the descendants"
         time.sleep(0.005)
     for target in targets if only is None else [targets[only]]:
