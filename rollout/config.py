@@ -79,6 +79,9 @@ class EngineConfig(Config):
     """Most requests that one engine decodes at the same time."""
     kv_cache_bytes: int = Field(default=256 << 20, gt=0)
     """Size of the KV cache on each rank."""
+    gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU that trainer and engines may fill. The KV cache takes what the memory plan leaves of it, in the
+    place of `engine.kv_cache_bytes`. GPUs only."""
     cpu_cores: int = Field(default=1, gt=0)
     """OpenMP threads of each rank. CPU engines only."""
     sleep_level: Literal[0, 1, 2] = 0

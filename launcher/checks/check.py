@@ -68,6 +68,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     fitted = fit(config, spec, nodes, problems)
     _raise_any(problems)
     assert fitted is not None, "a run without a placement has problems"
+    config = fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
     warnings += deadline_warnings(config.trainer)
@@ -133,6 +134,11 @@ def check_eval(config: EvalConfig) -> None:
     if config.engine.format != "bf16":
         problems.append(
             f"`engine.format` = {config.engine.format}: `eval` loads the directory with vLLM, in bf16; remove the key"
+        )
+    if config.engine.gpu_memory_fraction is not None:
+        problems.append(
+            f"`engine.gpu_memory_fraction` = {config.engine.gpu_memory_fraction:g}: `eval` has no memory plan; set "
+            "`engine.kv_cache_bytes` instead"
         )
     spec = _model(config.model, problems)
     if spec is not None:

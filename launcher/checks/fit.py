@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.checks.kv_cache import cache_problems, sized
 from launcher.checks.memory import MemoryPlan, run_memory
 from launcher.checks.model import model_problems, partition_problems
 from launcher.cluster.node import NodeResources
@@ -17,13 +18,15 @@ from megatron_rl.model.spec import ModelSpec
 class Fit:
     """Places and memory of a run."""
 
+    config: RunConfig
+    """With the size of the KV cache (`launcher.checks.kv_cache`)."""
     placement: Placement
     memory: MemoryPlan
 
 
 def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], problems: list[str]) -> Fit | None:
     """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`."""
-    problems += model_problems(config, spec, nodes[0])
+    problems += [*cache_problems(config, nodes[0]), *model_problems(config, spec, nodes[0])]
     if partition_problems(spec, config.trainer.parallel, nodes[0]):
         return None
     try:
@@ -31,6 +34,9 @@ def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], prob
     except ConfigError as error:
         problems.append(str(error))
         return None
-    memory = run_memory(PlannedRun(config=config, spec=spec, placement=placement), nodes)
+    run = sized(PlannedRun(config=config, spec=spec, placement=placement), nodes)
+    if run.config is not config:
+        problems += [problem for problem in model_problems(run.config, spec, nodes[0]) if problem not in problems]
+    memory = run_memory(run, nodes)
     problems += memory.problems()
-    return Fit(placement=placement, memory=memory)
+    return Fit(config=run.config, placement=placement, memory=memory)

@@ -57,7 +57,7 @@ def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, resp
         if max_prompt + response > spec.max_positions:
             problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
         needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
-        if needed > engine.kv_cache_bytes:
+        if engine.gpu_memory_fraction is None and needed > engine.kv_cache_bytes:
             problems.append(
                 f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
                 f"{engine.kv_cache_bytes}; raise it"

@@ -140,7 +140,7 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
         ),
     )
     given = assumptions(config, options, len(nodes[0].gpu_bytes))
-    return report, _estimate(config, spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes)), given
+    return report, _estimate(spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes)), given
 
 
 def plan(config: RunConfig, options: PlanOptions) -> int:
@@ -160,13 +160,11 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
     return 0
 
 
-def _estimate(
-    config: RunConfig, spec: ModelSpec, fitted: Fit | None, given: Assumptions, num_gpus: int
-) -> StepEstimate | None:
+def _estimate(spec: ModelSpec, fitted: Fit | None, given: Assumptions, num_gpus: int) -> StepEstimate | None:
     """None for a run that cannot be placed."""
     if fitted is None:
         return None
-    run = PlannedRun(config=config, spec=spec, placement=fitted.placement)
+    run = PlannedRun(config=fitted.config, spec=spec, placement=fitted.placement)
     return step_estimate(run, given, num_gpus=num_gpus)
 
 

@@ -41,10 +41,8 @@ def draw(
     group_size: int,
     prompt_share: float,
     prompt_correlation: float,
-    mean_tokens: float = MEAN_TOKENS,
-    max_tokens: float = MAX_TOKENS,
 ) -> Workload:
-    """Lognormal lengths with variance SIGMA^2 of their logarithms, cut at `max_tokens`, and forecasts of them.
+    """Lognormal lengths with variance SIGMA^2 of their logarithms, and forecasts of them.
 
     A share `prompt_share` of that variance is common to the responses of a prompt. The forecast knows this common part
     with correlation `prompt_correlation`. With groups of one and a share of 1, that is the correlation for each
@@ -57,11 +55,11 @@ def draw(
     noise = rng.standard_normal(num_groups)
     known = prompt_correlation * of_prompt + np.sqrt(1 - prompt_correlation**2) * noise
     deviations = np.sqrt(prompt_share) * of_prompt[:, None] + np.sqrt(1 - prompt_share) * of_response
-    median = mean_tokens / np.exp(SIGMA**2 / 2)
+    median = MEAN_TOKENS / np.exp(SIGMA**2 / 2)
     return Workload(
-        lengths=np.clip(np.round(median * np.exp(SIGMA * deviations)), 1.0, max_tokens),
+        lengths=np.clip(np.round(median * np.exp(SIGMA * deviations)), 1.0, MAX_TOKENS),
         # the forecast is the median of what is known: the unknown part of the prompt counts as noise of the response
-        forecasts=np.minimum(median * np.exp(SIGMA * np.sqrt(prompt_share) * prompt_correlation * known), max_tokens),
+        forecasts=np.minimum(median * np.exp(SIGMA * np.sqrt(prompt_share) * prompt_correlation * known), MAX_TOKENS),
         groups_per_step=groups_per_step,
     )
 

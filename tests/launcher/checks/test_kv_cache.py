@@ -1,0 +1,83 @@
+"""The size of the KV cache that a memory plan leaves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.recipes.plans import load_recipe, options
+from launcher.checks.fit import fit
+from launcher.checks.kv_cache import GRAIN_BYTES, cache_problems, sized
+from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import plan
+from launcher.commands.plan import planned_nodes
+from launcher.config.schema import RunConfig
+from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.run_tables import run_tables
+from megatron_rl.model.spec import read_model_spec
+
+RECIPE = "grpo-qwen3-32b-4n8g"
+TURNS = {"sleep_level": 2, "offload": "all"}
+
+
+def planned(fraction: float | None, **keys: str | int) -> tuple[PlannedRun, tuple[NodeResources, ...]]:
+    """A recipe that leaves the size of the cache to the plan."""
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    config = load_recipe(RECIPE, *overrides)
+    engine = config.engine.model_dump(exclude={"kv_cache_bytes"}) | {"gpu_memory_fraction": fraction}
+    config = RunConfig.model_validate(config.model_dump() | {"engine": engine})
+    nodes = planned_nodes(config, options(RECIPE))
+    spec = read_model_spec(Path(config.model))
+    return PlannedRun(config=config, spec=spec, placement=plan(config, nodes)), nodes
+
+
+def fullest(run: PlannedRun, nodes: tuple[NodeResources, ...]) -> float:
+    """Largest share of a device that is needed."""
+    tables = [table for table in run_tables(run, nodes) if table.kind == "device"]
+    return max(table.needed_bytes / table.available_bytes for table in tables)
+
+
+@pytest.mark.parametrize("fraction", [0.7, 0.9, 1.0])
+def test_the_cache_takes_what_the_plan_leaves_and_no_more(fraction: float) -> None:
+    run, nodes = planned(fraction, trainer__max_micro_batch_tokens=4096, trainer__recompute="full")
+    found = sized(run, nodes).config.engine
+    assert found.gpu_memory_fraction is None and found.kv_cache_bytes % GRAIN_BYTES == 0
+
+    def share(kv_cache_bytes: int) -> float:
+        engine = found.model_copy(update={"kv_cache_bytes": kv_cache_bytes})
+        return fullest(replace(run, config=run.config.model_copy(update={"engine": engine})), nodes)
+
+    assert share(found.kv_cache_bytes) <= fraction < share(found.kv_cache_bytes + GRAIN_BYTES)
+
+
+def test_engines_that_sleep_beside_an_offloaded_trainer_have_more_room() -> None:
+    caches = []
+    for changed in ({}, {"engine__sleep_level": 0, "trainer__offload": "none"}):
+        run, nodes = planned(0.95, trainer__recompute="full", trainer__parallel__data=2, **changed)
+        caches.append(sized(run, nodes).config.engine.kv_cache_bytes)
+    assert caches[0] > caches[1] + (10 << 30)
+
+
+def test_a_run_without_a_fraction_keeps_its_cache() -> None:
+    run, nodes = planned(None)
+    assert sized(run, nodes) is run
+
+
+def test_the_whole_check_uses_the_size_and_judges_the_longest_sample_by_it() -> None:
+    run, nodes = planned(0.9)
+    problems: list[str] = []
+    found = fit(run.config, run.spec, nodes, problems)
+    assert problems == [] and found is not None and found.config.engine.kv_cache_bytes > 30 << 30
+    run, nodes = planned(0.1)
+    assert fit(run.config, run.spec, nodes, problems) is not None
+    assert any(
+        "bytes of keys and values, but `engine.kv_cache_bytes` = 67108864; raise it" in each for each in problems
+    )
+
+
+def test_both_keys_and_a_machine_without_gpus_are_refused() -> None:
+    config = load_recipe(RECIPE, "engine.gpu_memory_fraction=0.9")
+    none = NodeResources(cpu_cores=8, available_bytes=1 << 40, gpu_bytes=())
+    both, no_gpu = cache_problems(config, none)
+    assert "both size the KV cache; remove one of them" in both
+    assert "no GPU; set `engine.kv_cache_bytes` instead" in no_gpu
