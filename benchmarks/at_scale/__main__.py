@@ -2,7 +2,7 @@
 
 `python -m benchmarks.at_scale --json OUT [--quick]`. Engines and trainer have the speeds of the roofline of
 `megatron-rl plan`; the product's planner, admission and dispatcher place the responses (`benchmarks.planner`). A step
-has 512 x 16 answers of 6,000 tokens on average and 20,480 at most. Drafts gain what the record of `benchmarks.drafting`
+has 512 x 16 answers of 5,600 tokens on average and 20,480 at most. Drafts gain what the record of `benchmarks.drafting`
 says. Published steps of other systems stand beside the estimates of the same steps, so that a reader sees how far the
 roofline can be trusted.
 """
