@@ -60,12 +60,18 @@ def _sampling(config: RunConfig) -> list[str]:
 
 
 def _deterministic(config: RunConfig) -> list[str]:
+    problems = []
     if config.deterministic and config.engine.num_engines != 1:
-        return [
+        problems.append(
             f"`deterministic` = true with `engine.num_engines` = {config.engine.num_engines}: the engine of a group "
             "depends on timing; set engine.num_engines to 1 or deterministic to false"
-        ]
-    return []
+        )
+    if config.deterministic and config.planner.policy == "flexible":
+        problems.append(
+            "`deterministic` = true with `planner.policy` = flexible: a batch has the groups that end first, which "
+            "depends on timing; choose another policy or set deterministic to false"
+        )
+    return problems
 
 
 def _batch_sizes(config: RunConfig) -> list[str]:

@@ -17,6 +17,7 @@ from benchmarks.harness.record_views.view import View
 
 VIEWS: Mapping[str, View] = {
     "ablation": learning.ABLATION,
+    "at_scale": planning.AT_SCALE,
     "control_plane": control_plane.CONTROL_PLANE,
     "draft_trees": drafting.DRAFT_TREES,
     "drafting": drafting.DRAFTING,

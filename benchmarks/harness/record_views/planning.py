@@ -194,3 +194,62 @@ PACKING = View(
         ),
     ),
 )
+
+_JUDGED: Mapping[str, Sequence[Value]] = {"what": ("stack",)}
+
+AT_SCALE = View(
+    question="On paper, how long is a step of a model of 32B on 32, 128 and 512 H100 under each system?",
+    answer=Answer(
+        text=(
+            "At 32B on 128 H100, ours is estimated {gain} times as fast as synchronous BF16, {rhyme} times as fast as "
+            "RhymeRL; estimates differ from published steps by up to {off} %."
+        ),
+        figures={
+            "gain": goal("over synchronous BF16"),
+            "rhyme": goal("over RhymeRL as published, at equal staleness"),
+            "off": goal("estimate against published figures, largest difference", scale=100.0),
+        },
+    ),
+    notes=(
+        "Every speed is an estimate from the roofline of `megatron-rl plan`. Nothing was measured on a GPU.",
+        "A step has 512 x 16 answers with 5,600 tokens on average and 20,480 at most. Training takes the same work in "
+        "every stack.",
+        "A stack whose trainer has GPUs of its own has the number of them that makes its step shortest.",
+        "Drafts gain what the record of `benchmarks.drafting` says, and are left out where they do not pay.",
+        "Published steps stand beside the estimate of the same step. Nothing was fitted to them.",
+    ),
+    tables=(
+        *(
+            Table(
+                title=f"{model}: seconds of a step, by GPUs",
+                lines={"stack": "stack"},
+                where={**_JUDGED, "model": (model,)},
+                across="gpus",
+                columns=(_STEP,),
+            )
+            for model in ("Qwen2.5-32B", "Qwen3-30B-A3B")
+        ),
+        Table(
+            title="Qwen2.5-32B on 128 GPUs",
+            lines={"stack": "stack", "bound_by": "bound by"},
+            where={**_JUDGED, "model": ("Qwen2.5-32B",), "gpus": (128,)},
+            columns=(
+                _STEP,
+                Column(field="train_s", title="training, s"),
+                Column(field="trainer_gpus", title="GPUs of the trainer"),
+                Column(field="mean_staleness", title="mean staleness"),
+                Column(field="max_staleness", title="largest staleness", reduce="most"),
+            ),
+        ),
+        Table(
+            title="Published figures",
+            lines={"case": "case", "source": "source"},
+            where={"what": ("published",)},
+            columns=(
+                Column(field="published", title="published"),
+                Column(field="estimated", title="estimated"),
+                Column(field="estimated_over_published", title="estimated over published"),
+            ),
+        ),
+    ),
+)

@@ -32,6 +32,7 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (["sampling.top_p=0.9"], ["`sampling.top_p` = 0.9", "need 1"]),
         (["sampling.top_k=20"], ["`sampling.top_k` = 20", "need 0"]),
         (["deterministic=true", "engine.num_engines=2"], ["`deterministic` = true", "`engine.num_engines` = 2"]),
+        (["deterministic=true", "planner.policy=flexible"], ["`deterministic` = true", "`planner.policy` = flexible"]),
         (["algorithm.num_mini_batches=7"], ["64 x 8 = 512", "`algorithm.num_mini_batches` = 7"]),
         (["trainer.parallel.data=3"], ["512", "`trainer.parallel.data` = 3"]),
         (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "2 or more"]),
