@@ -73,9 +73,9 @@ def prefetch(_context: object, address: types.Integer) -> tuple[object, Callable
 
 
 @kernel
-def int32s_at(address: int, length: int) -> npt.NDArray[np.int32]:
-    """View the int32[length] at `address`, without a copy. Only for kernels; the caller keeps the memory alive."""
-    view: npt.NDArray[np.int32] = numba.carray(_pointer(address), length, np.int32)
+def int32s_at(address: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.int32]:
+    """View the int32[shape] at `address`, without a copy. Only for kernels; the caller keeps the memory alive."""
+    view: npt.NDArray[np.int32] = numba.carray(_pointer(address), shape, np.int32)
     return view
 
 
@@ -87,7 +87,21 @@ def borrowed(array: A) -> A:
 
 
 @kernel
-def int64s_at(address: int, length: int) -> npt.NDArray[np.int64]:
-    """View the int64[length] at `address`, as `int32s_at` does."""
-    view: npt.NDArray[np.int64] = numba.carray(_pointer(address), length, np.int64)
+def int64s_at(address: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """View the int64[shape] at `address`, as `int32s_at` does."""
+    view: npt.NDArray[np.int64] = numba.carray(_pointer(address), shape, np.int64)
+    return view
+
+
+@kernel
+def float32s_at(address: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """View the float32[shape] at `address`, as `int32s_at` does."""
+    view: npt.NDArray[np.float32] = numba.carray(_pointer(address), shape, np.float32)
+    return view
+
+
+@kernel
+def float64s_at(address: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """View the float64[shape] at `address`, as `int32s_at` does."""
+    view: npt.NDArray[np.float64] = numba.carray(_pointer(address), shape, np.float64)
     return view

@@ -64,7 +64,7 @@ from history.drafting.state import (
     DraftState,
     Floats,
     Longs,
-    borrowed_state,
+    state_at,
 )
 from history.drafting.update import cursor_tokens
 from history.index.search import WINDOW, best_places, context_fence, follow, narrowed, window
@@ -78,7 +78,7 @@ _MIN_SURVIVAL = 0.02
 
 @kernel
 def propose(
-    state: DraftState,
+    table: Longs,
     draft_rows: Longs,
     token_ids: TokenIds,
     num_tokens: TokenIds,
@@ -87,12 +87,12 @@ def propose(
     survivals: Floats,
     available: TokenIds,
 ) -> None:
-    """Choose the best candidate of every row.
+    """Choose the best candidate of every row, from the state of `table` (`history.drafting.state.table_of`).
 
     Writes its tokens into `drafts` [R, K], their survival into `survivals` [R, K], and their number, at most rooms[i],
     into `available` [R].
     """
-    state, token_ids = borrowed_state(state), borrowed(token_ids)
+    state, token_ids = state_at(table), borrowed(token_ids)
     num_rows = len(draft_rows)
     begins = np.empty(num_rows, dtype=np.int64)
     ends = np.empty(num_rows, dtype=np.int64)

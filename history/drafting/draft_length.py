@@ -51,13 +51,19 @@ def choose_draft_lengths(
                 break
             values[row, k] = value
     bins = (values.view(np.int32) - _FIRST_BITS) >> _BIN_SHIFT
+    lowest, highest = _NUM_BINS, -1
     for row in range(num_rows):
         for k in range(available[row]):
             if bins[row, k] < 0:
                 break
             counts[bins[row, k]] += 1
             sums[bins[row, k]] += values[row, k]
-    num_drafted, last_bin, num_of_last = _best_prefix(counts, sums, weights.sum(), seconds)
+            lowest, highest = min(lowest, bins[row, k]), max(highest, bins[row, k])
+    # other bins are empty
+    num_drafted, last_bin, num_of_last = _best_prefix(
+        counts[lowest : highest + 1], sums[lowest : highest + 1], weights.sum(), seconds
+    )
+    last_bin += lowest
     lengths = np.zeros(num_rows, dtype=np.int32)
     if num_drafted == 0:
         return lengths

@@ -47,6 +47,7 @@ from history.drafting.state import (
     Floats,
     Longs,
     fresh_state,
+    table_of,
     with_groups,
     with_rows,
 )
@@ -113,6 +114,7 @@ class Drafter:
         self._threshold = threshold
         self._max_model_len = max_model_len
         self._state: DraftState = fresh_state(max_draft_tokens)
+        self._table = table_of(self._state)
         self._threads = DraftThreads(num_threads, max_draft_tokens=max_draft_tokens)
         self._groups: dict[int, tuple[int, DraftGroup]] = {}
         self._open_rows: dict[int, tuple[int, DraftGroup]] = {}
@@ -144,6 +146,7 @@ class Drafter:
         if not self._free_rows:
             size = len(self._state.rows)
             self._state = with_rows(self._state, size + _ROWS_ADDED)
+            self._table = table_of(self._state)
             self._free_rows = list(reversed(range(size, size + _ROWS_ADDED)))
         draft_row = self._free_rows.pop()
         self._open_rows[draft_row] = index, group
@@ -189,8 +192,8 @@ class Drafter:
         self._count(requests)
         seconds = None
         if self._cost_model is not None:
-            num_rows, most = len(requests), int(np.minimum(requests.rooms, self._max_draft_tokens).sum())
-            context = int(requests.num_tokens.sum())
+            num_rows = len(requests)
+            most, context = _totals(requests.rooms, requests.num_tokens, self._max_draft_tokens)
             seconds = self._cost_model.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
             if self._num_resting or break_even(seconds, num_rows) >= 1:
                 return self._rest(num_rows, began)
@@ -230,11 +233,11 @@ class Drafter:
     def _draft(self, requests: DraftRequests, seconds: Doubles | None) -> list[list[int]]:
         state, sums = self._state, self._state.sums
         num_gained, num_accepted = sums[GAINED], sums[ACCEPTED]
-        update_state(state, requests.draft_rows, requests.token_ids, requests.num_tokens)
+        update_state(self._table, requests.draft_rows, requests.token_ids, requests.num_tokens)
         self._decide_ring_use(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
         if sums[CROWDED]:
             self._rehash()
-        best = self._threads.propose(state, requests)
+        best = self._threads.propose(state, self._table, requests)
         scale_to_observed_survival(self._recent_survival, sums, best.survivals, best.available)
         if seconds is None:
             lengths = _above(best.survivals, best.available, self._threshold)
@@ -290,6 +293,7 @@ class Drafter:
         if not self._free_groups:
             size = len(self._state.groups)
             self._state = with_groups(self._state, size + _ROWS_ADDED)
+            self._table = table_of(self._state)
             self._free_groups = list(reversed(range(size, size + _ROWS_ADDED)))
         index = self._free_groups.pop()
         group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size, step=step)
@@ -322,6 +326,16 @@ class Drafter:
             if row[NUM_LIVE] > 2 * row[NUM_BUCKETS]:
                 group.rehash()
                 group.write(row)
+
+
+@kernel
+def _totals(rooms: TokenIds, num_tokens: TokenIds, max_draft_tokens: int) -> tuple[int, int]:
+    """Most tokens that can be drafted in all, and tokens of all texts."""
+    most, context = 0, 0
+    for row in range(len(rooms)):
+        most += min(rooms[row], max_draft_tokens)
+        context += num_tokens[row]
+    return most, context
 
 
 @kernel

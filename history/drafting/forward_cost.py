@@ -178,7 +178,7 @@ class ForwardCostModel:
 
     def seconds(self, num_rows: int, num_tokens: int, num_context_tokens: int = 0) -> float:
         """Estimated duration of a forward."""
-        return float(_features(num_rows, num_tokens, num_context_tokens, self._sizes) @ self._theta)
+        return _seconds(num_rows, num_tokens, num_context_tokens, self._theta, self._sizes)
 
     def seconds_by_tokens(self, num_rows: int, max_tokens: int, num_context_tokens: int = 0) -> Floats:
         """Return the cost of drafting 0, 1, .. tokens in all, [max_tokens - num_rows + 1], seconds; never falls.
@@ -186,20 +186,13 @@ class ForwardCostModel:
         The cost is below `seconds` in little-tried segments, and infinite beyond the segment after the largest forward
         seen. All drafts cost infinity until enough plain forwards were observed; this call counts as one.
         """
-        plain = self.seconds(num_rows, num_rows, num_context_tokens)
-        if self._plain[_segment_of(num_rows)] < _PLAIN:
-            # counted even if never observed: a new prompt may make the forward unusable
-            self._plain[_segment_of(num_rows)] += 1
-            return np.array([plain] + [np.inf] * (max_tokens - num_rows))
-        doubts = np.clip(1 - self._drafted / _TRIED, 0, 1) * _DISCOUNT
-        doubts[: _segment_of(self._known_tokens) + 1 if self._known_tokens else 0] = 0
-        return _by_tokens(num_rows, max_tokens, self._limit(num_rows), plain, self._theta, doubts, self._sizes)
-
-    def _limit(self, num_rows: int) -> int:
-        """Most tokens of a forward that may be explored."""
-        segments = np.flatnonzero(self._seen > _EVIDENT)
-        highest = max(_segment_of(max(self._known_tokens, num_rows)), int(segments.max(initial=0)))
-        return TOKEN_EDGES[min(highest + 2, _NUM_TOKEN_SLOPES)]
+        return _by_tokens(
+            num_rows,
+            max_tokens,
+            num_context_tokens,
+            self._known_tokens,
+            Fit(theta=self._theta, seen=self._seen, drafted=self._drafted, plain=self._plain, sizes=self._sizes),
+        )
 
     # -- tables ------------------------------------------------------------------------------------
 
@@ -312,23 +305,57 @@ def _accumulate(products: Floats, targets: Floats, row: Floats, target: float, w
 
 
 @kernel
-def _by_tokens(
-    num_rows: int, max_tokens: int, limit: int, plain: float, theta: Floats, doubts: Floats, sizes: Longs
-) -> Floats:
+def _seconds(num_rows: int, num_tokens: int, num_context_tokens: int, theta: Floats, sizes: Longs) -> float:
+    features = _features(num_rows, num_tokens, num_context_tokens, sizes)
+    total = 0.0
+    for k in range(_NUM_COEFFICIENTS):
+        total += features[k] * theta[k]
+    return total
+
+
+class Fit(NamedTuple):
+    """Arrays of a cost model, for one kernel."""
+
+    theta: Floats
+    seen: Floats
+    """[segments]: decayed number of forwards."""
+    drafted: Floats
+    """[segments]: of forwards with drafts."""
+    plain: Floats
+    """[segments]: of forwards without drafts."""
+    sizes: Longs
+
+
+@kernel
+def _by_tokens(num_rows: int, max_tokens: int, num_context_tokens: int, known_tokens: int, fit: Fit) -> Floats:
     seconds = np.full(max_tokens - num_rows + 1, np.inf)
+    plain = _seconds(num_rows, num_rows, num_context_tokens, fit.theta, fit.sizes)
     seconds[0] = plain
-    priced = _padded(num_rows, sizes)
+    if fit.plain[_segment_of(num_rows)] < _PLAIN:
+        # counted even if never observed: a new prompt may make the forward unusable
+        fit.plain[_segment_of(num_rows)] += 1
+        return seconds
+    doubts = np.zeros(_NUM_TOKEN_SLOPES)
+    highest = _segment_of(max(known_tokens, num_rows))
+    for k in range(_NUM_TOKEN_SLOPES):
+        if fit.seen[k] > _EVIDENT:
+            highest = max(highest, k)
+        if known_tokens == 0 or k > _segment_of(known_tokens):
+            doubts[k] = _DISCOUNT * min(max(1 - fit.drafted[k] / _TRIED, 0.0), 1.0)
+    # most tokens of a forward that may be explored
+    limit = TOKEN_EDGES[min(highest + 2, _NUM_TOKEN_SLOPES)]
+    priced = _padded(num_rows, fit.sizes)
     segment = _segment_of(priced)
-    price = plain + (1 - doubts[_segment_of(num_rows + 1)]) * theta[_JUMP]
+    price = plain + (1 - doubts[_segment_of(num_rows + 1)]) * fit.theta[_JUMP]
     size = 0
     for num_tokens in range(num_rows + 1, min(max_tokens, limit) + 1):
-        while size < len(sizes) and sizes[size] < num_tokens:
+        while size < len(fit.sizes) and fit.sizes[size] < num_tokens:
             size += 1
-        padded = sizes[size] if size < len(sizes) else num_tokens
+        padded = fit.sizes[size] if size < len(fit.sizes) else num_tokens
         while priced < padded:
             priced += 1
             while priced > TOKEN_EDGES[segment + 1]:
                 segment += 1
-            price += (1 - doubts[segment]) * theta[_TOKENS + segment]
+            price += (1 - doubts[segment]) * fit.theta[_TOKENS + segment]
         seconds[num_tokens - num_rows] = price
     return seconds

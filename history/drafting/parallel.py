@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from history.drafting.candidates import propose
-from history.drafting.state import DraftState, Floats, Longs, scratch_arrays
+from history.drafting.state import DraftState, Floats, Longs, scratch_arrays, table_of
 from history.types import TokenIds
 
 LEAST_ROWS = 32
@@ -95,30 +95,33 @@ class DraftThreads:
         self._scratch = [scratch_arrays(max_draft_tokens) for _ in range(num_threads - 1)]
         self._pool: ThreadPoolExecutor | None = None
 
-    def propose(self, state: DraftState, requests: DraftRequests) -> BestCandidates:
-        """Run `history.drafting.candidates.propose` on as many threads as the batch can use."""
+    def propose(self, state: DraftState, table: Longs, requests: DraftRequests) -> BestCandidates:
+        """Run `history.drafting.candidates.propose` on as many threads as the batch can use.
+
+        `table` is that of `state`.
+        """
         best = BestCandidates.empty(len(requests), self._max_draft_tokens)
         num_parts = min(len(self._scratch) + 1, max(len(requests) // LEAST_ROWS, 1))
         if num_parts == 1:
-            _propose(state, requests, best)
+            _propose(table, requests, best)
             return best
         edges = np.linspace(0, len(requests), num_parts + 1).astype(int).tolist()
         parts = [(requests.part(begin, end), best.part(begin, end)) for begin, end in pairwise(edges)]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(self._scratch), thread_name_prefix="drafts")
         running = [
-            self._pool.submit(_propose, state._replace(**scratch), *part)
+            self._pool.submit(_propose, table_of(state._replace(**scratch)), *part)
             for scratch, part in zip(self._scratch, parts[1:], strict=False)
         ]
-        _propose(state, *parts[0])
+        _propose(table, *parts[0])
         for part_done in running:
             part_done.result()
         return best
 
 
-def _propose(state: DraftState, requests: DraftRequests, best: BestCandidates) -> None:
+def _propose(table: Longs, requests: DraftRequests, best: BestCandidates) -> None:
     propose(
-        state,
+        table,
         requests.draft_rows,
         requests.token_ids,
         requests.num_tokens,

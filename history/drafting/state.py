@@ -23,7 +23,7 @@ from history.drafting.acceptance import (
 from history.drafting.recent_ring import NUM_BUCKETS as RING_BUCKETS
 from history.drafting.recent_ring import NUM_PLACES, RING_TOKENS
 from history.index.suffix_array import SEPARATOR
-from history.jit import borrowed, kernel
+from history.jit import float32s_at, float64s_at, int32s_at, int64s_at, kernel
 from history.types import TokenIds
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -133,38 +133,50 @@ class DraftState(NamedTuple):
     """[C, K]"""
 
 
+def table_of(state: DraftState) -> Longs:
+    """The table of a state, which kernels take in its place: the address of each array, then four sizes.
+
+    It is made anew whenever an array is replaced. Passing all arrays to a kernel takes longer than drafting for one
+    request. The caller keeps the arrays alive.
+    """
+    addresses = [array.__array_interface__["data"][0] for array in state]
+    sizes = len(state.rows), len(state.groups), len(state.counts), state.products.shape[1]
+    return np.array([*addresses, *sizes], dtype=np.int64)
+
+
 @kernel
-def borrowed_state(state: DraftState) -> DraftState:
-    """View the state without reference counts for one kernel; the caller owns the arrays."""
+def state_at(table: Longs) -> DraftState:
+    """View the state of a table, without reference counts. Only for kernels."""
+    rows, groups, cells, most = table[-4], table[-3], table[-2], table[-1]
     return DraftState(
-        rows=borrowed(state.rows),
-        chains=borrowed(state.chains),
-        cells=borrowed(state.cells),
-        lengths=borrowed(state.lengths),
-        anchors=borrowed(state.anchors),
-        match_lengths=borrowed(state.match_lengths),
-        origins=borrowed(state.origins),
-        products=borrowed(state.products),
-        survivals=borrowed(state.survivals),
-        groups=borrowed(state.groups),
-        remaining=borrowed(state.remaining),
-        counts=borrowed(state.counts),
-        rates=borrowed(state.rates),
-        correction_sums=borrowed(state.correction_sums),
-        corrections=borrowed(state.corrections),
-        origin_sums=borrowed(state.origin_sums),
-        origin_scales=borrowed(state.origin_scales),
-        ring=borrowed(state.ring),
-        ring_buckets=borrowed(state.ring_buckets),
-        ring_end=borrowed(state.ring_end),
-        uses_ring=borrowed(state.uses_ring),
-        sums=borrowed(state.sums),
-        places=borrowed(state.places),
-        votes=borrowed(state.votes),
-        kinds=borrowed(state.kinds),
-        leads=borrowed(state.leads),
-        common=borrowed(state.common),
-        candidate_products=borrowed(state.candidate_products),
+        rows=int64s_at(table[0], (rows, NUM_ROW_COLUMNS)),
+        chains=int32s_at(table[1], (rows, NUM_CANDIDATES, most)),
+        cells=int32s_at(table[2], (rows, NUM_CANDIDATES, most)),
+        lengths=int32s_at(table[3], (rows, NUM_CANDIDATES)),
+        anchors=int64s_at(table[4], (rows, NUM_CANDIDATES)),
+        match_lengths=int32s_at(table[5], (rows, NUM_CANDIDATES)),
+        origins=int32s_at(table[6], (rows, NUM_CANDIDATES)),
+        products=float32s_at(table[7], (rows, most)),
+        survivals=float32s_at(table[8], (rows, most)),
+        groups=int64s_at(table[9], (groups, NUM_GROUP_COLUMNS)),
+        remaining=float64s_at(table[10], (groups, REST_POINTS + 1)),
+        counts=float32s_at(table[11], (cells, 2)),
+        rates=float32s_at(table[12], cells),
+        correction_sums=float32s_at(table[13], (NUM_CORRECTIONS, 2)),
+        corrections=float32s_at(table[14], NUM_CORRECTIONS),
+        origin_sums=float32s_at(table[15], (NUM_ORIGINS, 2)),
+        origin_scales=float32s_at(table[16], NUM_ORIGINS),
+        ring=int32s_at(table[17], RING_TOKENS),
+        ring_buckets=int32s_at(table[18], (RING_BUCKETS, NUM_PLACES)),
+        ring_end=int64s_at(table[19], 1),
+        uses_ring=int64s_at(table[20], 1),
+        sums=float64s_at(table[21], NUM_SUMS),
+        places=int32s_at(table[22], NUM_PLACES),
+        votes=int32s_at(table[23], (NUM_CANDIDATES, most, 2)),
+        kinds=int64s_at(table[24], NUM_CANDIDATES),
+        leads=int64s_at(table[25], NUM_CANDIDATES),
+        common=int64s_at(table[26], (NUM_CANDIDATES, NUM_CANDIDATES)),
+        candidate_products=float32s_at(table[27], (NUM_CANDIDATES, most)),
     )
 
 

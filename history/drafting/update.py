@@ -56,7 +56,7 @@ from history.drafting.state import (
     Doubles,
     DraftState,
     Longs,
-    borrowed_state,
+    state_at,
 )
 from history.jit import CACHE_LINE, borrowed, int32s_at, kernel, prefetch
 from history.types import TokenIds
@@ -91,9 +91,9 @@ def count_emitted(table: Longs, sums: Doubles, draft_rows: Longs, num_tokens: To
 
 
 @kernel
-def update_state(state: DraftState, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
-    """Update the state with every row's new tokens; each candidate token is counted once."""
-    state, token_ids = borrowed_state(state), borrowed(token_ids)
+def update_state(table: Longs, draft_rows: Longs, token_ids: TokenIds, num_tokens: TokenIds) -> None:
+    """Update the state of `table` with every row's new tokens; each candidate token is counted once."""
+    state, token_ids = state_at(table), borrowed(token_ids)
     for row in range(len(draft_rows)):
         draft_row = draft_rows[row]
         if row + _ROW_AHEAD < len(draft_rows) and draft_rows[row + _ROW_AHEAD] >= 0:
