@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.usage.usage_lib import UsageContext
 
+from megatron_rl.model.spec import read_model_spec
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.engine.vllm_args import MOST_GRAPH_TOKENS, WORKER, engine_arguments
@@ -68,8 +69,10 @@ def check(config: VllmConfig, spec: EngineSpec) -> None:
 
 
 def main(model: str) -> None:
+    heads = read_model_spec(MODELS / model)
+    divides = [ranks for ranks in (1, 4, 8) if heads.num_heads % ranks == heads.num_kv_heads % ranks == 0]
     for format in get_args(Format):
-        for drafts, sleep_level, ranks in itertools.product((False, True), (0, 1, 2), (1, 4, 8)):
+        for drafts, sleep_level, ranks in itertools.product((False, True), (0, 1, 2), divides):
             spec = spec_of(model, format, drafts, sleep_level, ranks)
             name = f"{format}, {'drafts' if drafts else 'no drafts'}, sleep level {sleep_level}, {ranks} ranks"
             stage(name, lambda spec=spec: check(_config(spec), spec))

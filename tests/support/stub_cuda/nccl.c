@@ -336,3 +336,25 @@ int ncclBroadcast(const void *s, void *d, size_t n, int type, int root, struct c
 int ncclBcast(void *d, size_t n, int type, int root, struct comm *c, void *stream) {
     return ncclBroadcast(d, d, n, type, root, c, stream);
 }
+int ncclAlltoAll(const void *s, void *d, size_t n, int type, struct comm *c, void *stream) {
+    size_t num_bytes = n * width(type);
+    for (int rank = 0; rank < c->size; rank++)
+        put(c, rank, (const char *)s + rank * num_bytes, num_bytes);
+    for (int rank = 0; rank < c->size; rank++)
+        get(c, rank, (char *)d + rank * num_bytes, num_bytes);
+    return 0;
+}
+int ncclGather(const void *s, void *d, size_t n, int type, int root, struct comm *c, void *stream) {
+    size_t num_bytes = n * width(type);
+    put(c, root, s, num_bytes);
+    for (int rank = 0; c->rank == root && rank < c->size; rank++)
+        get(c, rank, (char *)d + rank * num_bytes, num_bytes);
+    return 0;
+}
+int ncclScatter(const void *s, void *d, size_t n, int type, int root, struct comm *c, void *stream) {
+    size_t num_bytes = n * width(type);
+    for (int rank = 0; c->rank == root && rank < c->size; rank++)
+        put(c, rank, (const char *)s + rank * num_bytes, num_bytes);
+    get(c, root, d, num_bytes);
+    return 0;
+}
