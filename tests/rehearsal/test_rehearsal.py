@@ -45,7 +45,6 @@ def run(format: str, transport: str, *overrides: str, num_devices: int = 1) -> C
         script="run_case",
         arguments=(format, transport, *overrides),
         num_devices=num_devices,
-        reuses_memory=transport == "cuda_ipc",
     )
 
 

@@ -4,8 +4,11 @@ They are installed when a module is imported (`site/sitecustomize.py`), so that 
 Every process of a rehearsal imports this file, before torch.
 """
 
+import os
 from collections.abc import Callable
 from types import ModuleType
+
+TORCH_SHARES = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
 def install(module: ModuleType) -> None:
@@ -58,9 +61,74 @@ def _checksum(module: ModuleType) -> None:
     module.multilinear = lambda payload: multilinear(payload.cpu())
 
 
+def _cuda_ipc(module: ModuleType) -> None:
+    """Torch shares only memory that it caches, and cached memory is not zero. The driver's own calls share any memory.
+
+    Torch's way is rehearsed by `tests/rollout/transports/test_transports_gpu.py`.
+    """
+    import base64
+    import ctypes
+    import pickle
+
+    import torch
+
+    class Handle(ctypes.Structure):
+        _fields_ = (("content", ctypes.c_byte * 64),)
+
+    class Mapped:
+        def __init__(self, address: int, size: int) -> None:
+            about = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+            self.__cuda_array_interface__ = about
+
+    def show(self) -> str:
+        handle = Handle()
+        assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(self._memory.data_ptr())) == 0
+        return base64.b64encode(pickle.dumps((bytes(handle), self._memory.numel()))).decode()
+
+    def map_cuda(address: str) -> torch.Tensor:
+        content, size = pickle.loads(base64.b64decode(address))
+        pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(content)
+        assert runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), handle, 0) == 0
+        return torch.as_tensor(Mapped(pointer.value, size), device="cuda")
+
+    runtime = ctypes.CDLL("libcudart.so.13")
+    module.CudaRegion.show, module.map_cuda = show, map_cuda
+
+
+def _objects(module: ModuleType) -> None:
+    """Sizes of pickled objects are compared on the device; here they are read on the host."""
+    import pickle
+
+    def all_gather_object(found: list[object], own: object, group: object = None) -> None:
+        import torch
+
+        content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        sizes = torch.empty(len(found), dtype=torch.int64, device="cuda")
+        module.all_gather_into_tensor(sizes, torch.tensor([len(content)], device="cuda"), group=group)
+        largest = max(sizes.tolist())
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: len(content)] = content
+        gathered = torch.empty(len(found), largest, dtype=torch.uint8, device="cuda")
+        module.all_gather_into_tensor(gathered, padded.cuda(), group=group)
+        for rank, size in enumerate(sizes.tolist()):
+            found[rank] = pickle.loads(gathered[rank, :size].cpu().numpy().tobytes())
+
+    original = module.all_gather_object
+
+    def gather(found: list[object], own: object, group: object = None) -> None:
+        if module.get_backend(group) == "nccl":
+            all_gather_object(found, own, group)
+        else:
+            original(found, own, group)
+
+    module.all_gather_object = gather
+
+
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
+    "torch.distributed.distributed_c10d": _objects,
     "vllm.v1.outputs": _outputs,
     "rollout.transports.checksum": _checksum,
+    **({} if TORCH_SHARES else {"rollout.transports.cuda_ipc": _cuda_ipc}),
     "megatron_rl.trainer.learner": _learner,
     "megatron_rl.quantization.formats": _formats,
 }
