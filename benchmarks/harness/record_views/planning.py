@@ -201,8 +201,8 @@ AT_SCALE = View(
     question="On paper, how long is a step of a model of 32B on 32, 128 and 512 H100 under each system?",
     answer=Answer(
         text=(
-            "At 32B on 128 H100, ours is estimated {gain} times as fast as synchronous BF16, {rhyme} times as fast as "
-            "RhymeRL; estimates differ from published steps by up to {off} %."
+            "On 128 H100, ours is estimated {gain} times as fast as synchronous BF16 and {rhyme} times as RhymeRL; "
+            "estimates are up to {off} % off published steps."
         ),
         figures={
             "gain": goal("over synchronous BF16"),

@@ -4,6 +4,7 @@ They are installed when a module is imported (`site/sitecustomize.py`), so that 
 Every process of a rehearsal imports this file, before torch.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -96,32 +97,56 @@ def _cuda_ipc(module: ModuleType) -> None:
 
 
 def _objects(module: ModuleType) -> None:
-    """Sizes of pickled objects are compared on the device; here they are read on the host."""
+    """Sizes of pickled objects are compared and added on the device; here they are read on the host."""
     import pickle
 
-    def all_gather_object(found: list[object], own: object, group: object = None) -> None:
+    def of_all(own: object, group: object) -> list[object]:
         import torch
 
+        count = module.get_world_size(group)
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        sizes = torch.empty(len(found), dtype=torch.int64, device="cuda")
+        sizes = torch.empty(count, dtype=torch.int64, device="cuda")
         module.all_gather_into_tensor(sizes, torch.tensor([len(content)], device="cuda"), group=group)
-        largest = max(sizes.tolist())
-        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded = torch.zeros(max(sizes.tolist()), dtype=torch.uint8)
         padded[: len(content)] = content
-        gathered = torch.empty(len(found), largest, dtype=torch.uint8, device="cuda")
+        gathered = torch.empty(count, len(padded), dtype=torch.uint8, device="cuda")
         module.all_gather_into_tensor(gathered, padded.cuda(), group=group)
-        for rank, size in enumerate(sizes.tolist()):
-            found[rank] = pickle.loads(gathered[rank, :size].cpu().numpy().tobytes())
+        return [
+            pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered.cpu(), sizes.tolist(), strict=True)
+        ]
 
-    original = module.all_gather_object
+    def place(rank: int | None, in_group: int | None, group: object) -> int:
+        return in_group if in_group is not None else module.get_group_rank(group or module.GroupMember.WORLD, rank or 0)
 
-    def gather(found: list[object], own: object, group: object = None) -> None:
-        if module.get_backend(group) == "nccl":
-            all_gather_object(found, own, group)
-        else:
-            original(found, own, group)
+    def all_gather_object(object_list, obj, group=None):
+        object_list[:] = of_all(obj, group)
 
-    module.all_gather_object = gather
+    def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
+        everything = of_all(obj, group)
+        if object_gather_list is not None and module.get_rank(group) == place(dst, group_dst, group):
+            object_gather_list[:] = everything
+
+    def scatter_object_list(
+        scatter_object_output_list, scatter_object_input_list=None, src=None, group=None, group_src=None
+    ):
+        given = of_all(scatter_object_input_list, group)[place(src, group_src, group)]
+        scatter_object_output_list[0] = given[module.get_rank(group)]
+
+    def broadcast_object_list(object_list, src=None, group=None, device=None, group_src=None):
+        object_list[:] = of_all(list(object_list), group)[place(src, group_src, group)]
+
+    def on_devices(stand_in: Callable[..., None]) -> None:
+        original = getattr(module, stand_in.__name__)
+        names = inspect.signature(stand_in)
+
+        def chosen(*args, **options):
+            group = names.bind(*args, **options).arguments.get("group")
+            return (stand_in if module.get_backend(group) == "nccl" else original)(*args, **options)
+
+        setattr(module, stand_in.__name__, chosen)
+
+    for stand_in in (all_gather_object, gather_object, scatter_object_list, broadcast_object_list):
+        on_devices(stand_in)
 
 
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
