@@ -31,18 +31,17 @@ class Published:
     """Trainer and engines work side by side, each on the GPUs of the estimate."""
 
 
-_BATCH = (
+_COMMON = (
     *("algorithm.prompts_per_step=64", "algorithm.group_size=32", "algorithm.num_mini_batches=4"),
     *("data.max_prompt_tokens=128", "sampling.max_response_tokens=3968"),
+    *("engine.format=bf16", "engine.tensor_parallel=4", "engine.num_engines=8", "engine.max_num_seqs=256"),
 )
 _DENSE = (
-    *_BATCH,
-    *("engine.format=bf16", "engine.tensor_parallel=4", "engine.num_engines=8", "engine.max_num_seqs=256"),
+    *_COMMON,
     *("trainer.parallel.tensor=4", "trainer.parallel.pipeline=4", "trainer.parallel.data=2"),
 )
 _SPARSE = (
-    *_BATCH,
-    *("engine.format=bf16", "engine.tensor_parallel=4", "engine.num_engines=8", "engine.max_num_seqs=256"),
+    *_COMMON,
     *("trainer.parallel.tensor=2", "trainer.parallel.data=16", "trainer.parallel.expert=8"),
 )
 PUBLISHED = (

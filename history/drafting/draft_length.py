@@ -13,7 +13,9 @@ pay. The only approximation: tokens with values within 1/128 count as equal.
 import numpy as np
 import numpy.typing as npt
 
+from history.drafting.state import GROUP, PROMPT_LENGTH, REST_POINTS, Doubles, Floats, Longs
 from history.jit import kernel
+from history.types import TokenIds
 
 _MIN_GAIN = 1.01
 """Least gain in tokens per second for which tokens are drafted; smaller gains are within the model's error."""
@@ -127,3 +129,28 @@ def makespan_weights(remaining: npt.NDArray[np.float64], floor: float, cap: floa
     if mean > 0:
         weights = np.minimum(np.maximum(remaining / mean, floor), cap)
     return weights
+
+
+@kernel
+def lengths_above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds:
+    """Draft lengths without prices, [R]: tokens of a candidate while survival [R, K] reaches `threshold`."""
+    lengths = np.zeros(len(available), dtype=np.int32)
+    for row in range(len(available)):
+        while lengths[row] < available[row] and survivals[row, lengths[row]] >= threshold:
+            lengths[row] += 1
+    return lengths
+
+
+@kernel
+def expected_remaining(rows: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
+    """Return the expected remaining tokens of each row; 0 for a row without a draft row."""
+    expected = np.zeros(len(draft_rows))
+    for row in range(len(draft_rows)):
+        if draft_rows[row] >= 0:
+            request = rows[draft_rows[row]]
+            table = remaining[request[GROUP]]
+            place = (num_tokens[row] - request[PROMPT_LENGTH]) / table[REST_POINTS]
+            below = min(max(int(place), 0), REST_POINTS - 2)
+            part = min(max(place - below, 0.0), 1.0)
+            expected[row] = table[below] * (1 - part) + table[below + 1] * part
+    return expected

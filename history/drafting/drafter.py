@@ -13,8 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from history.drafting.acceptance import NUM_BINS
-from history.drafting.draft_length import break_even, choose_draft_lengths, makespan_weights
+from history.drafting.draft_length import (
+    break_even,
+    choose_draft_lengths,
+    expected_remaining,
+    lengths_above,
+    makespan_weights,
+)
 from history.drafting.forward_cost import ForwardCostModel
+from history.drafting.observed_survival import scale_to_observed_survival
 from history.drafting.parallel import DraftRequests, DraftThreads
 from history.drafting.prompt_group import DraftGroup
 from history.drafting.recent_ring import REGION, append_finished
@@ -37,14 +44,12 @@ from history.drafting.state import (
     PROMPT_LENGTH,
     PROPOSED,
     PROPOSED_BY,
-    REST_POINTS,
     RING_END,
     RING_STOP,
     ROWS,
     SURVIVED,
     Doubles,
     DraftState,
-    Floats,
     Longs,
     fresh_state,
     table_of,
@@ -75,12 +80,6 @@ _FEW_RING_TRIALS, _ENOUGH_ACCEPTED = 8, 4000
 _MIN_RING_GAIN = 0.05
 """Least share of accepted tokens that the ring must add. A search takes about a millisecond for 256 rows, a twentieth
 of a forward of 20 ms."""
-_SURVIVAL_WINDOW = 64.0
-"""Expected survivors over which observed survival is averaged."""
-_MIN_DECAY = 0.75
-"""Least decay factor of one forward, for any number of drafted tokens."""
-_SURVIVAL_PRIOR, _SURVIVAL_BAND = 4.0, 2.0
-"""Prior tokens of the ratio, and its tolerance: a ratio down to one half counts as chance."""
 _NOTICEABLE = 0.005
 """Share of a forward above which the drafter's own time is worth saving."""
 
@@ -113,8 +112,7 @@ class Drafter:
         self._cost_model = cost_model
         self._threshold = threshold
         self._max_model_len = max_model_len
-        self._state: DraftState = fresh_state(max_draft_tokens)
-        self._table = table_of(self._state)
+        self._set_state(fresh_state(max_draft_tokens))
         self._threads = DraftThreads(num_threads, max_draft_tokens=max_draft_tokens)
         self._groups: dict[int, tuple[int, DraftGroup]] = {}
         self._open_rows: dict[int, tuple[int, DraftGroup]] = {}
@@ -145,8 +143,7 @@ class Drafter:
         index, group = self._groups[prompt_key]
         if not self._free_rows:
             size = len(self._state.rows)
-            self._state = with_rows(self._state, size + _ROWS_ADDED)
-            self._table = table_of(self._state)
+            self._set_state(with_rows(self._state, size + _ROWS_ADDED))
             self._free_rows = list(reversed(range(size, size + _ROWS_ADDED)))
         draft_row = self._free_rows.pop()
         self._open_rows[draft_row] = index, group
@@ -240,9 +237,9 @@ class Drafter:
         best = self._threads.propose(state, self._table, requests)
         scale_to_observed_survival(self._recent_survival, sums, best.survivals, best.available)
         if seconds is None:
-            lengths = _above(best.survivals, best.available, self._threshold)
+            lengths = lengths_above(best.survivals, best.available, self._threshold)
         else:
-            remaining = _remaining(state.rows, state.remaining, requests.draft_rows, requests.num_tokens)
+            remaining = expected_remaining(state.rows, state.remaining, requests.draft_rows, requests.num_tokens)
             weights = makespan_weights(remaining, _MIN_WEIGHT, _MAX_WEIGHT)
             lengths = choose_draft_lengths(best.survivals, best.available, weights, seconds)
         ends = np.empty(len(requests), dtype=np.int64)
@@ -289,11 +286,14 @@ class Drafter:
         if self._num_useless >= _MAX_USELESS and share > _NOTICEABLE:
             self._num_resting = min(1 << (self._num_useless - _MAX_USELESS), _MAX_REST)
 
+    def _set_state(self, state: DraftState) -> None:
+        """Replace arrays of the state, and with them the table that kernels take."""
+        self._state, self._table = state, table_of(state)
+
     def _add_group(self, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         if not self._free_groups:
             size = len(self._state.groups)
-            self._state = with_groups(self._state, size + _ROWS_ADDED)
-            self._table = table_of(self._state)
+            self._set_state(with_groups(self._state, size + _ROWS_ADDED))
             self._free_groups = list(reversed(range(size, size + _ROWS_ADDED)))
         index = self._free_groups.pop()
         group = DraftGroup(prompt_key=prompt_key, prompt_length=prompt_length, region_size=region_size, step=step)
@@ -336,59 +336,6 @@ def _totals(rooms: TokenIds, num_tokens: TokenIds, max_draft_tokens: int) -> tup
         most += min(rooms[row], max_draft_tokens)
         context += num_tokens[row]
     return most, context
-
-
-@kernel
-def _above(survivals: Floats, available: TokenIds, threshold: float) -> TokenIds:
-    lengths = np.zeros(len(available), dtype=np.int32)
-    for row in range(len(available)):
-        while lengths[row] < available[row] and survivals[row, lengths[row]] >= threshold:
-            lengths[row] += 1
-    return lengths
-
-
-@kernel
-def scale_to_observed_survival(recent: Doubles, sums: Doubles, survivals: Floats, available: TokenIds) -> None:
-    """Lower all survivals if far fewer tokens survived recently than expected.
-
-    Each cell's rate averages hundreds of tokens. When a history becomes useless, as for prompts with unrelated answers,
-    all rates are too high at once.
-
-    Args:
-        recent: [4], changed. Tokens expected to survive and tokens that survived: of `sums` at the last call, then
-            the decayed sums.
-        sums: of `DraftState`.
-        survivals: [R, K], changed.
-        available: [R], candidate tokens of each row.
-    """
-    now = np.zeros(2)
-    for i in range(NUM_BINS):
-        now[0] += sums[PREDICTED + i]
-        now[1] += sums[SURVIVED + i]
-    decay = max(1.0 - (now[0] - recent[0]) / _SURVIVAL_WINDOW, _MIN_DECAY)
-    for i in range(2):
-        recent[2 + i] = decay * recent[2 + i] + now[i] - recent[i]
-        recent[i] = now[i]
-    factor = _SURVIVAL_BAND * (recent[3] + _SURVIVAL_PRIOR) / (recent[2] + _SURVIVAL_PRIOR)
-    if factor < 1.0:
-        for row in range(len(available)):
-            for k in range(available[row]):
-                survivals[row, k] *= factor
-
-
-@kernel
-def _remaining(rows: Longs, remaining: Doubles, draft_rows: Longs, num_tokens: TokenIds) -> Doubles:
-    """Return the expected remaining tokens of each row; 0 for a row without a draft row."""
-    expected = np.zeros(len(draft_rows))
-    for row in range(len(draft_rows)):
-        if draft_rows[row] >= 0:
-            request = rows[draft_rows[row]]
-            table = remaining[request[GROUP]]
-            place = (num_tokens[row] - request[PROMPT_LENGTH]) / table[REST_POINTS]
-            below = min(max(int(place), 0), REST_POINTS - 2)
-            part = min(max(place - below, 0.0), 1.0)
-            expected[row] = table[below] * (1 - part) + table[below + 1] * part
-    return expected
 
 
 @kernel

@@ -136,8 +136,8 @@ class DraftState(NamedTuple):
 def table_of(state: DraftState) -> Longs:
     """The table of a state, which kernels take in its place: the address of each array, then four sizes.
 
-    It is made anew whenever an array is replaced. Passing all arrays to a kernel takes longer than drafting for one
-    request. The caller keeps the arrays alive.
+    numba unpacks every array at every call of a kernel, so one table costs less. It is made anew whenever an array is
+    replaced. The caller keeps the arrays alive.
     """
     addresses = [array.__array_interface__["data"][0] for array in state]
     sizes = len(state.rows), len(state.groups), len(state.counts), state.products.shape[1]

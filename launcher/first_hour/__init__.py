@@ -3,5 +3,6 @@
 stages.py   what is run, in which order, and what each stage decides
 runner.py   runs stages within the given minutes; goes on where an earlier call ended
 device.py   the first stage: the device's facts, and what copies and products reach on it
-results.py  result files, and the pictures of them for people
+results.py  result files
+    page.py     their section of docs/hardware.md
 """

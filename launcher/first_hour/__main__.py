@@ -24,8 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results, logs and records")
     parser.add_argument("--minutes", type=float, default=30.0, help="time of this call")
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--again", nargs="+", default=[], choices=names, help="stages to run although they have passed")
-    parser.add_argument("--only", nargs="+", default=names, choices=names, help="stages to run beside the first one")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, help="run these, passed or not, and no others but the first"
+    )
     options = parser.parse_args(argv)
     missing = [name for name in ("tests", "benchmarks") if not (ROOT / name).is_dir()]
     if missing:
@@ -34,14 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.minutes <= 0:
         print(f"--minutes is {options.minutes:g}, but must be above 0", file=sys.stderr)
         return 2
-    stages = [stage for number, stage in enumerate(STAGES) if not number or stage.name in options.only]
-    results = run(stages, options.out, root=ROOT, minutes=options.minutes, again=options.again)
+    results = run(STAGES, options.out, root=ROOT, minutes=options.minutes, only=options.only)
     print(f"results: {options.out / ALL}")
-    if results and results[0].stage == STAGES[0].name and results[0].outcome != "passed":
+    outcomes = [result.outcome for result in results]
+    if outcomes[:1] != ["passed"]:
         return 2
-    if any(result.outcome == "failed" for result in results):
+    if "failed" in outcomes:
         return 1
-    return 0 if len(results) == len(stages) and all(each.outcome == "passed" for each in results) else 3
+    wanted = {STAGES[0].name, *(options.only or names)}
+    return 0 if len(results) == len(wanted) and set(outcomes) == {"passed"} else 3
 
 
 if __name__ == "__main__":

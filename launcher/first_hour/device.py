@@ -1,8 +1,8 @@
 """The first stage: facts of the device, and the rates that plain copies and products reach on it.
 
 `python -m launcher.first_hour.device --json OUT [--device cpu]`. The rates are ceilings for everything that is measured
-later, and inputs of `megatron-rl plan` (`launcher.estimate.hardware`). Times are medians, waited for by a
-synchronisation of the device. With `--device cpu` sizes are small; its rates show only that the code works.
+later. Times are medians, waited for by a synchronisation of the device. With `--device cpu` sizes are small; its rates
+show only that the code works.
 """
 
 import argparse

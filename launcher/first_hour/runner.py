@@ -35,20 +35,23 @@ def run(
     *,
     root: Path,
     minutes: float,
-    again: Collection[str] = (),
+    only: Collection[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Run the stages that have not passed yet, and those named in `again`; returns all results that there are.
+    """Run the stages that have not passed yet; or, passed or not, those named in `only` and no others.
 
-    The first stage describes the device. It is always run, and if it fails nothing else is.
+    Returns the results of the stages that this call has run or found passed. The first stage describes the device. It
+    is always run, and if it fails nothing else is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline, code, device = time.monotonic() + 60 * minutes, digest(root), ""
     results: list[Result] = []
     for number, stage in enumerate(stages):
+        if number and only is not None and stage.name not in only:
+            continue
         earlier = read(folder / f"{stage.name}.json")
         known = earlier is not None and (earlier.outcome, earlier.code, earlier.device) == ("passed", code, device)
-        if earlier is not None and known and number and stage.name not in again:
+        if earlier is not None and known and number and only is None:
             say(f"{stage.name}: passed before, at {earlier.began_at}")
             results.append(earlier)
             continue
@@ -62,10 +65,9 @@ def run(
         write(folder, result)
         say(result.line())
         results.append(result)
-        write_all(folder, results)
+        write_all(folder, [each.name for each in stages])
         if not number and result.outcome != "passed":
             break
-    write_all(folder, results)
     return results
 
 

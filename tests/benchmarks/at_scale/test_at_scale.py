@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.at_scale import published
+from benchmarks.at_scale import published, stacks
 from benchmarks.at_scale.__main__ import JUDGED, goals
 from benchmarks.at_scale.jobs import MODELS, job
-from benchmarks.at_scale.stacks import GROUPS_PER_STEP, STACKS, Case, run, workload_of
+from benchmarks.at_scale.stacks import STACKS, Case, run, workload_of
 from launcher.estimate.rollout_time import forward_s
 
 FEW = Case(model="Qwen2.5-32B", num_gpus=128, stack="synchronous", num_steps=1)
@@ -51,12 +51,19 @@ def test_training_takes_the_same_time_on_all_gpus_whatever_the_stack() -> None:
     assert rows[1]["train_s"] == pytest.approx(rows[0]["train_s"] * 128 / rows[1]["trainer_gpus"], rel=0.01)
 
 
-def test_a_synchronous_step_is_its_rollout_its_training_and_a_publish() -> None:
-    """A step of answers of one length: the engines sample them at once, then the trainer works."""
+def test_a_synchronous_step_is_its_rollout_its_training_and_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of one length, all of which an engine samples at once: every forward has the same rows."""
+    tokens = 100.0
+    drawn = workload_of(FEW)
+    alike = replace(drawn, lengths=np.full_like(drawn.lengths, tokens), forecasts=np.full_like(drawn.forecasts, tokens))
+    monkeypatch.setattr(stacks, "workload_of", lambda case: alike)
     row = run(FEW)
-    planned = job(FEW.model, FEW.num_gpus, "BF16", workload_of(FEW).lengths[:GROUPS_PER_STEP])
-    assert row["max_staleness"] == 0 and row["bound_by"] == "both in turns"
-    assert row["step_s"] > row["train_s"] + planned.publish_s(in_turns=True)
+    planned = job(FEW.model, FEW.num_gpus, "BF16", alike.lengths)
+    speed, rows = planned.speed("none"), alike.lengths.size // planned.run.config.engine.num_engines
+    assert rows <= planned.num_slots and row["max_staleness"] == 0 and row["bound_by"] == "both in turns"
+    rollout_s = tokens * speed.fixed_s[rows] + speed.context_s * rows * tokens * (tokens - 1) / 2
+    expected = rollout_s + planned.train_s + planned.publish_s(in_turns=True)
+    assert row["step_s"] == pytest.approx(expected, abs=0.1)
 
 
 def test_each_published_step_is_estimated_on_the_published_cluster() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import psutil
 import pytest
 
-from history.drafting.drafter import Drafter, scale_to_observed_survival
+from history.drafting.drafter import Drafter
 from history.drafting.forward_cost import ForwardCostModel
+from history.drafting.observed_survival import scale_to_observed_survival
 from history.drafting.state import LOST, NUM_SUMS, PREDICTED, SEEN, SURVIVED
 from history.index.segment import build_segment, write_segment
 from history.types import PastResponse

@@ -221,3 +221,15 @@ def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, mod
     config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
     with pytest.raises(ConfigError, match=r"`sets.a.samples_per_prompt` = 4 with temperature 0"):
         check_eval(config)
+
+
+def test_an_evaluation_has_no_memory_plan_that_could_size_its_cache(tmp_path: Path, model_dir: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
+    one = {"path": str(data), "max_response_tokens": 64}
+    engine = {"gpu_memory_fraction": 0.9}
+    config = EvalConfig.model_validate(
+        {"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64, "engine": engine}
+    )
+    with pytest.raises(ConfigError, match=r"no memory plan; set\s+`engine.kv_cache_bytes` instead"):
+        check_eval(config)

@@ -62,11 +62,19 @@ def test_stages_that_have_passed_are_not_run_again_unless_the_code_has_changed(r
         }
         return len((root / "count").read_text())
 
-    assert [count(), count(), count(again=["counting"])] == [1, 1, 2]
+    assert [count(), count(), count(only=["counting"])] == [1, 1, 2]
     (root / "rollout" / "a.py").write_text("A = 2\n")
     assert [count(), count()] == [3, 3]
     assert read(root / "out" / "counting.json").device == "H100"
     assert [result.stage for result in read_all(root / "out" / ALL)] == ["device", "counting"]
+
+
+def test_a_call_with_chosen_stages_keeps_the_results_of_the_others(root: Path) -> None:
+    stages = [DEVICE, script("one", "pass"), script("two", COUNTING)]
+    run(stages, root / "out", root=root, minutes=5, say=[].append)
+    again = run(stages, root / "out", root=root, minutes=5, only=["two"], say=[].append)
+    assert outcomes(again) == {"device": "passed", "two": "passed"} and (root / "count").read_text() == "xx"
+    assert [result.stage for result in read_all(root / "out" / ALL)] == ["device", "one", "two"]
 
 
 def test_a_stage_that_fails_is_told_with_the_end_of_its_log_and_run_again_by_the_next_call(root: Path) -> None:
