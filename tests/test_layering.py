@@ -178,7 +178,7 @@ FLOORS = {
         loads="ray",
     ),
     "launcher/first_hour/device.py": Floor(imports="launcher/run_dir/atomic_files.py", libraries="torch", loads="*"),
-    "launcher/first_hour": Floor(imports="launcher/run_dir/atomic_files.py"),
+    "launcher/first_hour": Floor(imports="launcher/run_dir/atomic_files.py launcher/estimate", loads="ray"),
     "launcher/endings": Floor(
         imports="history rollout megatron_rl/controller launcher launcher/cluster launcher/run_dir",
         loads="ray",

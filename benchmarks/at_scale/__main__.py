@@ -1,10 +1,10 @@
 """Steps of 32B and 30B-A3B models on 32, 128 and 512 H100, for every stack: on paper.
 
-`python -m benchmarks.at_scale --json OUT [--quick]`. Engines and trainer have the speeds of the roofline of
-`megatron-rl plan`; the product's planner, admission and dispatcher place the responses (`benchmarks.planner`). A step
-has 512 x 16 answers of 5,600 tokens on average and 20,480 at most. Drafts gain what the record of `benchmarks.drafting`
-says. Published steps of other systems stand beside the estimates of the same steps, so that a reader sees how far the
-roofline can be trusted.
+`python -m benchmarks.at_scale --json OUT [--shares FILE] [--quick]`. Engines and trainer have the speeds of the
+roofline of `megatron-rl plan`; the product's planner, admission and dispatcher place the responses
+(`benchmarks.planner`). A step has 512 x 16 answers of 5,600 tokens on average and 20,480 at most. Drafts gain what
+the record of `benchmarks.drafting` says. Published steps of other systems stand beside the estimates of the same
+steps, so that a reader sees how far the roofline can be trusted.
 """
 
 import statistics
@@ -12,11 +12,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 from benchmarks.at_scale import published
 from benchmarks.at_scale.jobs import MODELS
 from benchmarks.at_scale.stacks import STACKS, Case, run
 from benchmarks.harness.record import Goal, Row, arguments, write
+from launcher.first_hour.shares import Shares, read_shares
 
 NUM_GPUS = (32, 128, 512)
 SEEDS = (1, 2, 3)
@@ -77,12 +79,14 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ]
 
 
-def cases(*, quick: bool) -> list[Case]:
+def cases(*, quick: bool, measured: Shares | None = None) -> list[Case]:
     """Every stack on every cluster."""
     if quick:
-        return [Case(model="Qwen2.5-32B", num_gpus=128, stack=stack, num_steps=3) for stack in STACKS]
+        return [
+            Case(model="Qwen2.5-32B", num_gpus=128, stack=stack, num_steps=3, measured=measured) for stack in STACKS
+        ]
     return [
-        Case(model=model, num_gpus=num_gpus, stack=stack, seed=seed)
+        Case(model=model, num_gpus=num_gpus, stack=stack, seed=seed, measured=measured)
         for model in MODELS
         for num_gpus in NUM_GPUS
         for stack in STACKS
@@ -92,10 +96,13 @@ def cases(*, quick: bool) -> list[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate all stacks and write the record with its goals."""
-    options = arguments(__doc__ or "").parse_args(argv)
-    rows: list[Row] = list(published.rows())
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--shares", type=Path, metavar="FILE", help="shares.json of `python -m launcher.first_hour`")
+    options = parser.parse_args(argv)
+    measured = None if options.shares is None else read_shares(options.shares)
+    rows: list[Row] = list(published.rows(measured))
     with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
-        for row in pool.map(run, cases(quick=options.quick)):
+        for row in pool.map(run, cases(quick=options.quick, measured=measured)):
             print(*row.values(), flush=True)
             rows.append(row)
     write(options.json, rows=rows, goals=[] if options.quick else goals(rows), not_measured=NOT_MEASURED)

@@ -1,6 +1,7 @@
 """The planned runs: a recipe on a number of GPUs, the speed of one engine, and the seconds of a training phase.
 
-All speeds come from the roofline of `megatron-rl plan` (`launcher.estimate`). Nothing here was measured on a GPU.
+All speeds come from the roofline of `megatron-rl plan` (`launcher.estimate`). Its shares of peaks are assumed, unless
+results of `launcher.first_hour` are given.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from launcher.estimate.publish_time import publish_estimate
 from launcher.estimate.rollout_time import forward_s
 from launcher.estimate.roofline import Assumptions
 from launcher.estimate.train_time import train_estimate
+from launcher.first_hour.shares import Shares
 from megatron_rl.memory import kv_bytes_per_token, weight_bytes
 from megatron_rl.model.spec import read_model_spec
 from rollout.weights.format import WeightFormat
@@ -127,8 +129,16 @@ def _placed(model: str, num_gpus: int, precision: Precision) -> tuple[PlannedRun
     return PlannedRun(config=config, spec=spec, placement=fitted.placement), given
 
 
-def job(model: str, num_gpus: int, precision: Precision, responses: Floats) -> Job:
-    """A run whose responses have these lengths."""
+def job(model: str, num_gpus: int, precision: Precision, responses: Floats, measured: Shares | None = None) -> Job:
+    """A run whose responses have these lengths; `measured` replaces the assumed shares of peaks."""
     run, given = _placed(model, num_gpus, precision)
     assumed = replace(assumptions(run.config, given, GPUS_PER_NODE), lengths=lengths_of(responses))
+    if measured is not None:
+        overhead_s = assumed.forward_overhead_s if measured.forward_overhead_s is None else measured.forward_overhead_s
+        assumed = replace(
+            assumed,
+            product_share=measured.product_share,
+            bandwidth_share=measured.bandwidth_share,
+            forward_overhead_s=overhead_s,
+        )
     return Job(run=run, given=assumed, num_gpus=num_gpus)

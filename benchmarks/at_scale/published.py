@@ -1,6 +1,7 @@
 """Published steps of other systems beside the estimate of the same step: how far the roofline can be trusted.
 
-The estimate is that of `megatron-rl plan` with its default shares of peaks. Nothing was fitted to these figures.
+The estimate is that of `megatron-rl plan` with its default shares of peaks, or with measured ones. Nothing was fitted
+to these figures.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness.record import Row
 from examples.recipes.plans import load_recipe, options
-from launcher.commands.plan import planned
+from launcher.commands.plan import PlanOptions, planned
 from launcher.estimate.step_time import StepEstimate
+from launcher.first_hour.shares import Shares
 
 NEMO_RL = "NeMo-RL 0.4, docs/about/performance-summary.md, GRPO on H100, BF16"
 PROMPT_TOKENS = 100.0
@@ -75,16 +77,16 @@ FLASHRL = "FlashRL, report of August 2025: rollout of 32B in INT8 over BF16"
 FLASHRL_SPEEDUP = 1.75
 
 
-def rows() -> Iterator[Row]:
+def rows(measured: Shares | None = None) -> Iterator[Row]:
     """A row for each published figure."""
     for each in PUBLISHED:
-        found = _estimate(each.recipe, each.overrides, each.mean_tokens)
+        found = _estimate(each, measured)
         seconds = max(found.rollout_s, found.train.seconds) if each.one_step_off else found.step_s
         yield _row(each.name, each.source, each.seconds, float(seconds), "s") | {
             "rollout_s": round(float(found.rollout_s), 1),
             "train_s": round(float(found.train.seconds), 1),
         }
-    yield _row("INT8 over BF16 in a rollout of 32B", FLASHRL, FLASHRL_SPEEDUP, _int8_speedup(), "times")
+    yield _row("INT8 over BF16 in a rollout of 32B", FLASHRL, FLASHRL_SPEEDUP, _int8_speedup(measured), "times")
 
 
 def _row(name: str, source: str, published: float, estimated: float, unit: str) -> dict[str, str | int | float | bool]:
@@ -99,19 +101,27 @@ def _row(name: str, source: str, published: float, estimated: float, unit: str) 
     }
 
 
-def _estimate(recipe: str, overrides: Sequence[str], mean_tokens: float) -> StepEstimate:
-    given = replace(options(recipe), prompt_tokens=PROMPT_TOKENS, response_tokens=mean_tokens - PROMPT_TOKENS)
-    _, estimate, _ = planned(load_recipe(recipe, *overrides), given)
-    assert estimate is not None, f"{recipe} cannot be placed"
+def _estimate(step: Published, measured: Shares | None) -> StepEstimate:
+    given = _given(step.recipe, measured)
+    given = replace(given, prompt_tokens=PROMPT_TOKENS, response_tokens=step.mean_tokens - PROMPT_TOKENS)
+    _, estimate, _ = planned(load_recipe(step.recipe, *step.overrides), given)
+    assert estimate is not None, f"{step.recipe} cannot be placed"
     return estimate
 
 
-def _int8_speedup() -> float:
+def _int8_speedup(measured: Shares | None) -> float:
     """Seconds of one rollout in BF16 over those in INT8: DAPO-32B, engines of two devices."""
     seconds = []
     for format in ("bf16", "int8"):
         config = load_recipe("dapo-qwen2.5-32b-16n8g", f"engine.format={format}")
-        _, estimate, _ = planned(config, options("dapo-qwen2.5-32b-16n8g"))
+        _, estimate, _ = planned(config, _given("dapo-qwen2.5-32b-16n8g", measured))
         assert estimate is not None
         seconds.append(estimate.rollout.saturated_s)
     return float(seconds[0] / seconds[1])
+
+
+def _given(recipe: str, measured: Shares | None) -> PlanOptions:
+    given = options(recipe)
+    if measured is None:
+        return given
+    return replace(given, product_share=measured.product_share, bandwidth_share=measured.bandwidth_share)

@@ -14,6 +14,7 @@ from benchmarks.harness.record import Row
 from benchmarks.planner.simulator.run import Outcome, simulate
 from benchmarks.planner.simulator.scheme import Cluster, Scheme
 from benchmarks.planner.simulator.workload import Workload, draw, single_responses
+from launcher.first_hour.shares import Shares
 
 GROUP_SIZE, GROUPS_PER_STEP = 16, 512
 MAX_TOKENS = 20_480.0
@@ -70,6 +71,8 @@ class Case:
     stack: str
     seed: int = 1
     num_steps: int = 12
+    measured: Shares | None = None
+    """Measured shares of the GPU's peaks; None: assumed ones."""
 
 
 def workload_of(case: Case) -> Workload:
@@ -90,7 +93,7 @@ def workload_of(case: Case) -> Workload:
 def run(case: Case) -> Row:
     """Simulate a stack at the best division of its GPUs; returns its row."""
     stack, workload = STACKS[case.stack], workload_of(case)
-    planned = job(case.model, case.num_gpus, stack.precision, workload.lengths[:GROUPS_PER_STEP])
+    planned = job(case.model, case.num_gpus, stack.precision, workload.lengths[:GROUPS_PER_STEP], case.measured)
     train_s = planned.train_s
     ranks = planned.run.config.engine.tensor_parallel
     speed = planned.speed(stack.drafter)

@@ -188,6 +188,7 @@ def measure(case: Case, directory: Path) -> Iterator[Row]:
         "format": case.format,
         "device": case.device,
         "engine": "drafts" if case.drafts else "stock",
+        "weight_bytes": case.shape.weight_bytes(case.format),
     }
     for batch, context in cells:
         engine.fill(batch, context, max_tokens=_response_tokens())

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.first_hour.results import Result, read_all
+from launcher.first_hour.shares import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
@@ -29,6 +30,12 @@ def section(results: Sequence[Result]) -> str:
     rates = first.record.get("rates") if isinstance(first.record, Mapping) else None
     if isinstance(rates, Mapping):
         lines += ["", "| rate | value |", "|---|---|", *(_rate(str(name), value) for name, value in rates.items())]
+    if (found := shares(results)) is not None:
+        lines += [
+            "",
+            f"As options of `megatron-rl plan`: `--gpu {found.gpu} --product-share {found.product_share:.2f} "
+            f"--bandwidth-share {found.bandwidth_share:.2f}`. They are ceilings, because whole steps reach less.",
+        ]
     return "\n".join(lines)
 
 

@@ -67,10 +67,11 @@ def write(folder: Path, result: Result) -> None:
     replace_text(folder / f"{result.stage}.json", json.dumps(asdict(result), indent=1) + "\n")
 
 
-def write_all(folder: Path, stages: Sequence[str]) -> None:
-    """Write the newest result of each of these stages in one file, also those of earlier calls."""
+def write_all(folder: Path, stages: Sequence[str]) -> list[Result]:
+    """Write the newest result of each of these stages in one file, also those of earlier calls; returns them."""
     found = [result for stage in stages if (result := read(folder / f"{stage}.json")) is not None]
     replace_text(folder / ALL, json.dumps([asdict(result) for result in found], indent=1) + "\n")
+    return found
 
 
 def read(path: Path) -> Result | None:

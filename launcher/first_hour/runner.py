@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from launcher.first_hour.results import Outcome, Result, read, read_junit, write, write_all
+from launcher.first_hour.shares import write_shares
 from launcher.first_hour.stages import Stage
 
 HASHED = ("history", "rollout", "megatron_rl", "launcher", "benchmarks", "tests", "examples")
@@ -65,7 +66,7 @@ def run(
         write(folder, result)
         say(result.line())
         results.append(result)
-        write_all(folder, [each.name for each in stages])
+        write_shares(folder, write_all(folder, [each.name for each in stages]))
         if not number and result.outcome != "passed":
             break
     return results

@@ -10,6 +10,8 @@ from benchmarks.at_scale.__main__ import JUDGED, goals
 from benchmarks.at_scale.jobs import MODELS, job
 from benchmarks.at_scale.stacks import STACKS, Case, run, workload_of
 from launcher.estimate.rollout_time import forward_s
+from launcher.estimate.train_time import train_estimate
+from launcher.first_hour.shares import Shares
 
 FEW = Case(model="Qwen2.5-32B", num_gpus=128, stack="synchronous", num_steps=1)
 
@@ -91,3 +93,24 @@ def test_goals_take_the_best_stack_that_is_at_most_one_step_stale() -> None:
     rows.append({"what": "published", "estimated_over_published": 0.9})
     found = [goal.value for goal in goals(rows)]
     assert found == pytest.approx([2.5, 1.5, 0.5, 0.1])
+
+
+def test_measured_shares_of_peaks_replace_the_assumed_ones(lengths: np.ndarray) -> None:
+    assumed = job("Qwen2.5-32B", 128, "BF16", lengths)
+    reached = Shares(
+        gpu="h100",
+        product_share=0.2,
+        eight_bit_product_share=None,
+        bandwidth_share=0.35,
+        host_share=0.5,
+        forward_overhead_s=0.0,
+    )
+    found = job("Qwen2.5-32B", 128, "BF16", lengths, reached)
+    train, halved = (train_estimate(each.run, each.given) for each in (assumed, found))
+    assert halved.products_s == pytest.approx(2 * train.products_s)
+    without = replace(assumed.given, forward_overhead_s=0.0, all_reduce_latency_s=0.0)
+    one, _ = forward_s(assumed.run, without, 1, 512.0)
+    two, _ = forward_s(found.run, replace(found.given, all_reduce_latency_s=0.0), 1, 512.0)
+    assert two == pytest.approx(2 * one)
+    steps = [list(published.rows(each)) for each in (None, reached)]
+    assert all(slow["estimated"] > fast["estimated"] for fast, slow in zip(*(each[:3] for each in steps), strict=True))

@@ -13,6 +13,7 @@ import pytest
 from launcher.first_hour import device, page
 from launcher.first_hour.results import ALL, Counts, Result, read, read_all, read_junit
 from launcher.first_hour.runner import digest, run
+from launcher.first_hour.shares import SHARES, read_shares, shares, write_shares
 from launcher.first_hour.stages import STAGES, Stage
 from tests.docs.pages import ROOT
 from tests.support.deadline import DEADLINE_S
@@ -182,7 +183,7 @@ def test_the_page_shows_stages_and_rates_and_keeps_what_stands_around_them() -> 
         outcome="passed",
         seconds=9.6,
         began_at="2026-01-01 00:00:00+0000",
-        device="H100",
+        device="some GPU",
         code="",
         record={"facts": {}, "rates": {"copy_bytes_s": 1.5e12, "bf16_flops": 7e14}},
     )
@@ -197,3 +198,42 @@ def test_the_page_shows_stages_and_rates_and_keeps_what_stands_around_them() -> 
 def test_the_committed_page_shows_the_committed_results() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.with_section(text, read_all(page.RESULTS)) == text, "run `python -m launcher.first_hour.page --write`"
+
+
+def test_shares_of_a_device_are_what_its_rates_are_of_the_datasheet(tmp_path: Path) -> None:
+    rates = {
+        "copy_bytes_s": 0.8 * 3.35e12 / 2,
+        "host_to_device_bytes_s": 0.9 * 64e9,
+        "device_to_host_bytes_s": 0.5 * 64e9,
+        "bf16_flops": 0.7 * 989.4e12,
+        "int8_flops": 0.1 * 1978.9e12,
+        "fp8_flops": 0.6 * 1978.9e12,
+    }
+    read_s = 15.2e9 / (0.8 * 3.35e12)
+    row = {"engine": "stock", "num_rows": 1, "num_context_tokens": 512, "weight_bytes": 15.2e9}
+    forwards = [
+        {**row, "seconds": read_s + 3e-3},
+        {**row, "seconds": read_s / 2 + 2e-3, "weight_bytes": 7.6e9},
+        {**row, "seconds": 1e-3, "num_context_tokens": 4096},
+        {**row, "seconds": 1e-3, "engine": "drafts"},
+    ]
+    passed = Result(
+        stage="device",
+        decides="?",
+        outcome="passed",
+        seconds=1.0,
+        began_at="-",
+        device="NVIDIA H100 80GB HBM3",
+        code="-",
+    )
+    results = [replace(passed, record={"rates": rates})]
+    write_shares(tmp_path, results)
+    without = read_shares(tmp_path / SHARES)
+    assert without.forward_overhead_s is None
+    found = shares([*results, replace(passed, stage="step_time", record={"rows": forwards})])
+    assert found is not None and found.gpu == "h100"
+    assert found.product_share == pytest.approx(0.7) and found.eight_bit_product_share == pytest.approx(0.6)
+    assert found.bandwidth_share == pytest.approx(0.8) and found.host_share == pytest.approx(0.5)
+    assert found.forward_overhead_s == pytest.approx(2e-3)
+    assert shares([replace(results[0], device="unknown")]) is None
+    assert "--product-share 0.70 --bandwidth-share 0.80" in page.section(results)
