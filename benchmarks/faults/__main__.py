@@ -3,7 +3,6 @@
 `python -m benchmarks.faults --json OUT [--only PATTERN] [--seed N] [--resume]` disturbs a run for each cell of the
 table (`benchmarks.faults.cells`), about a minute each. `--only` chooses cells by a regular expression. A run whose exit
 code asks for it is started again, as SLURM would do.
-Nothing else may run on the machine: files in shared memory are counted.
 """
 
 import re

@@ -1,7 +1,9 @@
 """Compares a disturbed run with an undisturbed one, and looks for what it left behind."""
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +93,21 @@ def _weights(run_dir: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-def left_behind() -> list[Path]:
-    """Shared memory of runs; no run is alive."""
-    return [path for path in Path("/dev/shm").iterdir() if _SHM.fullmatch(path.name)]
+def left_behind(shm: Path = Path("/dev/shm")) -> list[Path]:
+    """Shared memory of runs whose owner is dead; a living one holds a lock (`rollout.transports.shm_files`)."""
+    return [path for path in shm.iterdir() if _SHM.fullmatch(path.name) and not _is_held(path)]
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a living process owns a segment, or a folder of segments; what has just been removed counts as held."""
+    try:
+        descriptor = os.open(path / "LOCK" if path.is_dir() else path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return not path.is_dir()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

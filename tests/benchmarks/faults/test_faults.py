@@ -1,6 +1,8 @@
 """The table of faults, the verdict over a disturbed run, and a random cell of the table in earnest."""
 
+import fcntl
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,6 +13,8 @@ from benchmarks.faults import outcome as verdict
 from benchmarks.faults.cells import PHASES, ROLES, Cell, cells
 from benchmarks.faults.example import NUM_STEPS, make_example, write_config
 from benchmarks.faults.inject import Ended, run_disturbed
+from benchmarks.faults.outcome import left_behind
+from history.index.segments_dir import claim
 from tests.support.runs.background import OF_VLLM
 
 CELL = Cell(role="trainer rank", fault="kill", phase="train", run="exact")
@@ -72,13 +76,28 @@ def test_a_cell_whose_process_was_not_there_proves_nothing(tmp_path: Path, monke
     assert not verdict.outcome(CELL, found, calm, Ended(codes=(0,), hit_at_s=None, ended_at_s=9.0))["as_promised"]
 
 
+def test_shared_memory_of_a_living_process_is_not_left_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "mrl-history-a-1"
+    claimed = claim(folder)
+    held, free = tmp_path / "mrl-a-1-w0-r0", tmp_path / "mrl-b-2-w0-r0"
+    for path in (held, free, tmp_path / "other"):
+        path.touch()
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert left_behind(tmp_path) == [free]
+    assert set(left_behind(tmp_path)) == {held, free}
+    os.close(claimed)
+    assert set(left_behind(tmp_path)) == {held, free, folder}
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     cell = random.Random(seed).choice(SAMPLED)
     print(f"{cell.name}, drawn with seed {seed}")
-    monkeypatch.setattr(verdict, "left_behind", list)  # other tests have shared memory
+    before = set(verdict.left_behind())  # of other tests
+    monkeypatch.setattr(verdict, "left_behind", lambda: sorted(set(left_behind()) - before))
     for name in OF_VLLM:
         monkeypatch.delenv(name, raising=False)
     make_example(tmp_path)
