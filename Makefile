@@ -128,5 +128,8 @@ bench: $(STAMP) ## all benchmarks, the quick way
 records: $(STAMP) ## committed rows that were measured by other code than today's
 	$(RUN) -m benchmarks.record --check
 
-test-gpu: ## tests that need a GPU, in PYTHON as it is; builds no environment
+test-gpu: ## tests that need a GPU, in PYTHON as it is; builds no environment, and fails where there is no GPU
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { echo "make: torch in \
+	$(PYTHON) finds no GPU, so no test would run: use a machine with a GPU, and name an interpreter with CUDA's torch with \
+	PYTHON= (\`make setup-cuda\` builds .venv-cuda)." >&2; exit 2; }
 	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)

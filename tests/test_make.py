@@ -1,7 +1,8 @@
-"""Machines that `make` refuses before it builds anything, each in one sentence."""
+"""Machines that `make` refuses before it builds or tests anything, each in one sentence."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,24 @@ def program(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def refusal(*arguments: str, before_path: Path, environment: Path) -> str:
-    """The sentence of a set-up that is refused."""
-    done = subprocess.run(
-        ["make", "setup", f"VENV={environment}", *arguments],
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `make` answers; `variables` join those of this process."""
+    return subprocess.run(
+        ["make", *arguments],
         cwd=ROOT,
-        env={**without_outer_make(), "PATH": f"{before_path}:{os.environ['PATH']}"},
+        env={**without_outer_make(), **variables},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2 and not environment.exists()
-    sentence, *rest = done.stderr.strip().splitlines()
-    assert all("Error 2" in line for line in rest), done.stderr
+
+
+def sentence_of(refused: subprocess.CompletedProcess[str]) -> str:
+    """The only sentence of a target that is refused."""
+    assert refused.returncode == 2
+    sentence, *rest = refused.stderr.strip().splitlines()
+    assert all("Error 2" in line for line in rest), refused.stderr
+    assert sentence.startswith("make: ")
     return sentence
 
 
@@ -58,5 +64,16 @@ def test_make_refuses_an_unsupported_machine_with_one_sentence(
     tmp_path: Path, name: str, script: str, python: str, said: str
 ) -> None:
     program(tmp_path / "bin", name, script)
-    sentence = refusal(f"PYTHON={python}", before_path=tmp_path / "bin", environment=tmp_path / "venv")
-    assert sentence.startswith("make: ") and said in sentence
+    environment, path = tmp_path / "venv", f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    assert said in sentence_of(make("setup", f"VENV={environment}", f"PYTHON={python}", PATH=path))
+    assert not environment.exists()
+
+
+def test_make_refuses_gpu_tests_of_which_none_would_run(tmp_path: Path) -> None:
+    refused = make("test-gpu", f"PYTHON={sys.executable}", CUDA_VISIBLE_DEVICES="")
+    assert "finds no GPU, so no test would run" in sentence_of(refused) and "pytest" not in refused.stdout
+    without_torch = program(tmp_path, "without", "echo no module named torch >&2; exit 1")
+    assert "finds no GPU, so no test would run" in sentence_of(make("test-gpu", f"PYTHON={without_torch}"))
+    with_gpu = program(tmp_path, "with", 'test "$1" = -c || echo "runs: $@"')
+    accepted = make("test-gpu", f"PYTHON={with_gpu}")
+    assert accepted.returncode == 0 and "runs: -m pytest tests -m gpu" in accepted.stdout

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("Deaths and freezes of every kind of process in every phase.")
     parser.add_argument("--only", default="", help="cells whose name this regular expression finds")
     parser.add_argument("--seed", type=int, default=0, help="of the moment within a phase")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of an existing record")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the record, if there is one")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/faults"))
     options = parser.parse_args(argv)
     rows = rows_before(options.json, resume=options.resume)

@@ -36,8 +36,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def rows_before(path: Path, *, resume: bool) -> list[Row]:
-    """The rows of an existing record, with their commits, if a benchmark resumes; else none."""
-    return read_rows(path) if resume else []
+    """The rows of a record, with their commits, if a benchmark resumes and has written one before; else none."""
+    return read_rows(path) if resume and path.exists() else []
 
 
 def write(
@@ -66,7 +66,9 @@ def write(
         "not_measured": list(not_measured),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text(record), encoding="utf-8")
+    part = path.with_name(f"{path.name}.partial")  # a benchmark of hours writes often, and may be killed
+    part.write_text(text(record), encoding="utf-8")
+    part.replace(path)
     for goal in goals:
         verdict = "met" if goal.met else "NOT met"
         print(f"{goal.name}: {goal.value:.4g} {goal.unit} (goal: {goal.direction} {goal.bound:.4g}) {verdict}")

@@ -61,6 +61,10 @@ def test_rows_of_an_earlier_process_keep_their_commit(tmp_path, code) -> None:
     assert read(path).commits == {Provenance(commit="a" * 40, dirty=False): 1, code: 1}
 
 
+def test_a_benchmark_that_resumes_without_a_record_begins_one(tmp_path) -> None:
+    assert rows_before(tmp_path / "none.json", resume=True) == []
+
+
 @pytest.mark.parametrize("found", read_all(), ids=lambda found: found.name)
 def test_committed_records_have_one_row_a_line_and_rows_name_their_code(found: Record) -> None:
     path = record_file.RESULTS / f"{found.name}.json"
