@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.config import HistoryConfig
+from history.index.segments_dir import of_node
 from history.store.actors import HistoryReader, HistoryShard, ReaderReport, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
@@ -95,7 +96,7 @@ class HistoryService:
             shards: in the order of their numbers.
             nodes: Ray's ids of the nodes with a reader.
             start_reader: starts a reader on a node, by Ray's id.
-            directory: folder in which the readers publish.
+            directory: name of the folders in which readers publish, without their nodes.
             fingerprint: of tokenizer and vocabulary.
             upkeep: what is done about losses.
         """
@@ -114,6 +115,8 @@ class HistoryService:
         self._num_lost_calls = self._num_left_out = 0
         self._num_readers = 0
         """Readers that were ever started."""
+        self._nodes: set[str] = set()
+        """Nodes that ever had a reader."""
         self.move_readers(nodes)
 
     def append(self, batch: ResponseBatch) -> None:
@@ -155,6 +158,7 @@ class HistoryService:
             reader = self._readers[node] = self._start_reader(node)
             actor = _Actor(name=f"history reader {self._num_readers}", handle=reader, node=node)
             self._num_readers += 1
+            self._nodes.add(node)
             self._actors.append(actor)
             self._pending.append(reader.mark_filled.remote())
 
@@ -233,7 +237,8 @@ class HistoryService:
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in (*self._readers.values(), *self.shards):
             ray.kill(actor, no_restart=True)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        for node in self._nodes:  # those that share this host
+            shutil.rmtree(of_node(self.directory, node), ignore_errors=True)
 
     def _count_lost_calls(self) -> None:
         """Count the calls that failed since the last report."""
@@ -324,7 +329,7 @@ def start_history(
 
     Args:
         config: budget of the shards, and their number without `places`; `shm_bytes` bounds a node's segments.
-        directory: folder in which readers publish (`history.index.segments_dir`).
+        directory: name of the folders in which readers publish, without their nodes (`history.index.segments_dir`).
         fingerprint: of the tokenizer and its vocabulary; snapshots with another fingerprint are refused.
         environment: variables of the actors' processes.
         upkeep: what is done about losses.
@@ -345,7 +350,8 @@ def start_history(
 
     def start_reader(node: str) -> ray.actor.ActorHandle:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        return HistoryReader.options(**options, scheduling_strategy=on_node).remote(directory, config.shm_bytes)
+        folder = of_node(directory, node)
+        return HistoryReader.options(**options, scheduling_strategy=on_node).remote(folder, config.shm_bytes)
 
     return HistoryService(
         shards,

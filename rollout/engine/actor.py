@@ -37,7 +37,7 @@ class EngineActor:
         write_stacks_on_signal()
         from rollout.engine.engine import Engine
 
-        self._engine = Engine(spec)
+        self._engine = Engine(spec.on_node(str(ray.get_runtime_context().get_node_id())))
         self._history_sender: HistorySender | None = None
 
     async def start(self) -> ProcessId:

@@ -1,7 +1,8 @@
 """The specification of one engine. Pure: the controller builds it without vLLM."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from history.index.segments_dir import of_node
 from rollout.config import EngineConfig, InFlight
 
 
@@ -12,7 +13,9 @@ class DraftSpec:
     max_draft_tokens: int
     """Longest draft of one request in one forward."""
     segments_dir: str = ""
-    """Folder in which the node's reader publishes histories, one file per prompt. Empty: only live text is used."""
+    """Folder in which the node's reader publishes histories, one file per prompt. Empty: only live text is used.
+
+    The controller names it without the node, which the engine's actor adds (`EngineSpec.on_node`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,13 @@ class EngineSpec:
     once, with the keys and values of the old weights. `drain`: the publisher calls `EngineWeights.drain` first."""
     drafts: DraftSpec | None = None
     """None is a baseline engine: vLLM without speculation."""
+
+    def on_node(self, node_id: str) -> "EngineSpec":
+        """The specification of an engine that runs on a node, by Ray's id."""
+        if self.drafts is None or not self.drafts.segments_dir:
+            return self
+        folder = of_node(self.drafts.segments_dir, node_id)
+        return replace(self, drafts=replace(self.drafts, segments_dir=folder))
 
     @property
     def name(self) -> str:

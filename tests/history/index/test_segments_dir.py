@@ -1,12 +1,14 @@
 """A reader takes only a folder of its own user, and a sweep removes no other."""
 
+import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from history.index import segments_dir
-from history.index.segments_dir import claim, sweep_segments
+from history.index.segments_dir import claim, of_node, sweep_segments
 from history.own_files import PlantedError
 
 
@@ -54,3 +56,30 @@ def test_an_own_folder_is_claimed_and_swept(shared: Path) -> None:
     assert sweep_segments() == []
     os.close(held)
     assert sweep_segments() == [folder] and not folder.exists()
+
+
+def test_each_node_of_a_host_has_a_folder_of_its_own(shared: Path) -> None:
+    """A second reader of one folder would wait for the end of the first one."""
+    folders = [Path(of_node(str(shared / "mrl-history-x-1"), node * 56)) for node in "ab"]
+    held = [claim(folder) for folder in folders]
+    assert len({str(folder) for folder in folders}) == 2 and sweep_segments() == []
+    for descriptor in held:
+        os.close(descriptor)
+    assert sweep_segments() == folders
+
+
+def test_a_folder_that_is_swept_while_its_reader_begins_is_made_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, swept, flock = shared / "mrl-history-x-1", [], fcntl.flock
+
+    def flock_late(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(folder)
+            shutil.rmtree(folder)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    held = claim(folder)
+    assert swept and os.path.samestat(os.fstat(held), (folder / "LOCK").stat())
+    os.close(held)

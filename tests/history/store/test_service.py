@@ -15,7 +15,7 @@ import ray
 
 from history.config import HistoryConfig
 from history.index.segment import attach_segment
-from history.index.segments_dir import segments_dir, sweep_segments
+from history.index.segments_dir import SHM, of_node, segments_dir, sweep_segments
 from history.store import service as history_service
 from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
@@ -56,7 +56,7 @@ def started(log_lines):
     yield start
     for service in services:
         service.close()
-        assert not Path(service.directory).exists()
+        assert not [path for path in SHM.iterdir() if path.name.startswith(Path(service.directory).name)]
 
 
 def remember(service: HistoryService, step: int, keys=KEYS) -> None:
@@ -75,12 +75,18 @@ def publish(service: HistoryService, keys) -> None:
     service.publish_segments({node: SegmentOrder(fresh=tuple(keys)) for node in service.nodes})
 
 
+def folder_of(service: HistoryService) -> Path:
+    """The folder of a service's only reader."""
+    (node,) = service.nodes
+    return Path(of_node(service.directory, node))
+
+
 def published(service: HistoryService) -> set[int]:
-    return {int(path.stem, 16) for path in Path(service.directory).glob("*.segment")}
+    return {int(path.stem, 16) for path in folder_of(service).glob("*.segment")}
 
 
 def published_step(service: HistoryService, key: int) -> int:
-    segment = attach_segment(Path(service.directory), key)
+    segment = attach_segment(folder_of(service), key)
     if segment is None:
         return -1
     segment.check_integrity()
@@ -102,15 +108,15 @@ def test_requested_prompts_are_published_with_the_right_tokens_and_others_are_re
     publish(service, [*KEYS[:8], KEYS[0], prompt_key("unknown/0")])
     until(lambda: published(service) == set(KEYS[:8]))
     assert {published_step(service, key) for key in KEYS[:8]} == {0}
-    rewards = [one.reward for one in attach_segment(Path(service.directory), KEYS[0]).past_responses()]
+    rewards = [one.reward for one in attach_segment(folder_of(service), KEYS[0]).past_responses()]
     assert rewards == [0.0, 1.0, 0.5, 0.25]
-    untouched = (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino
+    untouched = (folder_of(service) / f"{KEYS[7]:016x}.segment").stat().st_ino
     remember(service, 1, KEYS[:7])
     service.note_rewards(1, dict.fromkeys(KEYS[:7], [0.0] * 4))
     publish(service, KEYS[6:10])
     until(lambda: [published_step(service, key) for key in KEYS[6:10]] == [1, 0, 0, 0])
     assert published(service) == set(KEYS[6:10])
-    assert (Path(service.directory) / f"{KEYS[7]:016x}.segment").stat().st_ino == untouched
+    assert (folder_of(service) / f"{KEYS[7]:016x}.segment").stat().st_ino == untouched
     report, returns = service.report(), []
     assert report.stats.num_prompts == 12
     assert report.stats.num_responses == 48
@@ -282,7 +288,7 @@ def test_a_damaged_snapshot_or_one_of_another_tokenizer_is_refused_and_named(sta
 
 def test_shared_memory_of_killed_runs_is_swept_and_that_of_live_runs_is_not(started):
     service = started("living", num_shards=1)
-    until(Path(service.directory).exists)
+    until(lambda: folder_of(service).exists())
     code = (
         "from history.index.segments_dir import claim, segments_dir; from pathlib import Path; "
         "path = Path(segments_dir('killed')); kept = claim(path); (path / 'x.segment').touch(); print(path)"
@@ -291,7 +297,7 @@ def test_shared_memory_of_killed_runs_is_swept_and_that_of_live_runs_is_not(star
     assert (path / "x.segment").exists()
     assert path in sweep_segments()
     assert not path.exists()
-    assert Path(service.directory).exists()
+    assert folder_of(service).exists()
 
 
 def test_the_service_handle_does_not_import_numba():
@@ -302,18 +308,19 @@ def test_the_service_handle_does_not_import_numba():
 
 @pytest.fixture
 def two_readers(tmp_path, log_lines):
-    """A service with readers on the nodes `a` and `b`; nodes are folders here, in which their readers publish."""
-    shard = HistoryShard.remote(0, 1, 1 << 20, 1)
+    """A service with readers on the nodes `a` and `b`, which share a host and its memory."""
+    shard, directory = HistoryShard.remote(0, 1, 1 << 20, 1), str(tmp_path / "run")
     service = HistoryService(
         [shard],
         ["a", "b"],
-        start_reader=lambda node: HistoryReader.options(max_restarts=-1).remote(str(tmp_path / node), 1 << 20),
-        directory=str(tmp_path / "a"),
+        start_reader=lambda node: HistoryReader.options(max_restarts=-1).remote(of_node(directory, node), 1 << 20),
+        directory=directory,
         fingerprint="f",
         upkeep=Upkeep(log=log_lines),
     )
     yield service
     service.close()
+    assert not list(tmp_path.glob("run-*"))
 
 
 def test_a_reader_builds_the_segments_of_its_own_node_only(two_readers, tmp_path, log_lines):
@@ -341,7 +348,7 @@ def test_a_kept_segment_is_built_only_if_it_is_missing(two_readers, tmp_path):
     service.publish_segments({"a": SegmentOrder(kept=tuple(KEYS[:3]), fresh=tuple(KEYS[3:4]))})
     until(lambda: on_node(tmp_path, "a") == set(KEYS[:4]))
     assert service.report().num_built == 4
-    past = [attach_segment(tmp_path / "a", key).past_responses() for key in KEYS[:4]]
+    past = [attach_segment(tmp_path / "run-a", key).past_responses() for key in KEYS[:4]]
     assert [max(one.step for one in responses) for responses in past] == [0, 0, 1, 1]
     service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:1]))})
     until(lambda: service.report().num_built == 5)
@@ -364,4 +371,4 @@ def test_a_reader_that_moves_publishes_on_its_new_node_what_is_ordered_there(two
 
 
 def on_node(tmp_path: Path, node: str) -> set[int]:
-    return {int(path.stem, 16) for path in (tmp_path / node).glob("*.segment")}
+    return {int(path.stem, 16) for path in (tmp_path / f"run-{node}").glob("*.segment")}
