@@ -34,7 +34,7 @@ PAUSE_S = (20.0, 90.0)
 SAMPLE_S = 10.0
 HANG_S = 900.0
 COMPARED = 20
-"""Last steps of the undisturbed run, whose rewards are compared."""
+"""Last steps that both runs have, whose rewards are compared."""
 KEYS = (
     *("algorithm.prompts_per_step=16", "evaluation.sets={}", "evaluation.bf16_before_after=false"),
     *("checkpoint.every=2", "engine.max_restarts=100000", "trainer.max_restarts=100000", "reward.max_restarts=100000"),
@@ -200,9 +200,9 @@ def goals(
     num_hung: int,
 ) -> list[Goal]:
     """Rewards of the same steps, and growth of resources from the second quarter of the time to the last."""
-    first = int(calm[-1]["step"]) - COMPARED
+    last = min(int(calm[-1]["step"]), int(stormy[-1]["step"]))
     rewards = [
-        [row["reward/mean"] for row in steps if first < row["step"] <= calm[-1]["step"]] for steps in (calm, stormy)
+        [row["reward/mean"] for row in steps if last - COMPARED < row["step"] <= last] for steps in (calm, stormy)
     ]
     whole = len(stormy) if [int(row["step"]) for row in stormy] == list(range(len(stormy))) else 0
     end = samples[-1].seconds

@@ -60,13 +60,11 @@ def pages(
     """Text of each page by its file name; `absent` are the commits that the repository's history lacks.
 
     Raises:
-        ValueError: a record has no view, or a view no record.
+        ValueError: a record has no view.
     """
-    names = {record.name for record in records}
-    if names != set(views):
-        odd = ", ".join(sorted(names ^ set(views)))
+    if odd := sorted({record.name for record in records} - set(views)):
         raise ValueError(
-            f"records and views differ in {odd}: each record has one entry in benchmarks.harness.record_views.VIEWS"
+            f"no view of {', '.join(odd)}: each record has one entry in benchmarks.harness.record_views.VIEWS"
         )
     by_name = {f"{record.name}.md": "\n".join(_page(record, views[record.name], absent)) for record in records}
     return {**by_name, "index.md": "\n".join(_index(records, views, absent))}
@@ -91,6 +89,9 @@ def _index(records: Sequence[Record], views: Mapping[str, View], absent: Collect
         for record, goal in missed
     )
     yield from ([] if missed else ["none"])
+    waiting = sorted(set(views) - {record.name for record in records})
+    if waiting:
+        yield from ("", "## Not recorded yet", "", *(f"* {name}: {views[name].question}" for name in waiting))
     lost = [(record, code.commit) for record in records for code in record.commits if code.commit in absent]
     if lost:
         yield from ("", "## Records of commits that are not in this repository's history", "")

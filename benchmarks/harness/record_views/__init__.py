@@ -1,4 +1,4 @@
-"""Question, answer, notes and tables of each record's page: one entry for each committed record."""
+"""Question, answer, notes and tables of each record's page: one entry for each record, made or still to be made."""
 
 from collections.abc import Mapping
 
@@ -21,6 +21,7 @@ VIEWS: Mapping[str, View] = {
     "control_plane": control_plane.CONTROL_PLANE,
     "draft_trees": drafting.DRAFT_TREES,
     "drafting": drafting.DRAFTING,
+    "fault_soak": faults.FAULT_SOAK,
     "faults": faults.FAULTS,
     "history_example": drafting.HISTORY_EXAMPLE,
     "history_soak": drafting.HISTORY_SOAK,

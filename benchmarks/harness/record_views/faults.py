@@ -1,8 +1,8 @@
-"""The page of the record of deaths and freezes."""
+"""The pages of the records of deaths and freezes."""
 
 from benchmarks.harness.record_answers import Answer, goal
 from benchmarks.harness.record_tables import Column, Table
-from benchmarks.harness.record_views.view import View, percent
+from benchmarks.harness.record_views.view import View, percent, spread
 
 _LINES = {"role": "process", "fault": "fault", "run": "run"}
 
@@ -38,6 +38,40 @@ FAULTS = View(
                 Column(field="trainer_restarts", title="trainer restarts, most", reduce="most"),
                 Column(field="engine_restarts", title="engine restarts, most", reduce="most"),
                 Column(field="repeated_steps", title="repeated steps, most", reduce="most"),
+            ),
+        ),
+    ),
+)
+
+FAULT_SOAK = View(
+    question="Does a run learn the same, and stay flat, while its processes are killed and frozen for hours?",
+    answer=Answer(
+        text=(
+            "In {minutes} minutes, {steps} steps ended; the same steps earn {reward} more than undisturbed, and memory "
+            "grows by {memory} %."
+        ),
+        figures={
+            "minutes": goal("minutes"),
+            "steps": goal("steps, each once"),
+            "reward": goal("reward of the same steps, disturbed minus undisturbed"),
+            "memory": goal("memory, growth", scale=100.0),
+        },
+    ),
+    notes=(
+        "A process of a random kind is killed or frozen every 20 to 90 seconds.",
+        "A start that ended with an exit code that asks for it was followed by another one, as SLURM would do.",
+        "The reward is the mean of the last steps that both runs have. Below 0, the disturbed run earns less.",
+        "Growth compares the median of the last quarter of the time with that of the second quarter. All processes of "
+        "the run are counted together.",
+        "Seconds count from the signal to the next end of a step, with the rest of the step that was under way.",
+    ),
+    tables=(
+        Table(
+            title="Seconds until a step ended",
+            lines={"role": "process", "fault": "fault"},
+            columns=(
+                *spread("until_next_step_s", "seconds"),
+                Column(field="second", title="last of them after, min", scale=1 / 60, reduce="most"),
             ),
         ),
     ),

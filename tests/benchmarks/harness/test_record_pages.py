@@ -82,8 +82,13 @@ def test_check_names_the_page_that_differs_and_writes_nothing(tmp_path, monkeypa
 
 
 def test_a_record_without_a_view_is_named() -> None:
-    with pytest.raises(ValueError, match="differ in soak"):
+    with pytest.raises(ValueError, match="no view of soak"):
         pages(read_all(), {name: view for name, view in VIEWS.items() if name != "soak"})
+
+
+def test_a_view_without_a_record_is_listed_in_the_index() -> None:
+    records = [record for record in read_all() if record.name != "soak"]
+    assert f"* soak: {VIEWS['soak'].question}" in pages(records)["index.md"]
 
 
 ROWS = [
