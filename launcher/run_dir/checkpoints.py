@@ -1,10 +1,15 @@
 """The `checkpoints/` folder of a run: checkpoints are written to a partial folder, renamed, then named by `latest`.
 
+Older checkpoints are renamed, then removed by a thread, because a file system frees hundreds of GiB slowly.
+
 Invariants: `latest` names a folder that was complete when it was renamed; a folder with the suffix `.partial` is
-incomplete; older checkpoints are removed only after `latest` names a newer one.
+incomplete; older checkpoints are removed only after `latest` names a newer one. A removal has ended before the next
+checkpoint begins, so no more than `keep_last` and a new one need room.
 """
 
 import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
@@ -19,9 +24,11 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._removal: threading.Thread | None = None
 
     def begin(self, step: int) -> Path:
-        """An empty partial folder for the checkpoint of `step`."""
+        """An empty partial folder for the checkpoint of `step`; what could not be removed before is removed now."""
+        self.wait_for_removal()
         for leftover in self._path.glob("*.partial"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -30,20 +37,26 @@ class Checkpoints:
         return partial
 
     def finish(self, step: int, keep_last: int) -> Path:
-        """Makes the folder of `begin(step)` the newest checkpoint and removes all but the newest `keep_last`."""
+        """Makes the folder of `begin(step)` the newest checkpoint; a thread removes all but the newest `keep_last`."""
         partial, final = self._path / f"{step}.partial", self._path / str(step)
         _sync_tree(partial)
-        replaced = self._path / f"{step}.replaced.partial"
-        if final.exists():
-            final.rename(replaced)
+        removed = [self._retire(step)] if final.exists() else []
         partial.rename(final)
         sync_folder(self._path)
         replace_text(self._path / "latest", f"{step}\n")
-        for old in self.steps()[:-keep_last]:
-            if old != step:
-                shutil.rmtree(self._path / str(old))
-        shutil.rmtree(replaced, ignore_errors=True)
+        removed += [self._retire(old) for old in self.steps()[:-keep_last] if old != step]
+        self._removal = threading.Thread(target=_remove, args=(removed,), name="old checkpoints")
+        self._removal.start()
         return final
+
+    def wait_for_removal(self) -> None:
+        """Wait until older checkpoints are removed; the program also does so before it ends."""
+        if self._removal is not None:
+            self._removal.join()
+
+    def _retire(self, step: int) -> Path:
+        """Give a checkpoint a name by which nothing resumes from it."""
+        return (self._path / str(step)).rename(self._path / f"{step}.removed.partial")
 
     def latest(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint; None if there is none."""
@@ -60,6 +73,12 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
         return sorted(int(child.name) for child in self._path.iterdir() if child.name.isdecimal())
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """A folder that remains is removed when the next checkpoint begins, or raises there."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync_tree(path: Path) -> None:

@@ -112,7 +112,8 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Waits until older checkpoints are removed, and releases the lock."""
+        self._checkpoints.wait_for_removal()
         self._lock.release()
 
     def write_config(self, text: str) -> None:
@@ -191,7 +192,7 @@ class RunDirectory:
         return self._checkpoints.begin(step)
 
     def finish_checkpoint(self, step: int, keep_last: int) -> Path:
-        """Renames the folder, lets `latest` name it, then removes all but the newest `keep_last` checkpoints.
+        """Renames the folder, lets `latest` name it, then begins to remove all but the newest `keep_last`.
 
         The records of the steps before it become durable first: a run resumes after this checkpoint even if the machine
         loses its power now.
