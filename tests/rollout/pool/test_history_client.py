@@ -49,12 +49,15 @@ class Service:
         self.left_out = 2
         self.built = 4
         self.added = []
+        self.published = {node: set() for node in self.nodes}
 
     def publish_segments(self, orders):
         self.calls.append(("publish_segments", orders))
+        self.published = {node: set(order.keys) for node, order in orders.items()}
 
     def add_segment(self, node, key):
         self.added.append((node, key))
+        self.published[node].add(key)
 
     def note_rewards(self, step, rewards):
         self.calls.append(("rewards", step, rewards))
@@ -181,8 +184,11 @@ def random_planner(**config) -> Planner:
     ],
 )
 def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, config, seed):
-    """The real planner, pool and client over engines that end responses at random."""
-    world, service, began, step_orders = Calm(random.Random(seed)), Service(), [], []
+    """The real planner, pool and client over engines of two nodes that end responses at random.
+
+    With sampling ahead, groups run while the segments of the next ones are ordered, and keep theirs.
+    """
+    world, service, began, step_orders, num_kept = Calm(random.Random(seed)), Service(), [], [], 0
     for module in (pool_module, scorer_pool):
         monkeypatch.setattr(module, "ray", FakeRay(world))
     engines = world.engines = EngineGroup([Engine(world) for _ in range(4)], num_ranks=1)
@@ -191,15 +197,29 @@ def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, 
 
     def on_start(group, engine):
         client.started(group, engine)
-        began.append((engines.node_of(engine), prompt_key(group.prompt.prompt_id)))
+        began.append(place_of(engine, group))
+        assert_published([began[-1]])
+
+    def place_of(engine, group):
+        return engines.node_of(engine), prompt_key(group.prompt.prompt_id)
+
+    def assert_published(places):
+        """Each prompt has its segment on the node of the engine that samples it."""
+        assert [(node, key) for node, key in places if key not in service.published[node]] == []
 
     scorer = type("Scorer", (), {"score": Method(world.score)})
     pool = EnginePool(engines, [scorer], seats_per_engine=SLOTS, batches=planner, on_start=on_start)
     for step in range(NUM_STEPS):
         upcoming = planner.upcoming(step, pool.loads())
         client.prefetch(pool.homes(), [pool.planned(upcoming.groups, upcoming.plan)])
+        in_flight = {place_of(engine, group) for engine, groups in pool.homes().items() for group in groups}
+        assert_published(in_flight)
         due = planner.due(step, pool.loads())
         client.place([pool.homes(), pool.planned(due.groups, due.plan)])
+        assert_published(in_flight)
+        num_published = sum(map(len, service.published.values()))
+        assert num_published <= len(in_flight) + len(due.groups), "a reader builds for engines of other nodes"
+        num_kept += len(in_flight)
         pool.admit(due.groups, due.plan)
         planner.consumed(pool.take_batch(step))
         step_orders.append([{node: order.keys for node, order in call[1].items()} for call in service.calls])
@@ -209,7 +229,9 @@ def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, 
     assert num_displaced == len(service.added)
     assert num_displaced == 0 if config["policy"] == "lpt" else num_displaced <= pool._dispatcher.num_stolen
     if config.get("overlap"):
+        assert num_kept > 0, "no group ran while segments were ordered"
         return
+    assert num_kept == 0
     for step, (prefetched, placed) in enumerate(step_orders):
         assert prefetched == placed, "the trainer's time was used for other segments than those needed"
         assert sum(map(len, placed.values())) == PER_STEP  # of both nodes; twice as many if each reader built all
