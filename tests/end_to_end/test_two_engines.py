@@ -1,7 +1,7 @@
 """A trainer of two ranks and two engines, as a run has them: what is published is what both sample from."""
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import psutil
@@ -18,6 +18,7 @@ from megatron_rl.config import AlgorithmConfig
 from rollout.engine.state import EngineStatus
 from rollout.planning.plan import GroupForecast, RolloutPlan
 from tests.support.deadline import DEADLINE_S
+from tests.support.strangers import knocking
 
 PROMPT_AND_ON = [5, 9, 17, 33, 60, 7, 81, 120, 3, 44]
 
@@ -192,6 +193,22 @@ def test_a_publish_by_another_transport_reaches_both_engines(published, transpor
     published.publish(published.publisher(transport))
     np.testing.assert_array_equal(probed(published), before)
     published.publish()
+
+
+def test_strangers_at_the_publish_stores_change_nothing(published, monkeypatch):
+    before, open_stores, heard = probed(published), published.trainer.open_stores, []
+    with ExitStack() as stack:
+
+        def open_beside_strangers(first_rank, num_engines):
+            addresses = open_stores(first_rank, num_engines)
+            heard.extend(stack.enter_context(knocking(address)) for address in addresses)
+            return addresses
+
+        monkeypatch.setattr(published.trainer, "open_stores", open_beside_strangers)
+        published.publish(published.publisher("gloo"))
+    assert [set(of_store) for of_store in heard] == [{b""}] * 2
+    np.testing.assert_array_equal(probed(published), before)
+    published.publish(published.publisher())
 
 
 def test_equal_seeds_give_equal_samples_on_either_engine(published):

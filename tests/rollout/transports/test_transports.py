@@ -33,6 +33,7 @@ from rollout.weights.manifest import Box, Bucket, WeightManifest
 from rollout.worker.received_pieces import ReceivedPieces
 from tests.support.engines import packing
 from tests.support.engines.packing import Publish
+from tests.support.strangers import knocking
 
 RUN_ID = "transporttest"
 """Of no other test, so that what is left in shared memory is of this file."""
@@ -265,9 +266,9 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
 
 
 def connect(
-    num_engine_ranks: int, timeout_s: float, **more: object
+    num_engine_ranks: int, timeout_s: float, store: StoreServer | None = None, **more: object
 ) -> tuple[list[GroupSender], list[GroupInbox], object]:
-    store = StoreServer("127.0.0.1")
+    store = store or StoreServer("127.0.0.1")
     channel = GroupChannel(store=store.address, source_ranks=(4, 6), num_engine_ranks=num_engine_ranks, timeout_s=20)
     senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
     found = in_threads(
@@ -298,6 +299,21 @@ def test_gloo_delivers_two_publishes_of_two_ranks_to_two_engine_ranks():
             *(lambda i=inbox, p=publish: receive(i, p) for inbox in inboxes),
         )
         assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
+
+
+def test_strangers_at_the_store_change_nothing_of_a_publish():
+    store = StoreServer("127.0.0.1")
+    with knocking(store.address) as heard:
+        senders, inboxes, _ = connect(2, 20, store)
+        for version in (0, 1):
+            publish = publish_of_ranks_4_and_6(version)
+            found = in_threads(
+                lambda p=publish: p.send(senders[0], 4),
+                lambda p=publish: p.send(senders[1], 6),
+                *(lambda i=inbox, p=publish: receive(i, p) for inbox in inboxes),
+            )
+            assert all(equal(tensors_of_rank, tensors()) for tensors_of_rank in found[2:])
+    assert set(heard) == {b""} and store.num_refused > 0
 
 
 def raw(inbox: GroupInbox, publish: Publish, timeout_s: float = 20) -> dict[int, list[tuple[int, bytes]]]:
