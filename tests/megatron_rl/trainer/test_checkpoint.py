@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.run_dir.checkpoints import Checkpoints
 from megatron_rl.config import ParallelConfig
+from megatron_rl.trainer.checkpoint_files import check_files
 from megatron_rl.trainer.optimizer_boxes import boxes
 from tests.megatron_rl.trainer.test_trainer import (
     ALGORITHMS,
@@ -33,7 +34,7 @@ from tests.megatron_rl.trainer.test_trainer import (
     trainer_spec,
 )
 from tests.support.deadline import DEADLINE_S
-from tests.support.trainers.saves import save
+from tests.support.trainers.saves import save, save_as_earlier_versions
 from tests.support.trainers.tiny_megatron_models import save_model
 
 ALGORITHM = ALGORITHMS["one update"]
@@ -80,6 +81,31 @@ def test_a_sharded_optimizer_resumes_under_another_partition(ranks, tmp_path, so
             assert np.array_equal(tensor, found[name]), name
         a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("target", [DP2, TP2])
+def test_a_checkpoint_of_an_earlier_version_resumes(ranks, tmp_path, target):
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3_tied", model)
+    spec, batch = trainer_spec(model, DP2, ALGORITHM, distributed=True), batch_for(DP2, ALGORITHM)
+    whole = assembled(ranks.run(train_save_as_before_train, spec, batch, saved, parallel=DP2))
+    assert "generators/shard_0.0.0_1.1.2" in check_files(saved)[1]  # pickled there, and never read
+    spec, batch = trainer_spec(model, target, ALGORITHM, distributed=True), batch_for(target, ALGORITHM)
+    found = assembled(ranks.run(load_and_train, spec, batch, saved, parallel=target))
+    for name, tensor in whole.items():
+        if target == DP2:
+            assert np.array_equal(tensor, found[name]), name
+        a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def train_save_as_before_train(position, parallel, spec, batch, path):
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
+    save_as_earlier_versions(trainer, str(path))
+    return finish_with(trainer, batch)
 
 
 class Allocations(TorchDispatchMode):
