@@ -131,6 +131,7 @@ class Controller:
             if self.stop_requested():
                 self._stop(step)
             self.phases.clock.begin_step()
+            self._replace_idle_engine(step)
             if self.history is not None:
                 self.history.begin_rollout()
             due = self.planner.due(step, self.pool.loads())
@@ -150,6 +151,16 @@ class Controller:
             published = self._publish(step + 1)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
+
+    def _replace_idle_engine(self, step: int) -> None:
+        """Replace the engine of a deterministic run if it died between two steps.
+
+        Once it has groups, its death loses the step, and the run returns to its checkpoint with another trainer. Other
+        runs need no such look: groups go to other engines, or the pool brings one.
+        """
+        if self.pool.samples_whole_steps and self.restarter.restart_lost():
+            self.num_repeated_publishes += 1
+            self._publish(step)
 
     def _sample(self, step: int) -> list[ScoredGroup]:
         """The groups of a step. A stop request ends the rollout; after a resume the step is sampled again."""

@@ -93,6 +93,11 @@ class EnginePool:
         """Engines that were asked to answer when enough seats are free, by the call."""
         self._survey = MigrationSurvey(self.migration, engines, self._dispatcher, self._places)
 
+    @property
+    def samples_whole_steps(self) -> bool:
+        """Whether the run is deterministic, so that groups of an engine that dies cannot go on."""
+        return self._whole_step
+
     def loads(self) -> list[EngineLoad]:
         """The work of each engine, as planning sees it: without retired engines."""
         loads = self._dispatcher.loads(self._seats.seats_per_engine)

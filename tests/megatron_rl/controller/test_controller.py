@@ -81,6 +81,7 @@ def controller(
             metrics=lambda: {},
         ),
         pool=StandIn(
+            samples_whole_steps=False,
             num_reissued=0,
             num_hung=0,
             num_scorer_restarts=0,
@@ -196,6 +197,23 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
     kept = [entry for entry in log if entry in ("publish 1", "replace", "look and replace")]
     assert kept == ["replace", "publish 1", "look and replace", "publish 1"]
     assert run.num_repeated_publishes == 1
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_an_engine_that_died_between_two_steps_is_replaced_before_a_deterministic_run_gives_it_groups(is_deterministic):
+    log, dead = Log(), [1]
+    run = controller(log, num_steps=2, checkpoint_every=1)
+    run.pool.samples_whole_steps = is_deterministic
+
+    def replace(after_failure=False):
+        return dead.pop() if "save 1" in log and dead else 0
+
+    run.restarter = StandIn(restart_lost=replace, num_restarts=1, num_serving=1, num_lost_nodes=0)
+    run.run()
+    kept = [entry for entry in log if entry.startswith(("save", "publish ", "due")) and not entry.endswith("s")]
+    again = ["publish 1"] if is_deterministic else []
+    assert kept == ["publish 0", "due 0", "publish 1", "save 1", *again, "due 1", "publish 2", "save 2"]
+    assert run.num_repeated_publishes == len(again)
 
 
 def test_a_publish_that_fails_while_all_engines_live_ends_the_run():
