@@ -196,6 +196,10 @@ class AlgorithmConfig(Config):
     drop_zero_variance: bool = True
     """Drop groups whose advantages are all zero, as those of equal rewards are: they have no gradient. They are
     counted."""
+    max_refill: float = Field(default=0.0, ge=0)
+    """Dynamic sampling (DAPO): groups that nothing can be learned from are replaced in the same step. A step then
+    trains on `prompts_per_step` groups with signal. This is the most that it samples beyond them, as a multiple of
+    `prompts_per_step`; 2 suffices while 40 % of groups have signal. 0 turns it off."""
     mask_truncated: bool = False
     """Leave responses that reached the token limit out of the loss. They are counted."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
@@ -204,6 +208,11 @@ class AlgorithmConfig(Config):
     """`dapo` only: the overlong penalty at the token limit, in units of reward."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction for the difference between sampler and trainer."""
+
+    @property
+    def max_groups(self) -> int:
+        """Most groups that are sampled for a step."""
+        return self.prompts_per_step + int(self.max_refill * self.prompts_per_step)
 
     @field_validator("loss")
     @classmethod

@@ -53,6 +53,7 @@ from rollout.types import (
     PromptId,
     SamplingSpec,
     Score,
+    ScoredGroup,
     ScorerAnswer,
     ScoreStatus,
 )
@@ -97,9 +98,9 @@ class Versioned:
         """Record the start of a group at the current version."""
         self.admission.started(group_id, self.version)
 
-    def completed(self, group_id: GroupId) -> None:
+    def completed(self, scored: ScoredGroup) -> None:
         """Passed on to the admission."""
-        self.admission.completed(group_id)
+        self.admission.completed(scored.group.group_id)
 
     def batch(self, step: int) -> list[GroupId] | None:
         """Passed on to the admission."""

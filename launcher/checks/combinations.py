@@ -29,6 +29,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _history,
         _publish,
         _planner,
+        _refill,
         _mode,
         lambda config: slurm_problems(config.cluster.slurm),
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
@@ -187,6 +188,34 @@ def _planner(config: RunConfig) -> list[str]:
             f"`deterministic` = true with `planner.overlap` = {planner.overlap} and `planner.head_start` = "
             f"{planner.head_start}: the token at which a response meets new weights depends on timing; set both to 0 "
             "or deterministic to false"
+        )
+    return problems
+
+
+def _refill(config: RunConfig) -> list[str]:
+    if not config.algorithm.max_refill:
+        return []
+    planner, problems = config.planner, []
+    key = f"`algorithm.max_refill` = {config.algorithm.max_refill}"
+    if not config.algorithm.drop_zero_variance:
+        problems.append(
+            f"{key} with `algorithm.drop_zero_variance` = false: groups without signal would be trained on, not "
+            "replaced; set drop_zero_variance to true or max_refill to 0"
+        )
+    if planner.policy == "flexible":
+        problems.append(
+            f"{key} with `planner.policy` = flexible: the groups that end first would fill the batch, and groups "
+            "without signal are often the short ones; choose another policy or set max_refill to 0"
+        )
+    elif planner.head_start > 0:
+        problems.append(
+            f"{key} with `planner.head_start` = {planner.head_start}: which groups the next step trains on is open "
+            "until their signal is known; set head_start to 0 (and overlap to 1 or more), or max_refill to 0"
+        )
+    if config.deterministic and planner.max_staleness:
+        problems.append(
+            f"`deterministic` = true and {key} with `planner.max_staleness` = {planner.max_staleness}: groups that are "
+            "left over would be kept for the next step, but no checkpoint holds them; set max_staleness to 0"
         )
     return problems
 

@@ -20,6 +20,7 @@ from launcher.commands.build import (
     device_sharing,
     loop_settings,
     publish_plan,
+    refill_rule,
     run_places,
     train_phase_policy,
 )
@@ -257,6 +258,7 @@ def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
         sampling=sampling_spec(config),
         seed=config.seed,
         first_step=resume.first_step,
+        refill=refill_rule(config),
     )
 
 

@@ -1,10 +1,13 @@
 """Builds the parts of a run that publish weights and share devices, from the facts in `CheckedRun`."""
 
+from functools import partial
+
 from launcher.checks.check import CheckedRun
 from launcher.cluster.placement import Placement
 from launcher.commands.startup import Workers
 from launcher.config.schema import RunConfig
 from launcher.run_dir.places import Places
+from megatron_rl.batching.batch import has_signal
 from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
 from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
@@ -12,6 +15,7 @@ from megatron_rl.controller.phases import TrainPhasePolicy
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
+from rollout.planning.refill import RefillRule
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 
@@ -21,6 +25,17 @@ def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool
     if config.placement.mode == "disaggregated":
         return KeepSampling(pool)
     return PauseEngines(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
+
+
+def refill_rule(config: RunConfig) -> RefillRule | None:
+    """Dynamic sampling; None if it is turned off."""
+    if not config.algorithm.max_refill:
+        return None
+    return RefillRule(
+        max_groups=config.algorithm.max_groups,
+        has_signal=partial(has_signal, algorithm=config.algorithm),
+        is_repeatable=config.deterministic,
+    )
 
 
 def device_sharing(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup) -> DeviceSharing | None:

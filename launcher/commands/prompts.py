@@ -32,7 +32,7 @@ class TrainingPrompts:
 
 
 def load_training_prompts(
-    text_actor: ray.actor.ActorHandle, config: DataConfig, *, prompts_per_step: int
+    text_actor: ray.actor.ActorHandle, config: DataConfig, *, groups_per_step: int
 ) -> TrainingPrompts:
     """Read and tokenise the training mixture.
 
@@ -46,10 +46,10 @@ def load_training_prompts(
         for file in config.train
     ]
     prompts = TrainingPrompts(files=tuple(ray.get(loading)))
-    if (count := len(prompts.by_id())) < prompts_per_step:
+    if (count := len(prompts.by_id())) < groups_per_step:
         raise ValueError(
-            f"`algorithm.prompts_per_step` = {prompts_per_step} is above the {count} prompts of `data.train`: a step "
-            "would draw a prompt twice; lower it, or add prompts"
+            f"a step may sample {groups_per_step} groups (`algorithm.prompts_per_step` x (1 + `algorithm.max_refill`)) "
+            f"of {count} prompts in `data.train`: it would draw a prompt twice; lower them, or add prompts"
         )
     return prompts
 

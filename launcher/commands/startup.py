@@ -48,9 +48,7 @@ def read_inputs(
     config = checked.config
     with judging_user_input():
         text = running.start_text_processes(config.model, config.reward, checked.placement.scorers)
-        training = load_training_prompts(
-            text.text_actor, config.data, prompts_per_step=config.algorithm.prompts_per_step
-        )
+        training = load_training_prompts(text.text_actor, config.data, groups_per_step=config.algorithm.max_groups)
         evaluation = load_evaluation_prompts(text.text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         history = start_history(config, running, text.tokenizer, run_id=run_id, say=progress.say)
         if history is not None:

@@ -111,7 +111,7 @@ def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     config = run.config
     if not load.num_shards and not load.num_readers:
         return []
-    num_responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    num_responses = config.algorithm.max_groups * config.algorithm.group_size
     step_tokens = num_responses * config.sampling.max_response_tokens
     run_bytes = config.num_steps * (4 * step_tokens + RESPONSE_BYTES * num_responses)
     stored = min(run_bytes, config.history.budget_bytes) * load.num_shards // max(run.placement.num_history_shards, 1)
@@ -134,7 +134,7 @@ def segment_budget(config: RunConfig) -> int:
 def _all_segments(config: RunConfig) -> int:
     num_responses = config.algorithm.group_size * config.history.kept_steps
     prompt_bytes = SEGMENT_TOKEN_BYTES * num_responses * config.sampling.max_response_tokens
-    return 2 * config.algorithm.prompts_per_step * (prompt_bytes + SEGMENT_FILE_BYTES)
+    return 2 * config.algorithm.max_groups * (prompt_bytes + SEGMENT_FILE_BYTES)
 
 
 def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:

@@ -51,6 +51,9 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("Staleness", "batch/mean_staleness", "batch/max_staleness"),
         _panel("Groups ahead", "planner/groups_ahead"),
         _panel("Moved groups", "planner/moved_groups"),
+        _panel(
+            "Groups without signal", "refill/groups_without_signal", "refill/missing_groups", "refill/outdated_groups"
+        ),
         _panel("Correlation of length forecasts", "planner/forecast_correlation"),
         _panel("Fill of micro batches", "batch/micro_batch_fill"),
         _panel("Imbalance of trainer ranks", "batch/rank_imbalance"),

@@ -45,6 +45,7 @@ TROUBLE = {
     "reward/timeouts": "reward time-outs",
     "actor/skipped_updates": "skipped updates",
     "batch/aborted_responses": "aborted responses",
+    "refill/missing_groups": "groups with signal missing",
     "history/lost_calls": "lost history calls",
 }
 """Counters that are zero in a healthy step; others are shown."""

@@ -191,6 +191,11 @@ def build_batch(
     )
 
 
+def has_signal(scored: ScoredGroup, algorithm: AlgorithmConfig) -> bool:
+    """Whether `build_batch` would train on a response of the group: the judgement of dynamic sampling."""
+    return bool(_survey(scored, policy_version=0, algorithm=algorithm).samples)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Survey:
     """Selection in one group: its samples, and counts of dropped responses by reason."""

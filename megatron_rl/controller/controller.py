@@ -8,8 +8,10 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, Protocol
 
 from megatron_rl.batching.balance import PackingRules
@@ -26,7 +28,7 @@ from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StepResult
 from rollout.evaluation import EvaluationRow
 from rollout.failures import PlacedError
-from rollout.planning.planner import Planner
+from rollout.planning.planner import Due, Planner
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
@@ -112,6 +114,10 @@ class Controller:
     """Step of the newest checkpoint, which may still be being written."""
     num_trained: int = field(default=0, init=False)
     """Steps that the trainer has finished."""
+    _refilled_at: float | None = field(default=None, init=False)
+    """When the step admitted groups in place of others for the first time."""
+    _refill_s: float = field(default=0.0, init=False)
+    """Seconds from then to the end of the rollout."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.first_step
@@ -134,13 +140,12 @@ class Controller:
             self._replace_idle_engine(step)
             if self.history is not None:
                 self.history.begin_rollout()
-            due = self.planner.due(step, self.pool.loads())
-            if self.history is not None:
-                self.history.place([self.pool.homes(), self.pool.planned(due.groups, due.plan)])
-            self.pool.admit(due.groups, due.plan)
+            self._admit(self.planner.due(step, self.pool.loads()))
             groups = self._sample(step)
+            outdated = self.pool.drop(self.planner.outdated(step))
             if self.history is not None:
-                self.history.record_rewards(step, groups)
+                self.history.record_rewards([*groups, *outdated])
+            self.planner.put_back(outdated)
             self.planner.consumed(groups)
             self._make_ready(step + 1)
             batch = self._batch(groups, step)
@@ -163,12 +168,31 @@ class Controller:
             self._publish(step)
 
     def _sample(self, step: int) -> list[ScoredGroup]:
-        """The groups of a step. A stop request ends the rollout; after a resume the step is sampled again."""
+        """The groups of a step. A stop request ends the rollout; after a resume the step is sampled again.
+
+        With dynamic sampling groups without signal are among them.
+        """
+        self._refilled_at = None
+        refill = partial(self._refill, step) if self.algorithm.max_refill else None
         try:
             with self.phases.rollout():
-                return self.pool.take_batch(step, progress=self._progress("rollout"))
+                groups = self.pool.take_batch(step, progress=self._progress("rollout"), refill=refill)
         except RolloutInterruptedError:
             self._stop(step)
+        self._refill_s = 0.0 if self._refilled_at is None else time.perf_counter() - self._refilled_at
+        return groups
+
+    def _refill(self, step: int) -> None:
+        """Admit more groups if those in the pool cannot fill the batch."""
+        due = self.planner.refill(step, self.pool.loads())
+        if due is not None:
+            self._refilled_at = self._refilled_at or time.perf_counter()
+            self._admit(due)
+
+    def _admit(self, due: Due) -> None:
+        if self.history is not None:
+            self.history.place([self.pool.homes(), self.pool.planned(due.groups, due.plan)])
+        self.pool.admit(due.groups, due.plan)
 
     def _stop(self, finished_steps: int) -> NoReturn:
         """Save what no checkpoint holds yet, and end the run."""
@@ -242,6 +266,8 @@ class Controller:
         metrics["publish/repeated"] = float(self.num_repeated_publishes)
         metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
         metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)
+        if self.algorithm.max_refill:
+            metrics["timing_s/refill"] = self._refill_s
         if self.history is not None:
             metrics |= self.history.metrics()
         self.recorder.on_step(step, metrics, groups)

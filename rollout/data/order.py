@@ -91,7 +91,7 @@ class PromptOrder:
             )
         self._cursor = state.cursor if state else 0
         self._ahead = set(state.consumed_ahead) if state else set()
-        self._in_flight: defaultdict[PromptId, deque[int]] = defaultdict(deque)
+        self._in_flight: defaultdict[PromptId, deque[Draw]] = defaultdict(deque)
         self._peeked: deque[Draw] = deque()
         self._draws = self._unconsumed(_sequence(sets, seed=seed, shuffle=shuffle), frozenset(self._ahead))
 
@@ -101,7 +101,7 @@ class PromptOrder:
         for _ in draws:
             self._peeked.popleft()
         for draw in draws:
-            self._in_flight[draw.prompt_id].append(draw.position)
+            self._in_flight[draw.prompt_id].append(draw)
         return draws
 
     def peek(self, count: int) -> list[Draw]:
@@ -119,12 +119,26 @@ class PromptOrder:
         for prompt_id in prompt_ids:
             if not self._in_flight[prompt_id]:
                 raise ValueError(f"prompt order: {prompt_id!r} was consumed more often than issued")
-            self._ahead.add(self._in_flight[prompt_id].popleft())
+            self._ahead.add(self._in_flight[prompt_id].popleft().position)
             if not self._in_flight[prompt_id]:
                 del self._in_flight[prompt_id]
         while self._cursor in self._ahead:
             self._ahead.remove(self._cursor)
             self._cursor += 1
+
+    def put_back(self, prompt_ids: Iterable[PromptId]) -> None:
+        """Issue prompts again, before all that were never issued; each loses its newest issued position.
+
+        Raises:
+            ValueError: a prompt is not in flight.
+        """
+        for prompt_id in prompt_ids:
+            if not self._in_flight[prompt_id]:
+                raise ValueError(f"prompt order: {prompt_id!r} was put back more often than issued")
+            self._peeked.append(self._in_flight[prompt_id].pop())
+            if not self._in_flight[prompt_id]:
+                del self._in_flight[prompt_id]
+        self._peeked = deque(sorted(self._peeked, key=lambda draw: draw.position))
 
     def state(self) -> OrderState:
         """The positions consumed so far, for a checkpoint."""

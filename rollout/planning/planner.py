@@ -1,16 +1,15 @@
 """Decides which prompts are sampled when and by which engine, and which groups are trained on together.
 
 The controller calls `due(step)` when policy version `step` has been published, and passes the result to the pool. It
-then waits until `batch(step)` returns the groups to train on. Only the planner knows how far engines may run ahead of
-the trainer and how long responses are expected to be.
+then waits until `batch(step)` returns the groups to train on. With dynamic sampling (`rollout.planning.refill`) it asks
+for more groups (`refill`) meanwhile. Only the planner knows how far engines may run ahead of the trainer and how long
+responses are expected to be.
 
-Invariants, beside those of a plan (`rollout.planning.plan`) and of admission (`rollout.planning.admission`): group
-numbers depend only on the step for which a group was drawn, so a resumed run numbers groups like an uninterrupted run;
-a prompt is consumed at most as often as it was issued.
+Invariants: those of a plan (`rollout.planning.plan`), of admission (`rollout.planning.admission`), of dynamic sampling
+and of numbers and seeds (`rollout.planning.drawing`).
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,10 @@ from history.types import prompt_key
 from rollout.config import PlannerConfig
 from rollout.data.order import OrderState, PromptOrder
 from rollout.planning.admission import FixedBatches, FlexibleBatches
+from rollout.planning.drawing import GroupDraws
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
 from rollout.planning.policies import plan
-from rollout.seeds import derive_seed
+from rollout.planning.refill import RefilledBatches, RefillRule, refill_metrics
 from rollout.types import GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoredGroup
 
 HEAD_START_CORRELATION = 0.5
@@ -53,24 +53,47 @@ class Planner:
         sampling: SamplingSpec,
         seed: int,
         first_step: int = 0,
+        refill: RefillRule | None = None,
     ) -> None:
-        """`first_step` is the step at which a resumed run continues; the planner updates `lengths`."""
+        """`first_step` is the step at which a resumed run continues; the planner updates `lengths`.
+
+        With `refill` every batch has `prompts_per_step` groups with signal, as far as the rule allows.
+        """
         self.lengths = lengths
-        self._order = order
-        self._prompts = prompts
         self._config = config
         self._num_steps = num_steps
         self._prompts_per_step = prompts_per_step
         self._group_size = group_size
-        self._sampling = sampling
-        self._seed = seed
+        self._max_tokens = float(sampling.max_response_tokens)
         self._version = first_step
-        self._groups: dict[GroupId, PromptGroup] = {}
-        self._drawn: dict[int, tuple[PromptGroup, ...]] = {}
+        self._refill = refill
+        self._draws = GroupDraws(
+            order=order,
+            prompts=prompts,
+            prompts_per_step=prompts_per_step,
+            most_by_version=0 if refill is None else (config.overlap + 1) * refill.max_groups,
+            group_size=group_size,
+            sampling=sampling,
+            seed=seed,
+            first_step=first_step,
+        )
+        self._upcoming: dict[GroupId, PromptGroup] = {}
+        """Groups that `upcoming` has shown and that are not admitted."""
         self._admission = self._new_admission(first_step)
 
-    def _new_admission(self, first_step: int) -> FixedBatches | FlexibleBatches:
+    def _new_admission(self, first_step: int) -> FixedBatches | FlexibleBatches | RefilledBatches:
         config = self._config
+        if self._refill is not None:
+            return RefilledBatches(
+                draw=self._further,
+                first_step=first_step,
+                num_steps=self._num_steps,
+                groups_per_step=self._prompts_per_step,
+                max_groups=self._refill.max_groups,
+                overlap=config.overlap,
+                max_staleness=config.max_staleness,
+                is_repeatable=self._refill.is_repeatable,
+            )
         if config.policy == "flexible":
             return FlexibleBatches(
                 draw=self._forecasts,
@@ -95,6 +118,13 @@ class Planner:
         self._update_head_start()
         return self._planned(self._admission.upcoming(step), engines)
 
+    def refill(self, step: int, engines: Sequence[EngineLoad]) -> Due | None:
+        """Further groups that may start now, because those in the pool cannot fill step `step`'s batch."""
+        if not isinstance(self._admission, RefilledBatches):
+            return None
+        admitted = self._admission.refill(step)
+        return self._planned(admitted, engines) if admitted else None
+
     def batch(self, step: int) -> list[GroupId] | None:
         """The groups of step `step`'s batch, in order of admission; None while some are incomplete."""
         return self._admission.batch(step)
@@ -103,14 +133,17 @@ class Planner:
         """(complete groups of step `step`'s batch, groups of that batch)."""
         return self._admission.progress(step)
 
+    def outdated(self, step: int) -> list[GroupId]:
+        """Once batch `step` is taken: scored groups that no later batch may take. They leave the pool (`put_back`)."""
+        return self._admission.outdated(step) if isinstance(self._admission, RefilledBatches) else []
+
+    def put_back(self, groups: Sequence[ScoredGroup]) -> None:
+        """Learn the lengths of groups that are not trained on; their prompts are issued again before all others."""
+        self._observe(self._draws.put_back([scored.group.group_id for scored in groups]), groups)
+
     def consumed(self, groups: Sequence[ScoredGroup]) -> None:
         """Learn the lengths of groups that a batch has taken; their prompts are not issued again."""
-        for scored in groups:
-            group = self._groups.pop(scored.group.group_id)
-            self.lengths.observe(prompt_key(group.prompt.prompt_id), group.step, scored.summary.lengths)
-        self._order.consume(scored.group.prompt.prompt_id for scored in groups)
-        alive = {group.step for group in self._groups.values()}
-        self._drawn = {step: groups for step, groups in self._drawn.items() if step in alive or step > self._version}
+        self._observe(self._draws.consume([scored.group.group_id for scored in groups], self._version), groups)
 
     # -- called by the pool ------------------------------------------------------------------------
 
@@ -118,24 +151,31 @@ class Planner:
         """An engine has begun a group."""
         self._admission.started(group_id, self._version)
 
-    def completed(self, group_id: GroupId) -> None:
+    def completed(self, scored: ScoredGroup) -> None:
         """A group is sampled and scored."""
-        self._admission.completed(group_id)
+        group_id = scored.group.group_id
+        if self._refill is not None and isinstance(self._admission, RefilledBatches):
+            has_signal, num_tokens = self._refill.has_signal(scored), sum(scored.summary.lengths)
+            self._admission.completed(group_id, has_signal=has_signal, num_tokens=num_tokens)
+        elif not isinstance(self._admission, RefilledBatches):
+            self._admission.completed(group_id)
 
     def remaining(self, group_id: GroupId, emitted: int) -> float:
         """Expected remaining tokens of a group's running response that has `emitted` tokens."""
-        estimate = self.lengths.estimate(prompt_key(self._groups[group_id].prompt.prompt_id))
-        return min(estimate.remaining(emitted), float(self._sampling.max_response_tokens - emitted))
+        estimate = self.lengths.estimate(prompt_key(self._draws.groups[group_id].prompt.prompt_id))
+        return min(estimate.remaining(emitted), self._max_tokens - emitted)
 
     # -- checkpoint and metrics --------------------------------------------------------------------
 
     def state(self) -> OrderState:
         """The part of a checkpoint about the order of prompts; groups in flight are issued again."""
-        return self._order.state()
+        return self._draws.state()
 
     def metrics(self) -> dict[str, float]:
         """Quality of length forecasts, and admission counters."""
-        metrics = {**self.lengths.metrics(), "planner/groups_ahead": float(len(self._groups))}
+        metrics = {**self.lengths.metrics(), "planner/groups_ahead": float(len(self._draws.groups))}
+        if isinstance(self._admission, RefilledBatches):
+            return {**metrics, **refill_metrics(self._admission.counts)}
         if isinstance(self._admission, FlexibleBatches):
             return {**metrics, "planner/waits_for_age": float(self._admission.num_waits)}
         return {**metrics, "planner/head_start": self._admission.head_start}
@@ -145,7 +185,9 @@ class Planner:
     def _planned(self, forecasts: Sequence[GroupForecast], engines: Sequence[EngineLoad]) -> Due:
         tail_engines = min(self._config.tail_engines, len(engines) - 1)  # engines may have been given up
         return Due(
-            groups=tuple(self._groups[forecast.group_id] for forecast in forecasts),
+            groups=tuple(
+                self._draws.groups.get(forecast.group_id) or self._upcoming[forecast.group_id] for forecast in forecasts
+            ),
             plan=plan(self._config.policy, forecasts, engines, tail_engines=tail_engines),
         )
 
@@ -160,42 +202,22 @@ class Planner:
         return self._config.head_start if trusted else 0.0
 
     def _forecasts(self, step: int) -> list[GroupForecast]:
-        return [
-            GroupForecast(
-                group_id=group.group_id,
-                step=step,
-                num_responses=self._group_size,
-                tokens=min(
-                    self.lengths.expected(prompt_key(group.prompt.prompt_id)), float(self._sampling.max_response_tokens)
-                ),
-            )
-            for group in self._of(step)
-        ]
+        return [self._forecast(group, step) for group in self._draws.of_step(step)]
 
-    def _of(self, step: int) -> tuple[PromptGroup, ...]:
-        """The groups of a step, drawn at the first call; steps are drawn in order."""
-        if step not in self._drawn:
-            seen: Counter[PromptId] = Counter()
-            groups = []
-            for index, draw in enumerate(self._order.take(self._prompts_per_step)):
-                group_id = GroupId(step * self._prompts_per_step + index)
-                groups.append(self._group(step, group_id, draw.prompt_id, seen[draw.prompt_id]))
-                seen[draw.prompt_id] += 1
-            self._drawn[step] = tuple(groups)
-            self._groups.update((group.group_id, group) for group in self._drawn[step])
-        return self._drawn[step]
+    def _further(self, version: int, steps: Sequence[int], is_admitted: bool) -> list[GroupForecast]:
+        """The next groups, and the step in which each is expected to be trained on."""
+        groups = self._draws.further(version, len(steps), is_issued=is_admitted)
+        self._upcoming = {} if is_admitted else {group.group_id: group for group in groups}
+        return [self._forecast(group, step) for group, step in zip(groups, steps, strict=True)]
 
-    def _group(self, step: int, group_id: GroupId, prompt_id: PromptId, occurrence: int) -> PromptGroup:
-        seeds = (
-            derive_seed(
-                self._seed, purpose="train", step=step, prompt_id=prompt_id, sample=sample, occurrence=occurrence
-            )
-            for sample in range(self._group_size)
-        )
-        return PromptGroup(
-            group_id=group_id,
+    def _forecast(self, group: PromptGroup, step: int) -> GroupForecast:
+        return GroupForecast(
+            group_id=group.group_id,
             step=step,
-            prompt=self._prompts[prompt_id],
-            sampling=self._sampling,
-            seeds=tuple(seeds),
+            num_responses=self._group_size,
+            tokens=min(self.lengths.expected(prompt_key(group.prompt.prompt_id)), self._max_tokens),
         )
+
+    def _observe(self, groups: Sequence[PromptGroup], scored: Sequence[ScoredGroup]) -> None:
+        for group, one in zip(groups, scored, strict=True):
+            self.lengths.observe(prompt_key(group.prompt.prompt_id), group.step, one.summary.lengths)

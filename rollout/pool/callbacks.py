@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout.types import GroupId, PromptGroup
+from rollout.types import GroupId, PromptGroup, ScoredGroup
 
 Progress = Callable[[int, int], None]
 """Called with (groups scored, groups waited for) whenever a group is scored."""
@@ -19,7 +19,7 @@ class Batches(Protocol):
         """An engine has begun a group."""
         ...
 
-    def completed(self, group_id: GroupId) -> None:
+    def completed(self, scored: ScoredGroup) -> None:
         """A group is sampled and scored."""
         ...
 

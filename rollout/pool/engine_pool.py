@@ -167,18 +167,28 @@ class EnginePool:
         tell(progress, len(wanted), len(wanted))
         return self._places.take(wanted)
 
-    def take_batch(self, step: int, *, progress: Progress | None = None) -> list[ScoredGroup]:
+    def take_batch(
+        self, step: int, *, progress: Progress | None = None, refill: Callable[[], None] | None = None
+    ) -> list[ScoredGroup]:
         """Wait until a step's batch is complete (`Batches.batch`); its groups leave the pool, in order of admission.
+
+        `refill` is called whenever groups may have ended and the batch is incomplete; it may admit more.
 
         Raises:
             RuntimeError: an engine or a scorer died or raised; the error names it and the group.
         """
         assert self._batches is not None, "a pool without `batches` does not train"
         while (wanted := self._batches.batch(step)) is None:
+            if refill is not None:
+                refill()
             tell(progress, *self._batches.progress(step))
             self._advance()
         tell(progress, len(wanted), len(wanted))
         return self._places.take(wanted)
+
+    def drop(self, group_ids: Sequence[GroupId]) -> list[ScoredGroup]:
+        """Scored groups that nobody trains on leave the pool, in the given order."""
+        return self._places.take(group_ids)
 
     @property
     def num_hung(self) -> int:
@@ -394,7 +404,7 @@ class EnginePool:
         scored = self._scorers.finish(ref, self._places.scoring[ref])
         self._places.complete(ref, scored)
         if self._batches is not None and scored.group.purpose == TRAIN:
-            self._batches.completed(scored.group.group_id)
+            self._batches.completed(scored)
 
 
 def _failed(engine: int, action: str, error: Exception) -> CallError:

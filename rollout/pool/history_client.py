@@ -102,10 +102,16 @@ class HistoryClient:
         """Reset the draft counters, so that drafts of an evaluation do not count for the step."""
         self._engines.reset_draft_stats()
 
-    def record_rewards(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Send the rewards of a step's groups; the engines have already sent the tokens."""
-        rewards = {prompt_key(scored.group.prompt.prompt_id): scored.rewards for scored in groups}
-        self._service.note_rewards(step, rewards)
+    def record_rewards(self, groups: Sequence[ScoredGroup]) -> None:
+        """Send the rewards of a batch's groups; the engines have already sent the tokens.
+
+        A visit has the step for which its group was admitted, which may be an earlier one than that of the batch.
+        """
+        rewards: defaultdict[int, dict[int, Sequence[float]]] = defaultdict(dict)
+        for scored in groups:
+            rewards[scored.group.step][prompt_key(scored.group.prompt.prompt_id)] = scored.rewards
+        for step, of_step in sorted(rewards.items()):
+            self._service.note_rewards(step, of_step)
 
     def metrics(self) -> dict[str, float]:
         """Draft metrics since `begin_rollout`, and metrics of the history."""

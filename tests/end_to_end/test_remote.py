@@ -555,9 +555,9 @@ class Batches:
     def started(self, group_id):
         self.told.append(("started", group_id))
 
-    def completed(self, group_id):
-        self.told.append(("completed", group_id))
-        self.complete.append(group_id)
+    def completed(self, scored):
+        self.told.append(("completed", scored.group.group_id))
+        self.complete.append(scored.group.group_id)
 
     def progress(self, step):
         return min(len(self.complete), self.size), self.size

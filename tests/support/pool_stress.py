@@ -258,8 +258,8 @@ class Watched:
         self.started_under.setdefault(group_id, self.version)
         self.admission.started(group_id, self.version)
 
-    def completed(self, group_id):
-        self.admission.completed(group_id)
+    def completed(self, scored):
+        self.admission.completed(scored.group.group_id)
 
     def batch(self, step):
         return self.admission.batch(step)

@@ -36,6 +36,6 @@ class TextActor:
 def test_a_step_with_more_prompts_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda values: values)
     config = DataConfig(train=(DatasetConfig(path="few.jsonl"),))
-    assert len(load_training_prompts(TextActor(), config, prompts_per_step=3).by_id()) == 3
-    with pytest.raises(ValueError, match=r"`algorithm\.prompts_per_step` = 4 is above the 3 prompts"):
-        load_training_prompts(TextActor(), config, prompts_per_step=4)
+    assert len(load_training_prompts(TextActor(), config, groups_per_step=3).by_id()) == 3
+    with pytest.raises(ValueError, match=r"a step may sample 4 groups .*of 3 prompts"):
+        load_training_prompts(TextActor(), config, groups_per_step=4)

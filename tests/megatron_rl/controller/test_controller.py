@@ -42,7 +42,7 @@ def history(log):
         prefetch=lambda running, upcoming: log.append(f"prefetch {upcoming}, keep {running}"),
         place=lambda homes: log.append(f"place {homes}"),
         begin_rollout=log.call("begin rollout"),
-        record_rewards=log.call("record rewards"),
+        record_rewards=lambda groups: log.append(f"record rewards of {len(groups)}"),
         metrics=lambda: {"history/bytes": 1.0},
     )
 
@@ -76,6 +76,8 @@ def controller(
     return Controller(
         planner=StandIn(
             due=log.call("due", StandIn(groups=groups, plan="plan")),
+            outdated=lambda step: [],
+            put_back=lambda groups: None,
             consumed=lambda groups: log.append(f"consumed {len(groups)}"),
             upcoming=lambda step, engines: StandIn(groups="train", plan="plan"),
             metrics=lambda: {},
@@ -91,7 +93,8 @@ def controller(
             homes=lambda: "running",
             planned=lambda groups, plan="": groups if isinstance(groups, str) else plan,
             admit=log.call("admit"),
-            take_batch=lambda step, progress: groups,
+            take_batch=lambda step, progress, refill: groups,
+            drop=lambda group_ids: [],
         ),
         trainer=StandIn(
             train=log.call("train", StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0)),
@@ -257,13 +260,13 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
         "begin rollout",
         "place ['running', 'plan']",
         "admit",
-        "record rewards 0",
+        "record rewards of 2",
         "prefetch ['train'], keep running",
         "train begins",
         "begin rollout",
         "place ['running', 'plan']",
         "admit",
-        "record rewards 1",
+        "record rewards of 2",
         "prefetch ['evaluation'], keep running",
         "train begins",
         "evaluate begins",
@@ -276,9 +279,9 @@ def stopping(log, *, answers, **settings):
     """A controller that is asked to stop when `answers` say so, one for each time that it looks."""
     run = controller(log, **settings)
     run.stop_requested = iter(answers).__next__
-    groups = run.pool.take_batch(0, None)
+    groups = run.pool.take_batch(0, None, None)
 
-    def take_batch(step, progress):
+    def take_batch(step, progress, refill):
         progress(1, 2)
         progress(2, 2)
         return groups

@@ -54,7 +54,7 @@ def step(one: Planner, number: int):
     due = one.due(number, ENGINES)
     for group in due.groups:
         one.started(group.group_id)
-        one.completed(group.group_id)
+        one.completed(scored(group))
     return due.groups, one.batch(number)
 
 
@@ -141,9 +141,9 @@ def test_the_next_groups_and_their_engines_are_known_once_a_batch_is_consumed(co
         assert sorted(f.group_id for queue in due.plan.queues for f in queue) == [g.group_id for g in due.groups]
         for group in due.groups:
             one.started(group.group_id)
-            one.completed(group.group_id)
+            one.completed(scored(group))
         batch = one.batch(number)
-        found = one._groups
+        found = one._draws.groups
         one.consumed([scored(found[group_id], (5 + group_id % 7,) * 4) for group_id in batch])
 
 

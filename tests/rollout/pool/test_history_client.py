@@ -100,10 +100,14 @@ GROUPS = [scored_group(number).group for number in range(6)]
 KEYS = [prompt_key(group.prompt.prompt_id) for group in GROUPS]
 
 
-def test_rewards_are_sent_by_prompt_key():
-    service, group = Service(), scored_group(0)
-    HistoryClient(service, Engines()).record_rewards(4, [group])
-    assert service.calls == [("rewards", 4, {KEYS[0]: group.rewards})]
+def test_rewards_are_sent_by_prompt_key_for_the_step_under_which_engines_sent_the_tokens():
+    service, groups = Service(), [scored_group(number) for number in range(3)]
+    late = replace(groups[2], group=replace(groups[2].group, step=4))
+    HistoryClient(service, Engines()).record_rewards([late, *groups[:2]])
+    assert service.calls == [
+        ("rewards", 0, {KEYS[0]: groups[0].rewards, KEYS[1]: groups[1].rewards}),
+        ("rewards", 4, {KEYS[2]: late.rewards}),
+    ]
 
 
 def test_each_node_is_sent_the_prompts_of_its_engines_in_the_order_of_starting():
