@@ -11,6 +11,7 @@ from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batc
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import POLICIES, plan
+from rollout.planning.refill import RefilledBatches, check_refilled
 from rollout.pool import engine_pool as pool_module
 from rollout.pool import migration_survey, scorer_pool
 from rollout.pool.engine_group import EngineGroup
@@ -279,8 +280,32 @@ def stress(num_events: int, seed: int, monkeypatch=None) -> World:
         else:
             monkeypatch.setattr(module, "ray", fake)
     while world.num_events < num_events:
-        one_run(world, generator)
+        refilled_run(world, generator) if generator.random() < 0.3 else one_run(world, generator)
     return world
+
+
+def new_pool(world: World, generator: random.Random, watched: Watched) -> EnginePool:
+    world.engines = EngineGroup([Engine(world) for _ in range(generator.randrange(1, 5))], num_ranks=1)
+    world.scores.clear()
+    return EnginePool(
+        world.engines,
+        [type("Scorer", (), {"score": Method(world.score)})],
+        seats_per_engine=SLOTS,
+        batches=watched,
+        migration=GroupMigration(rule=world),
+        revive=world.bring_back,
+    )
+
+
+def groups_of(forecasts):
+    return [replace(TEMPLATE.group, group_id=forecast.group_id, step=forecast.step) for forecast in forecasts]
+
+
+def between_steps(world: World, generator: random.Random) -> None:
+    for _ in range(generator.randrange(20)):  # the trainer works
+        world.happen()
+    if generator.random() < 0.5:  # a publish restarts all lost engines
+        world.bring_back()
 
 
 def one_run(world: World, generator: random.Random) -> None:
@@ -307,38 +332,82 @@ def one_run(world: World, generator: random.Random) -> None:
     else:
         bound = overlap + (head_start > 0)
         admission = FixedBatches(draw=draw, num_steps=num_steps, overlap=overlap, head_start=head_start)
-    world.engines = EngineGroup([Engine(world) for _ in range(generator.randrange(1, 5))], num_ranks=1)
-    world.scores.clear()
     watched = Watched(admission)
-    scorer = type("Scorer", (), {"score": Method(world.score)})
-    pool = EnginePool(
-        world.engines,
-        [scorer],
-        seats_per_engine=SLOTS,
-        batches=watched,
-        migration=GroupMigration(rule=world),
-        revive=world.bring_back,
-    )
+    pool = new_pool(world, generator, watched)
     moved_before = world.num_moved
     batches, rewards, num_aborted, aborted_before = [], 0, 0, world.num_aborted
     for step in range(num_steps):
         watched.version = step
         forecasts = admission.due(step)
-        made = [replace(TEMPLATE.group, group_id=forecast.group_id, step=forecast.step) for forecast in forecasts]
-        pool.admit(made, plan(policy, forecasts, pool.loads()))
+        pool.admit(groups_of(forecasts), plan(policy, forecasts, pool.loads()))
         taken = pool.take_batch(step)
         batches.append([scored.group.group_id for scored in taken])
         rewards += sum(len(scored.rewards) for scored in taken)
         num_aborted += sum(scored.summary.is_unfinished for scored in taken)
         pool.check_integrity()
-        for _ in range(generator.randrange(20)):  # the trainer works
-            world.happen()
-        if generator.random() < 0.5:  # a publish restarts all lost engines
-            world.bring_back()
+        between_steps(world, generator)
     assert num_aborted == world.num_aborted - aborted_before, "an abort was lost, or happened twice"
     assert pool.migration.num_moved <= world.num_moved - moved_before
     assert rewards == num_steps * per_step * SIZE
     check_batches(batches, watched.started_under, groups_per_step=per_step, max_staleness=bound)
+
+
+@dataclass
+class Judged(Watched):
+    """Groups without signal are replaced."""
+
+    signal: dict = field(default_factory=dict)
+
+    def completed(self, scored):
+        group_id = scored.group.group_id
+        self.signal[group_id] = group_id * 7 % 10 < 4
+        self.admission.completed(group_id, has_signal=self.signal[group_id], num_tokens=1)
+
+
+def refilled_run(world: World, generator: random.Random) -> None:
+    """A run in which 60 % of groups have no signal."""
+    num_steps, per_step, overlap = 20, generator.randrange(1, 8), generator.randrange(3)
+    policy, bound, numbers = generator.choice(["static", "adaptive"]), overlap + generator.randrange(2), [0]
+
+    def draw(version, steps, is_admitted):
+        del version
+        first, numbers[0] = numbers[0], numbers[0] + (len(steps) if is_admitted else 0)
+        return [
+            GroupForecast(group_id=GroupId(first + i), step=step, num_responses=SIZE, tokens=9.0)
+            for i, step in enumerate(steps)
+        ]
+
+    admission = RefilledBatches(
+        draw=draw,
+        num_steps=num_steps,
+        groups_per_step=per_step,
+        max_groups=20 * per_step,
+        overlap=overlap,
+        max_staleness=bound,
+    )
+    watched = Judged(admission)
+    pool = new_pool(world, generator, watched)
+    batches, outdated = [], []
+
+    def admit(forecasts):
+        pool.admit(groups_of(forecasts), plan(policy, forecasts, pool.loads()))
+
+    for step in range(num_steps):
+        watched.version = step
+        admit(admission.due(step))
+        taken = pool.take_batch(step, refill=lambda step=step: admit(admission.refill(step)))
+        batches.append([scored.group.group_id for scored in taken])
+        outdated += [scored.group.group_id for scored in pool.drop(admission.outdated(step))]
+        pool.check_integrity()
+        between_steps(world, generator)
+    check_refilled(
+        batches,
+        outdated,
+        started=watched.started_under,
+        with_signal=watched.signal,
+        groups_per_step=per_step,
+        max_staleness=bound,
+    )
 
 
 if __name__ == "__main__":
