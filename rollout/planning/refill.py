@@ -92,7 +92,7 @@ class _Open:
 
 @dataclass(slots=True, kw_only=True)
 class RefilledBatches:
-    """Satisfies `rollout.planning.admission.Admission`; besides, `refill` and `outdated`, which mutate."""
+    """As `rollout.planning.admission.Admission`, but told of signal. All methods but `upcoming` and `progress` mutate."""
 
     draw: DrawFurther
     num_steps: int
@@ -230,7 +230,7 @@ class RefilledBatches:
         if num_batches < 1:
             return []
         missing = max(size - self._num_with_signal, 0)
-        margin = MARGIN * math.sqrt(missing * (1 - share))  # of the successes' count; over `share`, of the trials
+        margin = MARGIN * math.sqrt(missing * (1 - share))  # of the number with signal
         with_signal = max(missing + margin, num_batches * size - self._num_with_signal)
         count = min(max(math.ceil(with_signal / share) - self._num_unscored, 0), budget)
         before = self._num_with_signal + share * self._num_unscored

@@ -79,6 +79,14 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`deterministic` = true", "`planner.overlap` = 1"],
         ),
         (
+            ["algorithm.max_refill=2", "algorithm.drop_zero_variance=false", "planner.policy=flexible"],
+            ["`algorithm.max_refill` = 2.0", "`algorithm.drop_zero_variance` = false", "`planner.policy` = flexible"],
+        ),
+        (
+            ["algorithm.max_refill=2", "planner.head_start=0.2", "planner.max_staleness=1", "deterministic=true"],
+            ["`planner.head_start` = 0.2", "`planner.max_staleness` = 1", "no checkpoint holds them"],
+        ),
+        (
             ["placement.mode=disaggregated", "publish.transport=cuda_ipc"],
             ["disaggregated", "`publish.transport` = cuda"],
         ),

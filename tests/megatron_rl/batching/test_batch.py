@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batching.balance import PackingRules
-from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch
+from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch, has_signal
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import (
@@ -113,6 +113,8 @@ def build(groups, *, dp_size=2, max_tokens=100, policy_version=0, seed=0, **algo
         seed=seed,
     )
     check_invariants(batch, groups, dp_size=dp_size, max_tokens=max_tokens, num_mini_batches=config.num_mini_batches)
+    trained = {sample.group_id for mini in batch.mini_batches for sample in samples_of(mini)}
+    assert trained == {scored.group.group_id for scored in groups if has_signal(scored, config)}
     return batch
 
 

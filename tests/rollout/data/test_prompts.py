@@ -214,6 +214,27 @@ def test_a_resumed_order_issues_the_unconsumed_prompts_in_order(sets, seed, data
     assert resumed.take(len(expected)) == expected
 
 
+@settings(max_examples=40, deadline=None)
+@given(sets=mixtures(), seed=st.integers(0, 2**32), data=st.data())
+def test_prompts_that_were_put_back_are_issued_again_before_all_others_also_after_a_resume(sets, seed, data):
+    order = PromptOrder(sets, seed=seed)
+    in_flight = order.take(data.draw(st.integers(1, 12)))
+    following = PromptOrder(sets, seed=seed).take(len(in_flight) + 6)[len(in_flight) :]
+    order.peek(data.draw(st.integers(0, 3)))
+    chosen = [draw.prompt_id for draw in data.draw(st.lists(st.sampled_from(in_flight), unique=True))]
+    left = []
+    for prompt_id in chosen:
+        left.append(next(draw for draw in reversed(in_flight) if draw.prompt_id == prompt_id))
+        in_flight.remove(left[-1])
+    order.put_back(chosen)
+    order.consume(draw.prompt_id for draw in in_flight)
+    resumed = PromptOrder(sets, seed=seed, state=order.state())
+    expected = [*sorted(left, key=lambda draw: draw.position), *following]
+    assert order.take(len(expected)) == expected == resumed.take(len(expected))
+    with pytest.raises(ValueError, match="'never' was put back more often than issued"):
+        order.put_back(["never"])
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12))
 def test_peeking_shows_the_next_prompts_and_changes_nothing(calls):
     sets = [PromptSet(prompt_ids=tuple(f"a/{row}" for row in range(5)))]
