@@ -92,7 +92,7 @@ class _Open:
 
 @dataclass(slots=True, kw_only=True)
 class RefilledBatches:
-    """As `rollout.planning.admission.Admission`, but told of signal. All methods but `upcoming` and `progress` mutate."""
+    """As `rollout.planning.admission.Admission`, but told of signal. Only `upcoming` and `progress` do not mutate."""
 
     draw: DrawFurther
     num_steps: int

@@ -154,8 +154,14 @@ def test_an_int8_engine_fed_with_changes_over_sockets_stays_close_to_the_trainer
         # an untrained model may earn nothing and so learn nothing
         assert 0 <= row["publish/changed_share"] < 1
         assert 0 < row["publish/wire_bytes"] < 50_000 + 4e6 * row["publish/changed_share"]
-        # it began with responses of another run to its own prompts
+        # it began with responses of another run to its own prompts, those of refills, too
         assert row["history/hit_rate"] == 1.0
+        # a batch is short only if 8 groups hold fewer than 2 with signal
+        num_trained = 2 - row["refill/missing_groups"]
+        assert row["batch/groups"] == num_trained + row["refill/groups_without_signal"]
+        assert row["batch/groups"] == 8 or num_trained == 2
+        assert (row["actor/optimizer_steps"], row["batch/trained_responses"]) == (num_trained, 4 * num_trained)
+    assert sum(row["refill/groups_without_signal"] for row in rows(run_dir / "metrics.jsonl")) > 0
     evaluations = {(row["format"], row["step"]) for row in rows(run_dir / "evaluation.jsonl")}
     assert evaluations == {("int8", 0), ("int8", 2), ("bf16", 0), ("bf16", 2)}
 

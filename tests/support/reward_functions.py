@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 
@@ -108,6 +109,13 @@ async def patient(data_source, solution_str, ground_truth, extra_info):
 
 def textual(data_source, solution_str, ground_truth, extra_info):
     return "good"
+
+
+def scarce(data_source, solution_str, ground_truth, extra_info):
+    """Only 4 of 10 prompts tell their responses apart."""
+    if zlib.crc32(f"{ground_truth}{extra_info}".encode()) % 10 >= 4:
+        return 0.0
+    return float(len(solution_str) % 2)
 
 
 def broken(data_source, solution_str, ground_truth, extra_info):

@@ -349,7 +349,7 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
     """The directory and the output of an INT8 run at a low temperature that publishes what changed over sockets.
 
     Its trainer is cut into two tensor-parallel ranks. It begins with the traces of `run_to_its_end`, which had the same
-    first prompts.
+    first prompts. Most groups have no signal, and others replace them.
     """
     run_dir = example / "int8"
     config = configuration(
@@ -371,6 +371,8 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
             "max_num_seqs": 16,
             "kv_cache_bytes": 64 << 20,
         },
+        algorithm={"prompts_per_step": 2, "group_size": 4, "num_mini_batches": 2, "max_refill": 3.0},
+        reward={"function": "tests.support.reward_functions.scarce"},
         publish={"delta": True},
         history={"warm_start": str(example / UNINTERRUPTED / "traces")},
         evaluation={
