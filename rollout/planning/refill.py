@@ -7,8 +7,9 @@ signal, too: they count as consumed. So a group's place never depends on how fas
 
 Amount. A version admits groups until the expected number with signal fills `overlap` + 1 batches. The expectation uses
 the share of groups that recently had signal, and adds one standard deviation for the next batch. `refill` admits more
-once the groups in the queue cannot fill the batch, whatever their results. A version admits at most `max_groups`. When
-they are used up, the batch has fewer groups with signal (`num_missing`).
+once the groups in the queue cannot fill the batch, whatever their results. A version admits at most `max_groups`; the
+first one, which begins `overlap` steps more, as many for each. When they are used up, the batch has fewer groups with
+signal (`num_missing`).
 
 Age. The groups behind a batch stay for the next one if they are young enough. The others are `outdated`: they leave
 untrained, with signal or without, and their prompts are sampled again. No group is outdated before it is scored, so
