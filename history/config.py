@@ -10,8 +10,9 @@ If a path leads to no callable, the error names the field, the path, the failing
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +24,9 @@ class Config(BaseModel):
     """Frozen base class that refuses unknown keys. The docstring under a field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    moved: ClassVar[Mapping[str, str]] = {}
+    """What to write instead of a key of earlier versions."""
 
 
 class HistoryConfig(Config):

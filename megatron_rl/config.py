@@ -6,12 +6,11 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from history.config import Config
-from megatron_rl.built_in import ADVANTAGES, LOSSES, BuiltIns
+from megatron_rl.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from megatron_rl.correction_config import CorrectionConfig as CorrectionConfig
+from megatron_rl.correction_config import RejectionConfig as RejectionConfig
 from megatron_rl.passthrough import passthrough_problem
 from rollout.config import InFlight
-
-Aggregation = Literal["token_mean", "sequence_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-"""How the losses of tokens become the loss of a mini batch."""
 
 Fp8 = Literal["none", "blockwise", "blockwise_param"]
 """FP8 in the trainer's decoder layers: none, matrix products only, or matrix products and parameters."""
@@ -110,126 +109,6 @@ class TrainerConfig(Config):
         if problem := passthrough_problem(value):
             raise PydanticCustomError("megatron_field", "{problem}", {"problem": problem})
         return value
-
-
-class RejectionConfig(Config):
-    """A hard trust region on the divergence between trainer and sampler.
-
-    With lr = old_logprobs - rollout_logprobs: k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
-    """
-
-    statistic: Literal[
-        "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
-    ]  # fmt: skip
-    """`token_*` rejects single tokens. `seq_*` takes the sum, mean or maximum over a sequence and rejects sequences."""
-    high: float = Field(gt=0)
-    """Upper bound: of k2 and k3 themselves (0.01 is common for `seq_mean_k3`), of the ratio exp(k1) for k1."""
-    low: float = Field(default=0.0, ge=0)
-    """Lower bound of the ratio exp(k1); k1 only. 0 means 1 / high."""
-
-
-class CorrectionConfig(Config):
-    """Importance weights that correct for the difference between the quantised sampler and the trainer."""
-
-    mode: Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_product", "mis_geometric"] = (
-        "tis_token"
-    )
-    """Kind of importance weight. `tis_*` truncates the ratio per token or sequence. `icepop*` sets ratios outside a
-    band to zero. `mis_*` masks whole sequences whose ratio is outside the band."""
-    cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the ratio: the cap of truncated importance sampling, or the upper end of the band."""
-    low: float = Field(default=0.5, ge=0)
-    """Lower end of the band (`icepop*`, `mis_*`)."""
-    veto_ratio: float = Field(default=0.0, ge=0)
-    """Sequences with a token whose ratio is below this are rejected and counted (1e-4 is common). 0 turns this off."""
-    batch_normalize: bool = False
-    """Divide importance weights by their mean over the step."""
-    rejected_in_denominators: bool = False
-    """Whether rejected tokens count in the means of the loss. false, as in verl: a mean is over the kept tokens. The
-    trainer then needs all log-probabilities of a step before its first update, which costs one more forward. true: no
-    further forward, but the more is rejected, the smaller the gradient. Rejected by `mis_*`, `veto_ratio` or
-    `rejections`."""
-    rejections: tuple[RejectionConfig, ...] = ()
-    """Hard trust regions. Tokens and sequences outside any of them are left out of the loss and counted."""
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether the mode's weights are 1 for kept tokens and 0 for rejected ones."""
-        return self.mode in ("mis_product", "mis_geometric")
-
-    @property
-    def counts_kept_tokens(self) -> bool:
-        """Whether the loss's denominators wait for log-probabilities, because rejected tokens leave them."""
-        can_reject = self.is_mask or self.veto_ratio > 0 or bool(self.rejections)
-        return can_reject and not self.rejected_in_denominators
-
-
-class AlgorithmConfig(Config):
-    """Advantage, loss and batch sizes of policy learning."""
-
-    group_size: int = Field(default=8, gt=0)
-    """Responses per prompt."""
-    prompts_per_step: int = Field(default=64, gt=0)
-    """Prompts of one step, each with a group of responses."""
-    num_mini_batches: int = Field(default=1, gt=0)
-    """Mini batches of one epoch over the samples of a step."""
-    num_epochs: int = Field(default=1, gt=0)
-    """Epochs over the samples of a step. A step makes `num_epochs x num_mini_batches` optimizer steps."""
-    loss: str = "clipped_surrogate"
-    """Policy loss: `clipped_surrogate`, `gspo` or `cispo`, or the dotted path of your own function."""
-    advantage: str = "grpo"
-    """Advantage: `grpo`, `dr_grpo`, `rloo` or `dapo`, or the dotted path of your own function."""
-    aggregation: Aggregation = "token_mean"
-    """`token_mean`: mean over tokens of the mini batch. `sequence_mean`: mean over sequences of their token means.
-    `seq_mean_token_sum`: mean over sequences of their token sums. `seq_mean_token_sum_norm`: the same, divided by
-    `sampling.max_response_tokens`, a constant (Dr. GRPO)."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The probability ratio is clipped at 1 - clip_low from below."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The probability ratio is clipped at 1 + clip_high from above (DAPO uses 0.28)."""
-    dual_clip: float = Field(default=0.0, ge=0)
-    """Dual clip: the loss of a token with a negative advantage is at most this many times the advantage's size (3 is
-    common). 0 turns it off."""
-    entropy_bonus: float = Field(default=0.0, ge=0)
-    """Coefficient of the mean token entropy in the objective."""
-    drop_zero_variance: bool = True
-    """Drop groups whose advantages are all zero, as those of equal rewards are: they have no gradient. They are
-    counted."""
-    max_refill: float = Field(default=0.0, ge=0)
-    """Dynamic sampling (DAPO): groups that nothing can be learned from are replaced in the same step. A step then
-    trains on `prompts_per_step` groups with signal. This is the most that it samples beyond them, as a multiple of
-    `prompts_per_step`; 2 suffices while 40 % of groups have signal. 0 turns it off."""
-    mask_truncated: bool = False
-    """Leave responses that reached the token limit out of the loss. They are counted."""
-    overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """`dapo` only: the overlong penalty grows linearly over this many tokens before the limit. 0 turns it off."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
-    """`dapo` only: the overlong penalty at the token limit, in units of reward."""
-    correction: CorrectionConfig = CorrectionConfig()
-    """Correction for the difference between sampler and trainer."""
-
-    @property
-    def max_groups(self) -> int:
-        """Most groups that are sampled for a step."""
-        return self.prompts_per_step + int(self.max_refill * self.prompts_per_step)
-
-    @field_validator("loss")
-    @classmethod
-    def _check_loss(cls, value: str) -> str:
-        return _known(value, LOSSES)
-
-    @field_validator("advantage")
-    @classmethod
-    def _check_advantage(cls, value: str) -> str:
-        return _known(value, ADVANTAGES)
-
-
-def _known(value: str, built_ins: BuiltIns) -> str:
-    """`value`; raises an error if it cannot name a function."""
-    if problem := built_ins.problem(value):
-        raise PydanticCustomError("function_name", "{problem}", {"problem": problem})
-    return value
 
 
 class PublishConfig(Config):

@@ -15,7 +15,7 @@ PROMPTS, SAMPLES = 4, 4
 _COMMON: Mapping[str, object] = {
     "num_steps": NUM_STEPS,
     "sampling": {"temperature": 1.0, "max_response_tokens": 48},
-    "algorithm": {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "drop_zero_variance": False},
+    "algorithm": {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "filter": "none"},
     "reward": {"timeout_s": 5.0},
     "publish": {"timeout_s": 60.0},
     "checkpoint": {"every": 1},

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import torch
 
-from megatron_rl.algorithm.loss import clipped_surrogate as clipped_surrogate
+from megatron_rl.algorithm.losses import clipped_surrogate as clipped_surrogate
 from megatron_rl.quantization.backends import BACKENDS, TorchBackend
 from megatron_rl.quantization.formats import CodeFormat, Start
 from megatron_rl.quantization.fp8 import copied_into

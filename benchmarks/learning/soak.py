@@ -15,7 +15,7 @@ from benchmarks.harness.process_tree import Usage, growth, watch
 from benchmarks.harness.record import Goal, Row, arguments, write
 
 SMALL = (
-    *("algorithm.prompts_per_step=4", "algorithm.group_size=4", "algorithm.drop_zero_variance=false"),
+    *("algorithm.prompts_per_step=4", "algorithm.group_size=4", "algorithm.filter=none"),
     *("sampling.max_response_tokens=32", "engine.max_num_seqs=16", "engine.kv_cache_bytes=67108864"),
     *("evaluation.sets={}", "evaluation.bf16_before_after=false", "checkpoint.every=20"),
 )

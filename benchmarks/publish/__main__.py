@@ -41,6 +41,7 @@ from megatron_rl.controller.delivery import ShmDelivery, StreamingDelivery, Weig
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_ranks
+from megatron_rl.stages import PlugIn
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
@@ -206,7 +207,7 @@ def _start(case: Case, model: Path, running: Processes, *, delta: bool) -> tuple
         model=str(model),
         run_id=RUN_ID,
         config=TrainerConfig(dtype="bf16", parallel=parallel),
-        algorithm=AlgorithmConfig(loss=CHANGING) if delta else AlgorithmConfig(),
+        algorithm=AlgorithmConfig(loss=PlugIn(name=CHANGING)) if delta else AlgorithmConfig(),
         publish=PublishConfig(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, delta=delta, delta_full_every=0),
         format=case.weight_format,
         temperature=1.0,

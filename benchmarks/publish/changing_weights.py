@@ -7,7 +7,7 @@ makes weights change before each publish; only trainer ranks import it, for this
 
 import torch
 
-from megatron_rl.algorithm.loss import clipped_surrogate as clipped_surrogate
+from megatron_rl.algorithm.losses import clipped_surrogate as clipped_surrogate
 from megatron_rl.weights.packer import WeightPacker
 
 EVERY = 20

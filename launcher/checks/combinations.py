@@ -6,16 +6,12 @@ Each function returns one sentence per problem. A sentence names both values and
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.checks.algorithm import algorithm_problems
 from launcher.checks.functions import function_problems
 from launcher.checks.slurm import slurm_problems
 from launcher.config.schema import RunConfig
-from megatron_rl.built_in import ADVANTAGES, LOSSES
+from megatron_rl.algorithm_settings import KeepAll, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from rollout.config import EvalSetConfig
-
-MAX_GSPO_CLIP = 0.02
-"""Largest clip bound that still clips ratios of sequences (arXiv 2507.18071, section 5.1, has 3e-4 and 4e-4)."""
-FREE_OF_LENGTHS = ("seq_mean_token_sum", "seq_mean_token_sum_norm")
-"""Aggregations in which no token's share depends on the lengths of responses."""
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -24,7 +20,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _sampling,
         _deterministic,
         _batch_sizes,
-        _algorithm,
+        algorithm_problems,
         _schedule,
         _history,
         _publish,
@@ -35,11 +31,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         _set_names,
         lambda config: function_problems(
-            {
-                "reward.function": config.reward.function,
-                LOSSES.key: LOSSES.path(config.algorithm.loss),
-                ADVANTAGES.key: ADVANTAGES.path(config.algorithm.advantage),
-            }
+            {"reward.function": config.reward.function},
         ),
     )
     return [problem for check in checks for problem in check(config)]
@@ -91,41 +83,6 @@ def _batch_sizes(config: RunConfig) -> list[str]:
             "`algorithm.num_mini_batches`, or change one of the sizes"
         ]
     return []
-
-
-def _algorithm(config: RunConfig) -> list[str]:
-    algorithm, problems = config.algorithm, []
-    if algorithm.advantage in ADVANTAGES.names and algorithm.group_size < 2:
-        problems.append(
-            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {algorithm.advantage}: "
-            "the advantage compares the responses of a group; set group_size to 2 or more"
-        )
-    if algorithm.loss == "gspo" and algorithm.aggregation != "sequence_mean":
-        problems.append(
-            f"`algorithm.loss` = gspo with `algorithm.aggregation` = {algorithm.aggregation}: its ratio belongs to a "
-            "whole sequence, and each sequence counts once; set aggregation to sequence_mean"
-        )
-    if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in FREE_OF_LENGTHS:
-        problems.append(
-            f"`algorithm.advantage` = dr_grpo with `algorithm.aggregation` = {algorithm.aggregation}: Dr. GRPO divides "
-            "the loss by no length; set aggregation to seq_mean_token_sum_norm (the paper's) or seq_mean_token_sum"
-        )
-    if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) > MAX_GSPO_CLIP:
-        problems.append(
-            f"`algorithm.loss` = gspo with `algorithm.clip_low` = {algorithm.clip_low} and `algorithm.clip_high` = "
-            f"{algorithm.clip_high}: ratios of whole sequences are a thousand times nearer to 1 than those of tokens, "
-            f"so nothing would be clipped; set both to {MAX_GSPO_CLIP} or less (the paper has 3e-4 and 4e-4)"
-        )
-    correction = algorithm.correction
-    if (
-        correction.mode in ("icepop", "icepop_sequence", "mis_product", "mis_geometric")
-        and correction.low >= correction.cap
-    ):
-        problems.append(
-            f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
-            f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
-        )
-    return problems
 
 
 def _schedule(config: RunConfig) -> list[str]:
@@ -197,10 +154,16 @@ def _refill(config: RunConfig) -> list[str]:
         return []
     planner, problems = config.planner, []
     key = f"`algorithm.max_refill` = {config.algorithm.max_refill}"
-    if not config.algorithm.drop_zero_variance:
+    if isinstance(config.algorithm.filter, KeepAll):
         problems.append(
-            f"{key} with `algorithm.drop_zero_variance` = false: groups without signal would be trained on, not "
-            "replaced; set drop_zero_variance to true or max_refill to 0"
+            f"{key} with `algorithm.filter` = none: groups without signal would be trained on, not replaced; set "
+            "filter to zero_variance or accuracy, or max_refill to 0"
+        )
+    if isinstance(config.algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
+        problems.append(
+            f"{key} with `algorithm.advantage` = {config.algorithm.advantage.name}: its advantages are known once all "
+            "groups of the step are, so none can be judged alone; choose an advantage over groups, or set max_refill "
+            "to 0"
         )
     if planner.policy == "flexible":
         problems.append(

@@ -7,7 +7,7 @@ from launcher.cluster.placement import Placement
 from launcher.commands.startup import Workers
 from launcher.config.schema import RunConfig
 from launcher.run_dir.places import Places
-from megatron_rl.batching.batch import has_signal
+from megatron_rl.batching.selection import has_signal
 from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
 from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery

@@ -14,9 +14,10 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from launcher.config.loading import nested_class
+from launcher.config.loading import nested_class, stage_of
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.generated_page import print_or_write
+from megatron_rl.stages import Choice, Stage
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMANDS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, EvalConfig)
@@ -40,6 +41,11 @@ def generate() -> str:
             if kind not in documented:
                 documented.add(kind)
                 parts.append(_class(kind, prefix))
+                parts += [
+                    _stage(stage, f"{prefix}{name}")
+                    for name, field in kind.model_fields.items()
+                    if (stage := stage_of(field)) is not None
+                ]
     return "\n".join(parts)
 
 
@@ -47,7 +53,7 @@ def _classes(kind: type[BaseModel], prefix: str) -> Iterator[tuple[type[BaseMode
     """`kind` and every class in it, with the dotted prefix of its first occurrence."""
     yield kind, prefix
     for name, field in kind.model_fields.items():
-        inner = nested_class(field.annotation)
+        inner = nested_class(field.annotation) if stage_of(field) is None else None
         if inner is not None:
             yield from _classes(inner, f"{prefix}{name}{_item(field.annotation)}.")
 
@@ -66,6 +72,16 @@ def _class(kind: type[BaseModel], prefix: str) -> str:
     return f"## {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n{header}" + "\n".join(rows) + "\n"
 
 
+def _stage(stage: Stage, key: str) -> str:
+    """The functions of a stage, and the settings of each."""
+    parts = [f"## Functions of `{key}`\n\nA name, or a table: `{key}.name`, and the settings of that function.\n"]
+    for name, choice in stage.by_name.items():
+        rows = [_row(f"{key}.{own}", field) for own, field in choice.model_fields.items() if own != "name"]
+        table = "\n\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) if rows else ""
+        parts.append(f"**`{name}`**: {' '.join((choice.__doc__ or '').split())}{table}\n")
+    return "\n".join(parts)
+
+
 def _row(key: str, field: FieldInfo) -> str:
     meaning = " ".join((field.description or "").split()).replace("|", "\\|")
     return f"| `{key}` | {_type(field)} | {_default(field)} | {meaning} |"
@@ -73,6 +89,8 @@ def _row(key: str, field: FieldInfo) -> str:
 
 def _type(field: FieldInfo) -> str:
     """The type and its bounds."""
+    if (stage := stage_of(field)) is not None:
+        return " or ".join(f"`{name}`" for name in stage.by_name) + " or a dotted path"
     text = _type_name(field.annotation).replace("|", "\\|")
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     bounds = [
@@ -107,6 +125,8 @@ def _type_name(annotation: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if isinstance(field.default, Choice):
+        return f"`{field.default.name}`"
     if isinstance(field.default, BaseModel):
         return ""
     if field.default == "":

@@ -13,11 +13,13 @@ from typing import TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from history.config import Config
 from launcher.config.yaml_source import Source, Value, parse_value, read
 from launcher.errors import ConfigError
+from megatron_rl.stages import Stage, known_settings
 
 MAX_PROBLEMS = 8
 """Listed problems; more would not fit on one screen."""
@@ -32,7 +34,7 @@ def load(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     """
     source = read(Path(path))
     for override in overrides:
-        _override(source, override)
+        _override(kind, source, override)
     try:
         return kind.model_validate_json(json.dumps(source.values, default=str), strict=True)
     except ValidationError as error:
@@ -52,14 +54,17 @@ def listing(path: str, problems: Sequence[str]) -> str:
     return "\n".join([f"{path}: {count}", *shown, *([f"  ... and {hidden} more"] if hidden else [])])
 
 
-def _override(source: Source, text: str) -> None:
-    """Sets one `a.b.c=value` in place."""
+def _override(kind: type[Config], source: Source, text: str) -> None:
+    """Sets one `a.b.c=value` in place. A setting of a stage that is a bare name makes it a table."""
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
         raise ConfigError(f"override `{text}` is not of the form `a.b.c=value`")
     *parents, last = dotted.split(".")
     target: Value = source.values
     for depth, name in enumerate(parents):
+        is_stage = _stage(kind, parents[: depth + 1]) is not None
+        if is_stage and isinstance(target, dict) and isinstance(bare := target.get(name), str):
+            target[name] = {"name": bare}
         target = _child(target, name, ".".join(parents[: depth + 1]), text)
     if isinstance(target, list):
         target[_index(target, last, text)] = parse_value(value)
@@ -92,36 +97,53 @@ def _problems(kind: type[Config], source: Source, items: Sequence[ErrorDetails])
     """One sentence per key, unknown and missing keys first; the messages of a union's members are joined."""
     first = {"extra_forbidden": 0, "missing": 1}
     by_key: dict[str, ErrorDetails] = {}
+    functions: dict[str, type[BaseModel]] = {}
     for item in sorted(items, key=lambda item: first.get(item["type"], 2)):
-        dotted = ".".join(str(part) for part in _location(kind, item["loc"]))
+        keys, function = _location(kind, item["loc"])
+        dotted = ".".join(str(part) for part in keys)
+        if function is not None:
+            functions[dotted] = function
         if dotted in by_key:
             message = item["msg"].removeprefix("Input should be ")
             by_key[dotted]["msg"] += f" or {message}"
         else:
             by_key[dotted] = item
-    return [_problem(kind, source, dotted, item) for dotted, item in by_key.items()]
+    return [_problem(kind, source, dotted, item, functions.get(dotted)) for dotted, item in by_key.items()]
 
 
-def _problem(kind: type[Config], source: Source, dotted: str, item: ErrorDetails) -> str:
-    """Place, key, value and bound of one problem."""
+def _problem(
+    kind: type[Config], source: Source, dotted: str, item: ErrorDetails, function: type[BaseModel] | None
+) -> str:
+    """Place, key, value and bound of one problem; `function` has the settings of a stage in which it is."""
     place = source.place_of(dotted)
     where = f"{place}: " if place else ""
     if item["type"] == "extra_forbidden":
-        return f"{where}unknown key `{dotted}`{_nearest(kind, dotted)}"
+        return (
+            f"{where}unknown key `{dotted}`{_nearest(kind, dotted) if function is None else _setting(function, dotted)}"
+        )
     if item["type"] == "missing":
         return f"{where}key `{dotted}` is missing{_meaning(kind, dotted)}"
     message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{where}`{dotted}` = {_shown(item['input'])}: {message}{_meaning(kind, dotted)}"
+    return f"{where}`{dotted}` = {_shown(item['input'])}: {message}{_meaning(kind, dotted, function)}"
 
 
-def _location(kind: type[Config], location: tuple[int | str, ...]) -> list[int | str]:
-    """The keys of a pydantic location, without the type names that members of a union append."""
+def _location(kind: type[Config], location: tuple[int | str, ...]) -> tuple[list[int | str], type[BaseModel] | None]:
+    """The keys of a pydantic location, and the settings of the stage's function that it leads into.
+
+    Names of functions, which tagged unions put behind the key of a stage, and type names, which members of a union
+    append, are left out.
+    """
     keys: list[int | str] = []
+    function: type[BaseModel] | None = None
     for part in location:
+        stage = _stage(kind, [str(key) for key in keys]) if keys and function is None else None
+        if stage is not None:
+            function = stage.settings_of(str(part))
+            continue
         if keys and part in ("str", "int", "float", "bool") and _class_at(kind, [str(key) for key in keys]) is None:
             break
         keys.append(part)
-    return keys
+    return keys, function
 
 
 def _shown(value: object) -> str:
@@ -133,6 +155,8 @@ def _nearest(kind: type[Config], dotted: str) -> str:
     """`; did you mean ...?`, by spelling in the same class first, then by the same name elsewhere."""
     *parents, last = dotted.split(".")
     here = _class_at(kind, parents)
+    if here is not None and issubclass(here, Config) and last in here.moved:
+        return f"; it is now {here.moved[last]}"
     prefix = "".join(f"{parent}." for parent in parents)
     known = list(here.model_fields) if here is not None else []
     if close := difflib.get_close_matches(last, known, n=1, cutoff=0.6):
@@ -145,9 +169,15 @@ def _nearest(kind: type[Config], dotted: str) -> str:
     return f"; known here: {', '.join(known)}" if known else ""
 
 
-def _meaning(kind: type[Config], dotted: str) -> str:
+def _setting(function: type[BaseModel], dotted: str) -> str:
+    """The function that has no such setting, the nearest one and all that it has."""
+    name = function.model_fields["name"].default
+    return f" of `{name}`{known_settings(dotted.rpartition('.')[2], function.model_fields)}"
+
+
+def _meaning(kind: type[Config], dotted: str, function: type[BaseModel] | None = None) -> str:
     *parents, last = dotted.split(".")
-    here = _class_at(kind, parents)
+    here = function or _class_at(kind, parents)
     field = here.model_fields.get(last) if here is not None else None
     return f" ({field.description.split('. ')[0].rstrip('.')})" if field is not None and field.description else ""
 
@@ -156,8 +186,24 @@ def dotted_keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
     """Every key of `kind` that a file or an override can name, nested classes included."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if (stage := stage_of(field)) is not None:
+            settings = (key for choice in stage.choices for key in dotted_keys(choice, f"{prefix}{name}."))
+            yield from dict.fromkeys(settings)
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from dotted_keys(field.annotation, f"{prefix}{name}.")
+
+
+def stage_of(field: FieldInfo) -> Stage | None:
+    """The functions that a field can name; None if it names no function of a stage."""
+    return next((entry for entry in field.metadata if isinstance(entry, Stage)), None)
+
+
+def _stage(kind: type[BaseModel], path: Sequence[str]) -> Stage | None:
+    """The stage whose key is `path`."""
+    *parents, last = path
+    here = _class_at(kind, parents)
+    field = here.model_fields.get(last) if here is not None else None
+    return stage_of(field) if field is not None else None
 
 
 def nested_class(annotation: object) -> type[BaseModel] | None:

@@ -12,7 +12,7 @@ import yaml
 from launcher.config.schema import RunConfig
 from launcher.config.yaml_source import Value
 from launcher.errors import RunDirectoryError
-from megatron_rl.built_in import ADVANTAGES, LOSSES
+from megatron_rl.algorithm_settings import STAGES
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 """Keys that must not change."""
@@ -50,11 +50,11 @@ def _consequence(key: str, config: RunConfig) -> str:
 
 
 def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:
-    """Raises if the saved configuration has the name of a built-in loss or advantage of an earlier version."""
-    for built_ins in (LOSSES, ADVANTAGES):
-        value = before.get(built_ins.key)
-        if isinstance(value, str) and (problem := built_ins.problem(value)):
-            raise RunDirectoryError(f"`{saved}`: `{built_ins.key}` = {value}: {problem} in that file, then resume")
+    """Raises if a stage of the saved configuration has the name of a built-in function of an earlier version."""
+    for stage in STAGES:
+        value = before.get(f"{stage.key}.name", before.get(stage.key))
+        if isinstance(value, str) and (problem := stage.problem(value)):
+            raise RunDirectoryError(f"`{saved}`: `{stage.key}` = {value}: {problem} in that file, then resume")
 
 
 def _flat(value: Value, prefix: str = "") -> dict[str, Value]:

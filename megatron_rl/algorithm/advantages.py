@@ -1,37 +1,36 @@
-"""Advantages of the responses of one group, from their rewards.
+"""Advantages of whole responses, on the controller; every token of a response gets the same.
 
-An advantage function takes a `GroupOutcome` and returns one number per response; every token of the response gets
-it. `algorithm.advantage` names a built-in function (`grpo`) or the dotted path of any callable of that signature.
+A function of a group takes a `GroupOutcome`, and a function of a batch takes all groups of the step (`BatchOutcome`).
+Both return one number for each response. `megatron_rl.algorithm_settings` names the source of each.
 
-* GRPO (arXiv 2402.03300, section 4.1): (r - mean) / (std + eps), with the unbiased std.
-* Dr.GRPO (arXiv 2503.20783, section 3.2): r - mean, because dividing by the std favours very easy and very hard
-  prompts.
-* RLOO (arXiv 2402.14740, section 3.1): r minus the mean of the other responses.
-* DAPO (arXiv 2503.14476, section 3.4): GRPO on rewards minus the soft overlong penalty.
-
-Invariants: advantages are finite for finite rewards and zero for equal rewards. They follow a permutation of the
-responses. GRPO, Dr.GRPO and RLOO ignore lengths, and their advantages sum to zero over the group.
+Invariants: advantages are finite for finite rewards and follow a permutation of the responses. Those of a group are
+zero for equal rewards; GRPO, Dr.GRPO and RLOO ignore lengths, and their advantages sum to zero over the group. Those of
+a batch have mean 0 over its tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from history.config import load_function
-from megatron_rl.built_in import ADVANTAGES
+from megatron_rl.algorithm_settings import (
+    DrGrpo,
+    Grpo,
+    Opo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
+)
 
 Rewards = npt.NDArray[np.float64]
 
-STD_EPS = 1e-6
-"""Added to the standard deviation, so that equal rewards do not divide by zero."""
+WHITENING_EPS = 1e-8
+"""Added to the variance of a batch, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """Input of an advantage function. N: responses of the group, without aborted ones."""
+    """What is known of a group. N: its responses, without aborted and unscored ones."""
 
     rewards: Rewards
     """[N]"""
@@ -39,71 +38,89 @@ class GroupOutcome:
     """[N], in response tokens."""
     max_response_tokens: int
     """Token limit of a response."""
-    overlong_buffer_tokens: int = 0
-    """DAPO: the penalty grows over this many tokens before the limit. 0 turns it off."""
-    overlong_penalty: float = 1.0
-    """DAPO: the penalty at the limit."""
 
 
-AdvantageFunction = Callable[[GroupOutcome], Rewards]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """What is known of a step: its groups, without those that a filter of rewards has dropped."""
+
+    groups: tuple[GroupOutcome, ...]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[sum of N], in response tokens, group after group."""
+        return np.concatenate([group.lengths for group in self.groups])
 
 
-def grpo(outcome: GroupOutcome) -> Rewards:
-    """Rewards standardised over the group, [N]."""
-    return _standardise(outcome.rewards)
+def grpo(outcome: GroupOutcome, settings: Grpo) -> Rewards:
+    """(r - mean) / (std + eps) with the unbiased std, [N]; zero for a single response."""
+    if len(outcome.rewards) < 2:
+        return np.zeros_like(outcome.rewards)
+    return np.asarray(_centred(outcome.rewards) / (outcome.rewards.std(ddof=1) + settings.std_eps))
 
 
-def dr_grpo(outcome: GroupOutcome) -> Rewards:
-    """Rewards minus their mean, [N]."""
+def dr_grpo(outcome: GroupOutcome, settings: DrGrpo) -> Rewards:
+    """R - mean, [N]: dividing by the std would favour very easy and very hard prompts."""
+    del settings
     return _centred(outcome.rewards)
 
 
-def rloo(outcome: GroupOutcome) -> Rewards:
-    """Rewards minus the mean of the other responses, [N]; zero for a single response."""
+def rloo(outcome: GroupOutcome, settings: Rloo) -> Rewards:
+    """R minus the mean of the other responses, [N]; zero for a single response."""
+    del settings
     num_responses = len(outcome.rewards)
     if num_responses < 2:
         return np.zeros_like(outcome.rewards)
     return np.asarray(_centred(outcome.rewards) * (num_responses / (num_responses - 1)))
 
 
-def dapo(outcome: GroupOutcome) -> Rewards:
-    """GRPO on rewards minus the soft overlong penalty, [N]."""
-    return _standardise(outcome.rewards - overlong_punishment(outcome))
-
-
-def overlong_punishment(outcome: GroupOutcome) -> Rewards:
-    """0 up to the start of the buffer, then linear up to `overlong_penalty` at the limit, [N]."""
-    if outcome.overlong_buffer_tokens == 0:
+def opo(outcome: GroupOutcome, settings: Opo) -> Rewards:
+    """R minus the mean of rewards weighted by lengths, [N]: the baseline of least variance of the gradient."""
+    del settings
+    if np.ptp(outcome.rewards) == 0:
         return np.zeros_like(outcome.rewards)
-    buffer_start = outcome.max_response_tokens - outcome.overlong_buffer_tokens
-    exceeded = np.clip((outcome.lengths - buffer_start) / outcome.overlong_buffer_tokens, 0.0, 1.0)
-    return np.asarray(exceeded * outcome.overlong_penalty, dtype=np.float64)
+    baseline = (outcome.lengths * outcome.rewards).sum() / outcome.lengths.sum()
+    return np.asarray(outcome.rewards - baseline)
 
 
-def load_advantage(name: str) -> AdvantageFunction:
-    """The advantage function of a short name or dotted path; raises ValueError if there is none."""
-    return cast(AdvantageFunction, load_function(ADVANTAGES.path(name), field=ADVANTAGES.key))
+def reinforce_plus_plus(outcome: BatchOutcome, settings: ReinforcePlusPlus) -> Rewards:
+    """Rewards standardised over the tokens of the step, [sum of N]."""
+    del settings
+    return _whitened(np.concatenate([group.rewards for group in outcome.groups]), outcome.lengths)
 
 
-def advantages(function: AdvantageFunction, outcome: GroupOutcome) -> Rewards:
-    """Call `function(outcome)`; raises ValueError unless it returns one finite number per response."""
-    values = np.asarray(function(outcome), dtype=np.float64)
-    if values.shape != outcome.rewards.shape:
+def reinforce_plus_plus_baseline(outcome: BatchOutcome, settings: ReinforcePlusPlusBaseline) -> Rewards:
+    """Rewards minus the mean of their group, standardised over the tokens of the step, [sum of N].
+
+    A group of a single response has no baseline.
+    """
+    del settings
+    centred = [_centred(group.rewards) if len(group.rewards) > 1 else group.rewards for group in outcome.groups]
+    return _whitened(np.concatenate(centred), outcome.lengths)
+
+
+def checked(values: object, rewards: Rewards, *, key: str) -> Rewards:
+    """What a function of responses returned; raises ValueError unless it is one finite number for each reward."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.shape != rewards.shape:
         raise ValueError(
-            f"algorithm.advantage returned shape {values.shape} for {len(outcome.rewards)} responses; "
-            "it must return one number per response"
+            f"{key} returned shape {numbers.shape} for {len(rewards)} responses; it must return one number per response"
         )
-    if not np.isfinite(values).all():
-        raise ValueError(f"algorithm.advantage returned {values.tolist()} for rewards {outcome.rewards.tolist()}")
-    return values
-
-
-def _standardise(values: Rewards) -> Rewards:
-    if len(values) < 2:
-        return np.zeros_like(values)
-    return np.asarray(_centred(values) / (values.std(ddof=1) + STD_EPS))
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{key} returned {numbers.tolist()} for rewards {rewards.tolist()}")
+    return numbers
 
 
 def _centred(values: Rewards) -> Rewards:
     """Values minus their mean; exactly zero for equal values, whose mean may differ by rounding."""
     return np.zeros_like(values) if np.ptp(values) == 0 else np.asarray(values - values.mean())
+
+
+def _whitened(values: Rewards, lengths: npt.NDArray[np.int64]) -> Rewards:
+    """Values of responses, standardised over their tokens with the unbiased variance."""
+    num_tokens = int(lengths.sum())
+    if np.ptp(values) == 0:
+        return np.zeros_like(values)
+    mean = (lengths * values).sum() / num_tokens
+    variance = (lengths * (values - mean) ** 2).sum() / max(num_tokens - 1, 1)
+    return np.asarray((values - mean) / np.sqrt(variance + WHITENING_EPS))

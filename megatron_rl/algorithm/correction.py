@@ -30,10 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionConfig, RejectionConfig
-
-LOG_RATIO_BOUND = 20.0
-"""Log ratios, and their sums over a sequence, are clamped to +-20 before exp."""
+from megatron_rl.algorithm.columns import LOG_RATIO_BOUND
+from megatron_rl.algorithm.sequences import segment, sequence_mean, sequence_sum, spread
+from megatron_rl.correction_config import CorrectionConfig, RejectionConfig
 
 NEGLIGIBLE_MEAN = 1e-8
 """Weights with a mean below this are not normalised."""
@@ -58,21 +57,6 @@ class PackedLogprobs:
     def spread(self, of_sequences: Tensor) -> Tensor:
         """A value of each sequence, [B], for each of its tokens, [T]."""
         return spread(of_sequences, self.lengths, len(self.old_logprobs))
-
-
-def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over each sequence: [T] and [B] to [B]."""
-    return _segment(values, lengths, "sum")
-
-
-def spread(of_sequences: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """A value of each sequence, [B], for each of its tokens, [T]; without the number of tokens a GPU would be asked."""
-    return of_sequences.repeat_interleave(lengths, output_size=num_tokens)
-
-
-def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Mean over each sequence: [T] and [B] to [B]."""
-    return _segment(values, lengths, "mean")
 
 
 def correction_weights(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor:
@@ -143,7 +127,7 @@ def kept_tokens(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Tensor
     """Which tokens pass the veto and every rejection, [T] bool."""
     keep = torch.ones_like(logprobs.old_logprobs, dtype=torch.bool)
     if config.veto_ratio > 0:
-        lowest = _segment(logprobs.log_ratio, logprobs.lengths, "min")
+        lowest = segment(logprobs.log_ratio, logprobs.lengths, "min")
         keep &= logprobs.spread(lowest >= math.log(config.veto_ratio))
     for rule in config.rejections:
         keep &= kept_by_rule(logprobs, rule=rule)
@@ -173,7 +157,7 @@ def rejection_statistic(logprobs: PackedLogprobs, *, rule: RejectionConfig) -> T
     values = {"k1": -logprobs.log_ratio, "k2": 0.5 * log_ratio.square(), "k3": k3(log_ratio)}[estimator]
     if reduction == "token":
         return values
-    return _segment(values, logprobs.lengths, reduction.removeprefix("seq_"))
+    return segment(values, logprobs.lengths, reduction.removeprefix("seq_"))
 
 
 def rejection_band(rule: RejectionConfig) -> tuple[float, float]:
@@ -186,9 +170,3 @@ def rejection_band(rule: RejectionConfig) -> tuple[float, float]:
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(lr) - 1 - lr per token: the estimator of KL(sampler || trainer) that is never negative."""
     return log_ratio.exp() - 1.0 - log_ratio
-
-
-def _segment(values: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    if lengths.numel() == 0:
-        return values.new_zeros(0)
-    return torch.segment_reduce(values, reduction, lengths=lengths, unsafe=True)  # its checks read lengths on the host

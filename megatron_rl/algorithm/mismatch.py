@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithm.correction import LOG_RATIO_BOUND, PackedLogprobs, k3
+from megatron_rl.algorithm.columns import LOG_RATIO_BOUND
+from megatron_rl.algorithm.correction import PackedLogprobs, k3
 from megatron_rl.algorithm.mismatch_terms import metrics_of, terms_of
-from megatron_rl.config import CorrectionConfig
+from megatron_rl.correction_config import CorrectionConfig
 
 SMALLEST_BIN = 1e-7
 """Lower edge of the histogram; smaller |lr| count in the first bin."""

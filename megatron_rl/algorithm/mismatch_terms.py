@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithm.columns import LOG_RATIO_BOUND
 from megatron_rl.algorithm.correction import (
-    LOG_RATIO_BOUND,
     NEGLIGIBLE_MEAN,
     PackedLogprobs,
     correction_weights,
@@ -27,10 +27,9 @@ from megatron_rl.algorithm.correction import (
     kept_tokens,
     rejection_band,
     rejection_statistic,
-    sequence_mean,
-    sequence_sum,
 )
-from megatron_rl.config import CorrectionConfig, RejectionConfig
+from megatron_rl.algorithm.sequences import sequence_mean, sequence_sum
+from megatron_rl.correction_config import CorrectionConfig, RejectionConfig
 
 Scalars = Mapping[str, float]
 

@@ -1,14 +1,9 @@
 """Builds the batch of a step from scored groups: samples by mini batch, rank and micro batch.
 
+`megatron_rl.batching.selection` selects the samples; this module places them.
+
 Pure: it reads lengths, rewards and versions, never tokens. The trainer rank that trains on a sample fetches its tokens
 by the `columns` handle. The same groups, configuration and seed give the same batch in any order of arrival.
-
-Selection of samples
-* Aborted and empty responses are dropped first, because their reward has no meaning.
-* Responses whose scoring failed are left out of their group, unless `reward.failure_score` gives them a reward.
-* Groups whose advantages are all zero have no gradient and are dropped (`drop_zero_variance`). Equal rewards give zero
-  advantages, unless a penalty for length tells them apart.
-* With `mask_truncated`, truncated responses count in their group's baseline but are not trained on.
 
 Placement of samples
 * Groups stay whole: they are shuffled by the seed and cut into `num_mini_batches` runs of nearly equally many groups,
@@ -30,33 +25,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, advantages, load_advantage
 from megatron_rl.batching.balance import PackingRules, balance
 from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.batching.selection import Survey, TrainingSample, select
 from megatron_rl.config import AlgorithmConfig
-from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
-    """One response to train on, by handle."""
-
-    group_id: GroupId
-    sample: int
-    """Index of the response in its group: `columns.response(sample)`."""
-    columns: ColumnsRef
-    num_prompt_tokens: int
-    num_response_tokens: int
-    reward: float
-    advantage: float
-    """The same for every token of the response."""
-    staleness: int
-    """Policy version at consumption minus the oldest weight version in the response."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt plus response: what a forward costs."""
-        return self.num_prompt_tokens + self.num_response_tokens
+from rollout.types import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +67,12 @@ class BatchCounts:
     unscored_responses: int
     """Left out of their group because their scoring failed."""
     zero_variance_groups: int
-    """Dropped because their advantages are all zero."""
+    """Dropped by the filter and without signal: advantages are all zero, or rewards all equal."""
     zero_variance_responses: int
+    """Responses of those groups."""
+    filtered_groups: int
+    """Dropped by the filter for another reason."""
+    filtered_responses: int
     """Responses of those groups."""
     masked_truncated_responses: int
     """Left out of the loss because they reached the token limit."""
@@ -173,11 +150,11 @@ def build_batch(
 ) -> TrainBatch:
     """The batch of one step.
 
-    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or an advantage
-    function that does not return one finite number per response.
+    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or a function of the
+    algorithm that does not return one finite number per response.
     """
     ordered = sorted(groups, key=lambda group: group.group.group_id)
-    surveys = [_survey(group, policy_version=policy_version, algorithm=algorithm) for group in ordered]
+    surveys = select(ordered, policy_version, algorithm=algorithm)
     surviving = [survey.samples for survey in surveys if survey.samples]
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(surviving))
     num_mini_batches = min(algorithm.num_mini_batches, len(surviving))
@@ -188,81 +165,6 @@ def build_batch(
     packing = _Packing.of(mini_batches, rules)
     return TrainBatch(
         policy_version=policy_version, mini_batches=mini_batches, counts=_counts(ordered, surveys, packing)
-    )
-
-
-def has_signal(scored: ScoredGroup, algorithm: AlgorithmConfig) -> bool:
-    """Whether `build_batch` would train on a response of the group: the judgement of dynamic sampling."""
-    return bool(_survey(scored, policy_version=0, algorithm=algorithm).samples)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Survey:
-    """Selection in one group: its samples, and counts of dropped responses by reason."""
-
-    samples: tuple[TrainingSample, ...] = ()
-    aborted: int = 0
-    unscored: int = 0
-    zero_variance: int = 0
-    masked_truncated: int = 0
-
-
-def _survey(scored: ScoredGroup, *, policy_version: int, algorithm: AlgorithmConfig) -> _Survey:
-    _check(scored)
-    summary = scored.summary
-    finished = [i for i, n in enumerate(summary.lengths) if n and summary.finish_reasons[i] is not FinishReason.ABORT]
-    aborted = len(summary.lengths) - len(finished)
-    judged = [i for i in finished if not scored.is_left_out(i)]
-    unscored = len(finished) - len(judged)
-    rewards = np.array([scored.rewards[i] for i in judged], dtype=np.float64)
-    values = _advantages(scored, judged, rewards, algorithm)
-    if algorithm.drop_zero_variance and not values.any():
-        return _Survey(aborted=aborted, unscored=unscored, zero_variance=len(judged))
-    per_response = dict(zip(judged, values.tolist(), strict=True))
-    trained = [i for i in judged if not (algorithm.mask_truncated and summary.finish_reasons[i].is_truncated)]
-    return _Survey(
-        samples=tuple(_sample(scored, i, advantage=per_response[i], policy_version=policy_version) for i in trained),
-        aborted=aborted,
-        unscored=unscored,
-        masked_truncated=len(judged) - len(trained),
-    )
-
-
-def _check(scored: ScoredGroup) -> None:
-    group_id, num_responses = scored.group.group_id, len(scored.summary.lengths)
-    sizes = (len(scored.rewards), len(scored.summary.finish_reasons), len(scored.summary.weight_spans))
-    if any(size != num_responses for size in sizes):
-        raise ValueError(
-            f"group {group_id}: {num_responses} lengths, but {sizes} rewards, finish reasons and weight spans"
-        )
-    if not np.isfinite(scored.rewards).all():
-        raise ValueError(f"group {group_id}: rewards {scored.rewards} must be finite")
-
-
-def _advantages(scored: ScoredGroup, finished: list[int], rewards: Rewards, algorithm: AlgorithmConfig) -> Rewards:
-    if not finished:
-        return rewards
-    outcome = GroupOutcome(
-        rewards=rewards,
-        lengths=np.array([scored.summary.lengths[i] for i in finished], dtype=np.int64),
-        max_response_tokens=scored.group.sampling.max_response_tokens,
-        overlong_buffer_tokens=algorithm.overlong_buffer_tokens,
-        overlong_penalty=algorithm.overlong_penalty,
-    )
-    return advantages(load_advantage(algorithm.advantage), outcome)
-
-
-def _sample(scored: ScoredGroup, index: int, *, advantage: float, policy_version: int) -> TrainingSample:
-    summary = scored.summary
-    return TrainingSample(
-        group_id=scored.group.group_id,
-        sample=index,
-        columns=scored.columns,
-        num_prompt_tokens=summary.num_prompt_tokens,
-        num_response_tokens=summary.lengths[index],
-        reward=scored.rewards[index],
-        advantage=advantage,
-        staleness=policy_version - min(span.weight_version for span in summary.weight_spans[index]),
     )
 
 
@@ -303,7 +205,7 @@ def _imbalance(mini: MiniBatch, costs: CostModel) -> float:
     return max(times) / (sum(times) / len(times)) - 1
 
 
-def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey], packing: _Packing) -> BatchCounts:
+def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[Survey], packing: _Packing) -> BatchCounts:
     trained = [sample for survey in surveys for sample in survey.samples]
     staleness = [sample.staleness for sample in trained] or [0]
     return BatchCounts(
@@ -313,6 +215,8 @@ def _counts(groups: Sequence[ScoredGroup], surveys: Sequence[_Survey], packing: 
         unscored_responses=sum(survey.unscored for survey in surveys),
         zero_variance_groups=sum(survey.zero_variance > 0 for survey in surveys),
         zero_variance_responses=sum(survey.zero_variance for survey in surveys),
+        filtered_groups=sum(survey.filtered > 0 for survey in surveys),
+        filtered_responses=sum(survey.filtered for survey in surveys),
         masked_truncated_responses=sum(survey.masked_truncated for survey in surveys),
         trained_responses=len(trained),
         trained_tokens=sum(sample.num_response_tokens for sample in trained),

@@ -70,6 +70,7 @@ def load(path: Path, learner: Learner) -> None:
             chunk.module.load_state_dict(restored["model"], strict=True)
         learner.optimizer.load_state_dict(restored["optimizer"])
     learner.schedule.load_state_dict(restored["schedule"])
+    learner.restore_coefficients(common.get("coefficients", {}))
     if same_partition:
         _restore_generators(restored.get("generators", {}))
 
@@ -94,6 +95,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
         "model": model,
         "optimizer": optimizer,
         "schedule": learner.schedule.state_dict(),
+        "coefficients": learner.coefficients.state_dict(),
         "partition": _partition(),
         "spread_experts": _spread_experts(),
     }

@@ -11,8 +11,8 @@ The schedule of the learning rate advances by the configured number of optimizer
 that were dropped and updates that were skipped do not stretch it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,68 +22,35 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.algorithm.correction import (
-    PackedLogprobs,
-    correction_weights,
-    counted_tokens,
-    final_weights,
-    normalization_sums,
-    sequence_sum,
-)
-from megatron_rl.algorithm.loss import (
-    Denominators,
-    LossInputs,
-    LossOutput,
-    LossSettings,
-    coefficients,
-    load_loss,
-    sft_loss,
-)
+from megatron_rl.algorithm.aggregation import Denominators, MeanInputs
+from megatron_rl.algorithm.coefficients import Coefficients
+from megatron_rl.algorithm.columns import Columns, LossInputs
+from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
+from megatron_rl.algorithm.objective import BoundLoss, LossOutput, Terms, objective, sft_loss
+from megatron_rl.algorithm.plug_in import load_stage, needed_columns
+from megatron_rl.algorithm_settings import AGGREGATIONS, LOSSES
 from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.cost_model import MeasuredTimes
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.model.packed_batch import PackedBatch
+from megatron_rl.trainer.further_models import POLICY_ONLY, FurtherModels
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
 from megatron_rl.trainer.optimizer import gradients_are_finite
 from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, run_schedule
+from megatron_rl.trainer.preparation import (
+    Prepared,
+    further_columns,
+    kept_denominators,
+    normalization,
+    prepare,
+    token_advantage,
+    with_token_advantages,
+)
 from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.step_sums import StepSums
 from rollout import progress
-
-
-@dataclass(slots=True)
-class _StepSums:
-    """Sums of a step on this rank."""
-
-    mismatch: MismatchSums
-    by_age: SumsByAge
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Float64 scalars; like the others they stay on the device, because reading one would wait for it."""
-    grad_norms: list[float] = field(default_factory=list)
-    updates: int = 0
-    skipped: int = 0
-
-    def add(self, metrics: dict[str, torch.Tensor]) -> None:
-        for name, value in metrics.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value.double()
-
-    def count(self, grad_norm: float | None) -> None:
-        if grad_norm is None:
-            self.skipped += 1
-        else:
-            self.updates += 1
-            self.grad_norms.append(grad_norm)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Corrected:
-    """Of one micro batch, [R] each; empty for a dummy."""
-
-    old_logprobs: torch.Tensor
-    weights: torch.Tensor
-    counted: torch.Tensor
-    """Whether the loss's denominators count a token."""
 
 
 class Learner:
@@ -100,9 +67,10 @@ class Learner:
         max_response_tokens: int,
         row_multiple: int,
         device: torch.device,
+        models: FurtherModels = POLICY_ONLY,
     ) -> None:
         """`temperature` and `max_response_tokens` are the sampler's; packed rows are padded to a multiple of
-        `row_multiple`.
+        `row_multiple`. `models` are those that the algorithm's functions need beside the policy.
         """
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -112,13 +80,16 @@ class Learner:
         self._max_response_tokens = max_response_tokens
         self._row_multiple = row_multiple
         self._device = device
-        self._loss = load_loss(algorithm.loss)
-        self._loss_settings = LossSettings(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            entropy_bonus=algorithm.entropy_bonus,
+        self._loss = cast(BoundLoss, load_stage(LOSSES, algorithm.loss).function)
+        self._shares = cast(
+            Callable[[MeanInputs], torch.Tensor], load_stage(AGGREGATIONS, algorithm.aggregation).function
         )
+        self._token_advantage = token_advantage(algorithm)
+        self._needed = needed_columns(algorithm)
+        models.check(self._needed)
+        self._models = models
+        self.coefficients = Coefficients.first(algorithm)
+        """Of the next step's loss. They are saved with the checkpoint."""
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._times = MeasuredTimes()
@@ -135,27 +106,36 @@ class Learner:
             load_mini_batch(mini, fetch, multiple_of=self._row_multiple, device=self._device)
             for mini in batch.mini_batches
         ]
-        if len(mini_batches) == algorithm.num_epochs == 1 and not self._loss_needs_all_logprobs:
-            self._update(mini_batches[0], self._planned_denominators(mini_batches[0]), totals)
+        further = further_columns(mini_batches, self._models, self._needed)
+        if len(mini_batches) == algorithm.num_epochs == 1 and not self._needs_all_logprobs:
+            (mini,) = mini_batches
+            self._update(mini, self._planned_denominators(mini), totals, further[0])
         elif mini_batches:
-            corrected = self._corrected(mini_batches, totals)
+            prepared = self._prepared(mini_batches, further, totals)
             for _ in range(algorithm.num_epochs):
-                for mini, (denominators, micro_batches) in zip(mini_batches, corrected, strict=True):
-                    self._update(mini, denominators, totals, micro_batches)
+                for mini, of_mini, (denominators, micros) in zip(mini_batches, further, prepared, strict=True):
+                    self._update(mini, denominators, totals, of_mini, micros)
         self._finish_schedule(totals.updates)
-        return self._result(totals)
+        result = self._result(totals)
+        self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
+        return result
 
-    def _no_sums(self, max_staleness: int) -> _StepSums:
-        return _StepSums(
+    def _no_sums(self, max_staleness: int) -> StepSums:
+        return StepSums(
             MismatchSums.empty(config=self._algorithm.correction, device=self._device),
             SumsByAge.empty(max_staleness, self._device),
         )
 
+    def restore_coefficients(self, state: object) -> None:
+        """Set the coefficients of a checkpoint; those of earlier versions have none."""
+        if isinstance(state, Mapping) and state:
+            self.coefficients = self.coefficients.restored(self._algorithm, state)
+
     @property
-    def _loss_needs_all_logprobs(self) -> bool:
-        """Whether weights or denominators are sums over the whole step."""
+    def _needs_all_logprobs(self) -> bool:
+        """Whether weights or denominators are sums over the whole step, or advantages are of tokens."""
         correction = self._algorithm.correction
-        return correction.batch_normalize or correction.counts_kept_tokens
+        return correction.batch_normalize or correction.counts_kept_tokens or self._token_advantage is not None
 
     def _finish_schedule(self, num_updates: int) -> None:
         """Advance the schedule by the configured optimizer steps that this training step did not make."""
@@ -173,26 +153,36 @@ class Learner:
         packed = [micro.packed for micro in micro_batches]
         return run_schedule(self.chunks, packed, keep, temperature=self._temperature, backward=False)
 
-    def _corrected(
-        self, mini_batches: Sequence[LoadedMiniBatch], totals: _StepSums
-    ) -> list[tuple[Denominators, list[_Corrected]]]:
-        """Denominators and corrected micro batches of each mini batch, and the step's mismatch.
+    def _prepared(
+        self, mini_batches: Sequence[LoadedMiniBatch], further: Sequence[Sequence[Columns]], totals: StepSums
+    ) -> list[tuple[Denominators, list[Prepared]]]:
+        """Denominators and prepared micro batches of each mini batch, and the step's mismatch.
 
-        Runs a forward over all samples. Before the last stage there are no corrected micro batches.
+        Runs a forward over all samples. Before the last stage there are no prepared micro batches.
         """
         old = [self.logprobs(mini.micro_batches) for mini in mini_batches]
         if not self._is_last:
             return [(self._planned_denominators(mini), []) for mini in mini_batches]
-        pairs = [
-            [
-                (micro, micro.against(_real(micro, logprobs)))
-                for micro, logprobs in zip(mini.micro_batches, of_mini, strict=True)
-            ]
-            for mini, of_mini in zip(mini_batches, old, strict=True)
+        micros = [micro for mini in mini_batches for micro in mini.micro_batches]
+        columns = [each for of_mini in further for each in of_mini]
+        logprobs = [each for of_mini in old for each in of_mini]
+        pairs = [micro.against(micro.real(each)) for micro, each in zip(micros, logprobs, strict=True)]
+        sums = normalization(pairs, algorithm=self._algorithm, device=self._device)
+        prepared = [
+            self._prepare(micro, pair, of_micro, totals, sums)
+            for micro, pair, of_micro in zip(micros, pairs, columns, strict=True)
         ]
-        sums = self._normalization([pair for of_mini in pairs for _, pair in of_mini])
-        corrected = [[self._correct(micro, pair, totals, sums) for micro, pair in of_mini] for of_mini in pairs]
-        return list(zip(self._denominators(mini_batches, corrected), corrected, strict=True))
+        if self._token_advantage is not None:
+            prepared, totals.of_step = with_token_advantages(
+                micros,
+                prepared,
+                self._token_advantage,
+                algorithm=self._algorithm,
+                kl_coefficient=self.coefficients.kl,
+            )
+        rest = iter(prepared)
+        by_mini = [[next(rest) for _ in mini.micro_batches] for mini in mini_batches]
+        return list(zip(self._denominators(mini_batches, by_mini), by_mini, strict=True))
 
     def _planned_denominators(self, mini: LoadedMiniBatch) -> Denominators:
         return Denominators(
@@ -202,78 +192,64 @@ class Learner:
         )
 
     def _denominators(
-        self, mini_batches: Sequence[LoadedMiniBatch], corrected: Sequence[Sequence[_Corrected]]
+        self, mini_batches: Sequence[LoadedMiniBatch], prepared: Sequence[Sequence[Prepared]]
     ) -> list[Denominators]:
         """What each mini batch counts over data-parallel ranks; last stage only."""
         if not self._algorithm.correction.counts_kept_tokens:
             return [self._planned_denominators(mini) for mini in mini_batches]
-        counts = torch.zeros(len(corrected), 2, dtype=torch.int64, device=self._device)
-        for row, (mini, of_mini) in enumerate(zip(mini_batches, corrected, strict=True)):
-            for micro, each in zip(mini.micro_batches, of_mini, strict=True):
-                in_sequence = sequence_sum(each.counted.float(), micro.lengths)
-                counts[row] += torch.stack([each.counted.sum(), (in_sequence > 0).sum()])
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        return [
-            Denominators(num_tokens=tokens, num_sequences=sequences, max_response_tokens=self._max_response_tokens)
-            for tokens, sequences in counts.tolist()
-        ]
+        return kept_denominators(
+            mini_batches, prepared, max_response_tokens=self._max_response_tokens, device=self._device
+        )
 
-    def _normalization(self, pairs: Sequence[PackedLogprobs]) -> torch.Tensor | None:
-        """Sum and count of the step's weights over data-parallel ranks; None without batch normalisation."""
-        config = self._algorithm.correction
-        if not config.batch_normalize:
-            return None
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for pair in pairs:
-            sums += normalization_sums(correction_weights(pair, config=config), pair.lengths, config=config)
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        return sums
-
-    def _correct(
-        self, micro: LoadedMicroBatch, pair: PackedLogprobs, totals: _StepSums, sums: torch.Tensor | None
-    ) -> _Corrected:
-        config = self._algorithm.correction
-        totals.mismatch = totals.mismatch.merge(MismatchSums.of(pair, config=config))
-        weights = final_weights(pair, config=config, sums=sums)
-        totals.by_age.add(pair, weights, micro.staleness)
-        counted = counted_tokens(pair, config=config)
-        return _Corrected(old_logprobs=pair.old_logprobs, weights=weights, counted=counted)
+    def _prepare(
+        self,
+        micro: LoadedMicroBatch,
+        pair: PackedLogprobs,
+        further: Columns,
+        totals: StepSums,
+        sums: torch.Tensor | None = None,
+    ) -> Prepared:
+        """One micro batch, and its share of the step's mismatch."""
+        totals.mismatch = totals.mismatch.merge(MismatchSums.of(pair, config=self._algorithm.correction))
+        prepared = prepare(micro, pair, further, algorithm=self._algorithm, sums=sums)
+        totals.by_age.add(pair, prepared.weights, micro.staleness)
+        return prepared
 
     def _update(
         self,
         mini: LoadedMiniBatch,
         denominators: Denominators,
-        totals: _StepSums,
-        corrected: Sequence[_Corrected] | None = None,
+        totals: StepSums,
+        further: Sequence[Columns],
+        prepared: Sequence[Prepared] | None = None,
     ) -> None:
-        """One optimizer step. Without `corrected`, the forward's own log-probabilities are the old ones."""
+        """One optimizer step. Without `prepared`, the forward's own log-probabilities are the old ones."""
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
             micro = mini.micro_batches[number]
-            logprobs = _real(micro, scores.logprobs)
-            correction = (
-                self._correct(micro, micro.against(logprobs.detach()), totals, None)
-                if corrected is None
-                else corrected[number]
+            logprobs = micro.real(scores.logprobs)
+            known = (
+                self._prepare(micro, micro.against(logprobs.detach()), further[number], totals)
+                if prepared is None
+                else prepared[number]
             )
-            shares = coefficients(
-                micro.lengths,
-                correction.counted,
-                aggregation=self._algorithm.aggregation,
-                denominators=denominators,
-            )
-            entropy = _real(micro, scores.entropy)
+            entropy = micro.real(scores.entropy)
             inputs = LossInputs(
                 logprobs=logprobs,
-                entropy=entropy if self._algorithm.entropy_bonus else entropy.detach(),
-                old_logprobs=correction.old_logprobs,
-                advantages=micro.advantages,
-                weights=correction.weights,
-                coefficients=shares,
+                entropy=entropy if self._algorithm.entropy.is_on else entropy.detach(),
+                old_logprobs=known.old_logprobs,
+                rollout_logprobs=micro.rollout_logprobs,
+                advantages=known.advantages,
+                coefficients=self._shares(
+                    MeanInputs(lengths=micro.lengths, counted=known.counted, denominators=denominators)
+                ),
+                loss_mask=micro.loss_mask,
+                staleness=micro.staleness,
                 lengths=micro.lengths,
                 num_tokens=mini.num_tokens,
+                further=known.further,
             )
-            output = self._loss(inputs, self._loss_settings)
+            output = objective(self._loss, inputs, weights=known.weights, terms=self._terms)
             return output.loss, output
 
         packed = [micro.packed for micro in mini.micro_batches]
@@ -281,6 +257,33 @@ class Learner:
         for output in outputs:
             totals.add(output.metrics)
         totals.count(grad_norm)
+
+    @property
+    def _terms(self) -> Terms:
+        """What this step's loss adds to the policy loss."""
+        kl = self._algorithm.kl
+        return Terms(
+            kl_estimator=kl.estimator,
+            kl_coefficient=self.coefficients.kl if kl.place == "loss" else None,
+            entropy_coefficient=self.coefficients.entropy_bonus,
+        )
+
+    def _adapt(self, result: StepResult, *, num_responses: int) -> None:
+        """Set the coefficients of the next step from this step's metrics; a collective if any adapts."""
+        algorithm = self._algorithm
+        if not algorithm.kl.target and not algorithm.entropy.target:
+            return
+        kl_name = "actor/kl" if algorithm.kl.place == "loss" else "actor/reward_kl_penalty"
+        means = torch.tensor([result.metrics.get(name, np.nan) for name in (kl_name, "actor/entropy")])
+        means = means.to(self._device, torch.float64)
+        if self._has_pipeline:
+            dist.broadcast(
+                means,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        kl, entropy = (None if np.isnan(value) else value for value in means.tolist())
+        self.coefficients = self.coefficients.next(algorithm, kl=kl, entropy=entropy, num_responses=num_responses)
 
     def sft_step(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
         """One optimizer step of SFT: mean negative log-probability over `num_tokens`, at temperature 1."""
@@ -318,14 +321,23 @@ class Learner:
         _, grad_norm, _ = self.optimizer.step()
         return outputs, float(grad_norm)
 
-    def _result(self, totals: _StepSums) -> StepResult:
-        attempts = totals.updates + totals.skipped
-        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured()
+    def _result(self, totals: StepSums) -> StepResult:
+        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured() | self._coefficients()
         if totals.grad_norms:
             metrics["actor/grad_norm"] = sum(totals.grad_norms) / len(totals.grad_norms)
-        if self._is_last and attempts:
-            metrics |= self._reduced(totals, attempts)
+        if self._is_last and totals.attempts:
+            progress.mark("metrics")
+            metrics |= totals.reduced()
         return StepResult(metrics=metrics, num_optimizer_steps=totals.updates, num_skipped_updates=totals.skipped)
+
+    def _coefficients(self) -> dict[str, float]:
+        """Coefficients of this step's further terms."""
+        metrics = {}
+        if self._algorithm.kl.place != "none":
+            metrics["actor/kl_coef"] = self.coefficients.kl
+        if self._algorithm.entropy.is_on:
+            metrics["actor/entropy_coeff"] = self.coefficients.entropy_bonus
+        return metrics
 
     def _measured(self) -> dict[str, float]:
         """Measured micro-batch costs on this rank; empty in a pipeline and until a fit is possible."""
@@ -337,26 +349,3 @@ class Learner:
             "perf/train_seconds_per_mtoken": costs.seconds_per_token * 1e6,
             "perf/micro_batch_overhead_s": costs.overhead_s,
         }
-
-    def _reduced(self, totals: _StepSums, attempts: int) -> dict[str, float]:
-        """Metrics of the step over data-parallel ranks. Loss metrics are means over its optimizer steps."""
-        progress.mark("metrics")
-        group = parallel_state.get_data_parallel_group()
-        names = sorted(totals.sums)
-        losses = torch.stack([totals.sums[name] for name in names])
-        summed, maximised = totals.mismatch.vectors()
-        by_age = totals.by_age.sums
-        sums = torch.cat([losses, by_age.flatten(), summed])
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
-        sums, maximised = sums.cpu(), maximised.cpu()
-        ages_end = len(names) + by_age.numel()
-        mismatch = totals.mismatch.from_vectors(sums[ages_end:], maximised)
-        by_age = sums[len(names) : ages_end].reshape(by_age.shape)
-        metrics = {name: float(value) / attempts for name, value in zip(names, sums, strict=False)}
-        return metrics | mismatch.finalize() | SumsByAge(by_age).metrics()
-
-
-def _real(micro: LoadedMicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Scores of a micro batch, without the score of a dummy token."""
-    return values[:0] if micro.is_dummy else values

@@ -31,7 +31,11 @@ class LoadedMicroBatch:
     rollout_logprobs: torch.Tensor
     """[R] float32; empty for a dummy."""
     advantages: torch.Tensor
-    """[R] float32; empty for a dummy."""
+    """[R] float32, of the controller; empty for a dummy."""
+    loss_mask: torch.Tensor
+    """[R] bool, which tokens the policy has sampled; empty for a dummy."""
+    rewards: torch.Tensor
+    """[B] float32, shaped; empty for a dummy."""
     lengths: torch.Tensor
     """[B] int64; empty for a dummy."""
     staleness: torch.Tensor
@@ -45,6 +49,10 @@ class LoadedMicroBatch:
     def against(self, old_logprobs: torch.Tensor) -> PackedLogprobs:
         """Log-probabilities of sampler and trainer together."""
         return PackedLogprobs(old_logprobs=old_logprobs, rollout_logprobs=self.rollout_logprobs, lengths=self.lengths)
+
+    def real(self, values: torch.Tensor) -> torch.Tensor:
+        """Scores of the micro batch, [R], without the score of a dummy token."""
+        return values[:0] if self.is_dummy else values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,8 @@ def _load(
         packed=pack_batch(pairs or [(_DUMMY, _DUMMY)], multiple_of=multiple_of).to(device),
         rollout_logprobs=_joined(rollout).to(device),
         advantages=_joined(advantages).to(device),
+        loss_mask=torch.ones(sum(lengths), dtype=torch.bool, device=device),
+        rewards=torch.tensor([sample.reward for sample in micro.samples], dtype=torch.float32, device=device),
         lengths=torch.tensor(lengths, dtype=torch.int64, device=device),
         staleness=torch.tensor([sample.staleness for sample in micro.samples], dtype=torch.int64, device=device),
     )

@@ -65,7 +65,7 @@ def probed(ring) -> np.ndarray:
 
 
 def learn(ring, groups) -> None:
-    algorithm = AlgorithmConfig(group_size=4, drop_zero_variance=False)
+    algorithm = AlgorithmConfig(group_size=4, filter="none")
     batch = build_batch(
         groups,
         ring.version,

@@ -23,7 +23,7 @@ def configuration(folder: Path, format: str, transport: str) -> Path:
             **{"format": format, "bf16_first_layers": 0, "bf16_last_layers": 0, "max_num_seqs": 16},
             **{"kv_cache_bytes": 128 << 20, "vllm": {"enforce_eager": True}},
         },
-        "algorithm": {"prompts_per_step": 2, "group_size": 4, "drop_zero_variance": False},
+        "algorithm": {"prompts_per_step": 2, "group_size": 4, "filter": "none"},
         "trainer": {"dtype": "bf16", "max_micro_batch_tokens": 512},
         "publish": {"transport": transport},
         "checkpoint": {"every": 1},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.algorithm_config import EntropyConfig
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig
 from megatron_rl.model import parallel
 from megatron_rl.trainer.trainer import Trainer
@@ -20,7 +21,10 @@ from tests.support.trainers.tiny_megatron_models import save_model
 
 ONE = AlgorithmConfig()
 FOUR = AlgorithmConfig(
-    num_mini_batches=2, num_epochs=2, entropy_bonus=0.01, correction=CorrectionConfig(batch_normalize=True)
+    num_mini_batches=2,
+    num_epochs=2,
+    entropy=EntropyConfig(coefficient=0.01),
+    correction=CorrectionConfig(batch_normalize=True),
 )
 
 

@@ -45,10 +45,57 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`algorithm.correction.low` = 2.0", "keeps weights between the two"],
         ),
         (
-            ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
-            ["set aggregation to sequence"],
+            ["algorithm.loss=gspo"],
+            ["`algorithm.loss` = gspo with `algorithm.aggregation` = token_mean", "set aggregation to sequence_mean"],
         ),
-        (["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"], ["`algorithm.clip_low` = 0.2", "3e-4"]),
+        (["algorithm.loss=gmpo"], ["`algorithm.loss` = gmpo", "set aggregation to sequence_mean"]),
+        (
+            ["algorithm.loss=bypass"],
+            ["`algorithm.loss` = bypass with `algorithm.correction.mode` = tis_token", "set mode to none"],
+        ),
+        (
+            ["algorithm.correction.preset=bypass_pg_is"],
+            ["`algorithm.correction.preset` = bypass_pg_is with `algorithm.loss` = clipped_surrogate", "reinforce"],
+        ),
+        (
+            ["algorithm.advantage=gae"],
+            ["`algorithm.advantage` = gae needs a critic (column `values`), and none is configured"],
+        ),
+        (["algorithm.kl.place=loss"], ["`algorithm.kl.place` = loss needs a reference policy", "set place to none"]),
+        (
+            ["algorithm.kl.place=reward"],
+            ["`algorithm.kl.place` = reward with `algorithm.advantage` = grpo", "discounted_returns or gae"],
+        ),
+        (
+            ["algorithm.kl.place=reward", "algorithm.kl.estimator=k3_unbiased"],
+            ["k3_unbiased: the probability ratio of the old policy is 1"],
+        ),
+        (
+            ["algorithm.advantage=discounted_returns", "algorithm.group_size=1"],
+            [
+                "`algorithm.filter` = zero_variance: the rewards of a group of one are always equal",
+                "set filter to none",
+            ],
+        ),
+        (
+            ["algorithm.entropy.coefficient=0.2", "algorithm.entropy.target=1"],
+            ["`algorithm.entropy.coefficient` = 0.2 is above `algorithm.entropy.max_coefficient` = 0.1"],
+        ),
+        (
+            ["algorithm.loss=tests.megatron_rl.algorithm.own_functions.declared"],
+            ["own_functions.declared needs a reference policy (column `ref`), and none is configured"],
+        ),
+        (
+            ["algorithm.advantage=tests.megatron_rl.algorithm.own_functions.one_parameter"],
+            ["own_functions.one_parameter has the parameters (outcome)"],
+        ),
+        (
+            [
+                "algorithm.advantage.name=tests.megatron_rl.algorithm.own_functions.above_quantile",
+                "algorithm.advantage.sahre=0.3",
+            ],
+            ["unknown key `algorithm.advantage.sahre`; did you mean `share`? its settings: share"],
+        ),
         (["algorithm.advantage=dr_grpo"], ["set aggregation to seq_mean_token_sum_norm"]),
         (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
         (
@@ -79,8 +126,12 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`deterministic` = true", "`planner.overlap` = 1"],
         ),
         (
-            ["algorithm.max_refill=2", "algorithm.drop_zero_variance=false", "planner.policy=flexible"],
-            ["`algorithm.max_refill` = 2.0", "`algorithm.drop_zero_variance` = false", "`planner.policy` = flexible"],
+            ["algorithm.max_refill=2", "algorithm.filter=none", "planner.policy=flexible"],
+            ["`algorithm.max_refill` = 2.0", "`algorithm.filter` = none", "`planner.policy` = flexible"],
+        ),
+        (
+            ["algorithm.max_refill=2", "algorithm.advantage=reinforce_plus_plus"],
+            ["`algorithm.max_refill` = 2.0", "`algorithm.advantage` = reinforce_plus_plus", "none can be judged alone"],
         ),
         (
             ["algorithm.max_refill=2", "planner.head_start=0.2", "planner.max_staleness=1", "deterministic=true"],

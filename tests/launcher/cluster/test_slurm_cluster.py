@@ -64,7 +64,7 @@ def configuration(work: Path) -> Path:
             **{"format": "int8", "num_engines": 2, "max_num_seqs": 16, "kv_cache_bytes": 64 << 20},
             **{"bf16_first_layers": 0, "bf16_last_layers": 1},
         },
-        "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
+        "algorithm": {"prompts_per_step": 4, "group_size": 4, "filter": "none"},
         "trainer": {"dtype": "fp32", "max_micro_batch_tokens": 512, "parallel": {"tensor": 2, "data": 2}},
         "history": {"drafts": False},
         "checkpoint": {"every": 1},

@@ -52,13 +52,13 @@ def test_a_forbidden_change_of_configuration_is_refused_naming_both_values(
     [
         ("loss", "megatron_rl.loss.clipped_surrogate", "clipped_surrogate"),
         ("advantage", "megatron_rl.advantages.grpo", "grpo"),
-        ("advantage", "megatron_rl.algorithm.advantages.dapo", "dapo"),
+        ("advantage", "megatron_rl.algorithm.advantages.rloo", "rloo"),
     ],
 )
 def test_a_saved_configuration_with_a_former_path_is_refused_with_the_short_name(
     tmp_path: Path, key: str, former: str, short: str
 ) -> None:
     text = resolved_yaml(run_config(algorithm={key: short}))
-    (tmp_path / "config.yaml").write_text(text.replace(f"{key}: {short}\n", f"{key}: {former}\n"))
+    (tmp_path / "config.yaml").write_text(text.replace(f"{key}:\n    name: {short}\n", f"{key}:\n    name: {former}\n"))
     with pytest.raises(RunDirectoryError, match=rf"config\.yaml`: `algorithm\.{key}` = {former}: .*write `{short}`"):
         changed_keys(tmp_path, run_config(algorithm={key: short}))

@@ -5,13 +5,15 @@ of the loss is -sum_a pi(a) A(a) grad log pi(a); sampling from mu with weights w
 pi(a). With grad log pi(a) = onehot(a) - pi both are K-vectors that need no autograd.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.algorithm.correction import PackedLogprobs, correction_weights
-from megatron_rl.algorithm.loss import LossInputs, LossSettings, clipped_surrogate
 from megatron_rl.config import CorrectionConfig
+from tests.support.loss_inputs import loss_inputs, run_loss
 
 NUM_ARMS = 12
 RNG = np.random.default_rng(3)
@@ -44,19 +46,9 @@ def ours(arms, shares, correction):
         rollout_logprobs=torch.tensor(np.log(MU)[arms], dtype=torch.float32),
         lengths=lengths,
     )
-    result = clipped_surrogate(
-        LossInputs(
-            logprobs=logprobs,
-            entropy=torch.zeros(len(arms)),
-            old_logprobs=logprobs.detach(),
-            advantages=torch.tensor(ADVANTAGES[arms], dtype=torch.float32),
-            weights=correction_weights(packed, config=correction),
-            coefficients=torch.as_tensor(shares, dtype=torch.float32),
-            lengths=lengths,
-            num_tokens=len(arms),
-        ),
-        LossSettings(clip_low=0.2, clip_high=0.2, dual_clip=0.0, entropy_bonus=0.0),
-    )
+    inputs = loss_inputs(logprobs, logprobs.detach(), ADVANTAGES[arms], lengths=lengths.tolist())
+    inputs = replace(inputs, coefficients=torch.as_tensor(shares, dtype=torch.float32))
+    result = run_loss("clipped_surrogate", inputs, weights=correction_weights(packed, config=correction))
     result.loss.backward()
     return theta.grad.numpy()
 

@@ -5,16 +5,26 @@ a number, a list, a copy to the host, a shape that depends on values.
 """
 
 from collections.abc import Callable
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 import torch
 
+from megatron_rl.algorithm.aggregation import Denominators, MeanInputs
+from megatron_rl.algorithm.columns import Columns, LossInputs
 from megatron_rl.algorithm.correction import PackedLogprobs, counted_tokens, final_weights, normalization_sums
-from megatron_rl.algorithm.loss import Denominators, LossInputs, LossSettings, coefficients, load_loss
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
-from megatron_rl.built_in import LOSSES
-from megatron_rl.config import Aggregation, CorrectionConfig, RejectionConfig
+from megatron_rl.algorithm.objective import BoundLoss, Terms, objective
+from megatron_rl.algorithm.plug_in import load_stage
+from megatron_rl.algorithm.token_advantages import (
+    TokenAdvantages,
+    TokenOutcome,
+    terminal_rewards,
+    whitened,
+    whitening_sums,
+)
+from megatron_rl.algorithm_settings import ADVANTAGES, AGGREGATIONS, LOSSES
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RejectionConfig
 from megatron_rl.model.rotary import rotate_packed
 
 META = torch.device("meta")
@@ -62,26 +72,53 @@ def test_a_correction_and_its_metrics_do_not_wait(mode: str) -> None:
     assert counted_tokens(pair, config=config).device == META
 
 
-@pytest.mark.parametrize("aggregation", get_args(Aggregation))
-@pytest.mark.parametrize("name", LOSSES.names)
-def test_a_loss_and_its_gradient_do_not_wait(name: str, aggregation: Aggregation) -> None:
-    pair, logprobs = packed(), values(requires_grad=True)
-    counted = torch.empty(NUM_TOKENS, dtype=torch.bool, device=META)
+def loss_inputs(aggregation: str) -> LossInputs:
+    pair, algorithm = packed(), AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
     counts = Denominators(num_tokens=NUM_TOKENS, num_sequences=NUM_SEQUENCES, max_response_tokens=16)
-    inputs = LossInputs(
-        logprobs=logprobs,
+    counted = torch.empty(NUM_TOKENS, dtype=torch.bool, device=META)
+    shares = load_stage(AGGREGATIONS, algorithm.aggregation).function(
+        MeanInputs(lengths=pair.lengths, counted=counted, denominators=counts)
+    )
+    return LossInputs(
+        logprobs=values(requires_grad=True),
         entropy=values(),
         old_logprobs=pair.old_logprobs,
+        rollout_logprobs=pair.rollout_logprobs,
         advantages=values(),
-        weights=values(),
-        coefficients=coefficients(pair.lengths, counted, aggregation=aggregation, denominators=counts),
+        coefficients=shares,  # type: ignore[arg-type]
+        loss_mask=counted,
+        staleness=pair.lengths,
         lengths=pair.lengths,
         num_tokens=NUM_TOKENS,
+        further=Columns(tensors={"ref": values(), "values": values()}),
     )
-    output = load_loss(name)(inputs, LossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_bonus=0.01))
-    output.loss.backward()
-    assert logprobs.grad is not None
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.by_name)
+@pytest.mark.parametrize("name", LOSSES.by_name)
+def test_a_loss_and_its_gradient_do_not_wait(name: str, aggregation: str) -> None:
+    inputs, algorithm = loss_inputs(aggregation), AlgorithmConfig(loss=name)  # type: ignore[arg-type]
+    loss = cast(BoundLoss, load_stage(LOSSES, algorithm.loss).function)
+    terms = Terms(kl_estimator="k3_unbiased", kl_coefficient=0.1, entropy_coefficient=0.01)
+    output = objective(loss, inputs, weights=values(), terms=terms)
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert inputs.logprobs.grad is not None
     assert {value.device for value in output.metrics.values()} == {META}
+
+
+@pytest.mark.parametrize("name", ["discounted_returns", "gae"])
+def test_an_advantage_of_tokens_does_not_wait(name: str) -> None:
+    inputs, algorithm = loss_inputs("token_mean"), AlgorithmConfig(advantage=name)  # type: ignore[arg-type]
+    outcome = TokenOutcome(
+        rewards=terminal_rewards(torch.empty(NUM_SEQUENCES, device=META), inputs.lengths, NUM_TOKENS),
+        old_logprobs=inputs.old_logprobs,
+        rollout_logprobs=inputs.rollout_logprobs,
+        loss_mask=inputs.loss_mask,
+        lengths=inputs.lengths,
+        further=inputs.further,
+    )
+    result = cast(TokenAdvantages, load_stage(ADVANTAGES, algorithm.advantage).function(outcome))
+    assert whitened(result.advantages, whitening_sums(result.advantages, inputs.loss_mask)).device == META
 
 
 def test_the_rotation_of_positions_does_not_wait() -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.algorithm_settings import ADVANTAGES
 from megatron_rl.batching.balance import PackingRules
-from megatron_rl.batching.batch import MiniBatch, TrainBatch, TrainingSample, build_batch, has_signal
+from megatron_rl.batching.batch import MiniBatch, TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
+from megatron_rl.batching.selection import TrainingSample, has_signal
 from megatron_rl.config import AlgorithmConfig
 from rollout.types import (
     ColumnsRef,
@@ -29,6 +31,7 @@ from rollout.types import (
 )
 
 MAX_RESPONSE_TOKENS = 64
+ADVANTAGE_NAMES = tuple(ADVANTAGES.by_name)
 COSTS = CostModel(parity_tokens=50)
 
 
@@ -78,7 +81,7 @@ def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini
     keys = Counter((sample.group_id, sample.sample) for sample in trained)
     assert all(times == 1 for times in keys.values())
     lost = counts.aborted_responses + counts.unscored_responses
-    lost += counts.zero_variance_responses + counts.masked_truncated_responses
+    lost += counts.zero_variance_responses + counts.filtered_responses + counts.masked_truncated_responses
     assert len(trained) == counts.trained_responses
     assert len(trained) + lost == counts.responses == sum(len(group.rewards) for group in groups)
     assert len(batch.mini_batches) <= num_mini_batches
@@ -143,11 +146,12 @@ def group_lists(draw):
     num_mini_batches=st.integers(1, 4),
     seed=st.integers(0, 2**63),
     mask_truncated=st.booleans(),
-    drop_zero_variance=st.booleans(),
-    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo", "dapo"]),
+    filter=st.sampled_from(["zero_variance", {"name": "accuracy", "low": 0.4}, "none"]),
+    reward_shaping=st.sampled_from(["none", {"name": "overlong", "buffer_tokens": 16}, "length_penalty"]),
+    advantage=st.sampled_from(ADVANTAGE_NAMES),
 )
 def test_invariants_hold_for_any_groups(
-    groups, dp_size, max_tokens, num_mini_batches, seed, mask_truncated, drop_zero_variance, advantage
+    groups, dp_size, max_tokens, num_mini_batches, seed, mask_truncated, filter, reward_shaping, advantage
 ):
     build(
         groups,
@@ -156,7 +160,8 @@ def test_invariants_hold_for_any_groups(
         seed=seed,
         num_mini_batches=num_mini_batches,
         mask_truncated=mask_truncated,
-        drop_zero_variance=drop_zero_variance,
+        filter=filter,
+        reward_shaping=reward_shaping,
         advantage=advantage,
     )
 
@@ -172,15 +177,15 @@ def test_groups_with_equal_rewards_are_dropped_and_counted():
 
 
 def test_equal_rewards_of_unequal_penalties_are_trained_on():
-    """DAPO's penalty for length tells responses apart that the reward does not."""
+    """A penalty for length tells responses apart that the reward does not."""
     groups = [scored_group(0, [MAX_RESPONSE_TOKENS, 4], [1.0, 1.0]), scored_group(1, [4, 4], [0.1, 0.1])]
-    batch = build(groups, advantage="dapo", overlong_buffer_tokens=16)
+    batch = build(groups, reward_shaping={"name": "overlong", "buffer_tokens": 16})
     (long, short) = samples_of(batch.mini_batches[0])
     assert long.advantage == pytest.approx(-short.advantage) and long.advantage < 0
     assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 2)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "dapo"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo"])
 @pytest.mark.parametrize("reward", [0.1, 1000.1, 1e10 / 3])
 def test_equal_rewards_of_any_size_have_no_advantage(advantage, reward):
     """Their mean differs by rounding, which a standard deviation of the same size would blow up."""
@@ -198,7 +203,7 @@ def test_a_response_whose_scoring_failed_leaves_its_group():
 
 
 def test_groups_with_equal_rewards_stay_when_dropping_is_off():
-    batch = build([scored_group(0, [3, 4], [1.0, 1.0])], drop_zero_variance=False)
+    batch = build([scored_group(0, [3, 4], [1.0, 1.0])], filter="none")
     assert [sample.advantage for sample in samples_of(batch.mini_batches[0])] == [0.0, 0.0]
 
 
@@ -277,3 +282,41 @@ def test_packing_statistics_of_a_batch_are_counted():
     assert (counts.micro_batches, counts.micro_batch_fill) == (1, 30 / 80)
     short, long = COSTS.rank_time([[10]]), COSTS.rank_time([[20]])
     assert counts.rank_imbalance == pytest.approx(long / ((short + long) / 2) - 1)
+
+
+def test_a_filter_of_accuracy_drops_groups_at_its_bounds_and_counts_them():
+    rewards = {0: [0.0, 0.5], 1: [1.0, 1.0], 2: [0.2, 0.2], 3: [0.0, 1.0]}
+    groups = [scored_group(number, [3, 4], each) for number, each in rewards.items()]
+    batch = build(groups, filter={"name": "accuracy", "low": 0.25, "high": 1.0})
+    assert {sample.group_id for sample in samples_of(batch.mini_batches[0])} == {3}
+    counts = batch.counts
+    assert (counts.filtered_groups, counts.filtered_responses) == (1, 2)
+    assert (counts.zero_variance_groups, counts.zero_variance_responses) == (2, 4)
+
+
+def test_dropped_groups_do_not_count_in_the_mean_of_a_batch():
+    kept, dropped = scored_group(0, [3, 4], [0.0, 1.0]), scored_group(1, [5, 5], [1.0, 1.0])
+    alone = build([kept], advantage="reinforce_plus_plus", filter="accuracy")
+    both = build([kept, dropped], advantage="reinforce_plus_plus", filter="accuracy")
+    assert alone.mini_batches == both.mini_batches
+
+
+def test_a_group_of_equal_rewards_has_a_signal_where_its_batch_differs():
+    groups = [scored_group(0, [3, 4], [1.0, 1.0]), scored_group(1, [5, 6], [0.0, 0.0])]
+    batch = build(groups, advantage="reinforce_plus_plus")
+    assert batch.counts.trained_responses == 4
+    tokens = {s.group_id: s for s in samples_of(batch.mini_batches[0])}
+    assert tokens[0].advantage > 0 > tokens[1].advantage
+
+
+def test_the_trainer_gets_shaped_rewards_where_it_computes_advantages():
+    shaping = {"name": "length_penalty", "penalty": 0.64}
+    batch = build([scored_group(0, [10, 20], [1.0, 1.0])], advantage="gae", reward_shaping=shaping)
+    samples = samples_of(batch.mini_batches[0])
+    assert {s.sample: round(s.reward, 9) for s in samples} == {0: 0.9, 1: 0.8}
+    assert {s.advantage for s in samples} == {0.0}
+
+
+def test_equal_shaped_rewards_are_dropped_where_the_trainer_computes_advantages():
+    batch = build([scored_group(0, [10, 10], [1.0, 1.0])], advantage="gae")
+    assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 0)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from history.lengths.book import LengthBook
-from megatron_rl.batching.batch import has_signal
+from megatron_rl.batching.selection import has_signal
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.stopping import StopRequestedError
 from megatron_rl.trainer.results import StepResult

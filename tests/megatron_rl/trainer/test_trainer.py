@@ -119,7 +119,7 @@ ALGORITHMS = {
         num_mini_batches=2,
         num_epochs=2,
         aggregation="sequence_mean",
-        entropy_bonus=0.01,
+        entropy={"coefficient": 0.01},
         correction=CorrectionConfig(mode="tis_sequence", batch_normalize=True),
     ),
 }

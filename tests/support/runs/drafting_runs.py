@@ -26,7 +26,7 @@ def drafting(example: Path) -> Path:
         num_steps=NUM_STEPS,
         data={"train": [{"path": str(few)}], "max_prompt_tokens": 96},
         sampling={"temperature": 0.1, "max_response_tokens": 48},
-        algorithm={"prompts_per_step": PROMPTS_PER_STEP, "group_size": 4, "drop_zero_variance": False},
+        algorithm={"prompts_per_step": PROMPTS_PER_STEP, "group_size": 4, "filter": "none"},
         trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-6}},
         planner={"overlap": 1, "max_staleness": 1},
         wandb={"mode": "disabled"},

@@ -4,7 +4,9 @@ import os
 import signal
 from pathlib import Path
 
-from megatron_rl.algorithm.loss import LossInputs, LossOutput, LossSettings, clipped_surrogate
+from megatron_rl.algorithm.columns import LossInputs, TokenLosses
+from megatron_rl.algorithm.losses import clipped_surrogate
+from megatron_rl.algorithm_settings import ClippedSurrogate
 from rollout.processes import VARIABLE
 
 LOOPS_AT, FREEZES_AT = 3, 7
@@ -13,7 +15,7 @@ LOOPS_AT, FREEZES_AT = 3, 7
 _num_calls = 0
 
 
-def hanging_loss(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+def hanging_loss(inputs: LossInputs, settings: ClippedSurrogate) -> TokenLosses:
     """`clipped_surrogate`, unless it is time to hang."""
     global _num_calls
     _num_calls += 1

@@ -78,7 +78,7 @@ class Ring:
             model=directory,
             run_id=RUN_ID,
             config=TrainerConfig(dtype="fp32", parallel=PARALLEL, optimizer=OptimizerConfig(learning_rate=1e-3)),
-            algorithm=AlgorithmConfig(group_size=4, drop_zero_variance=False),
+            algorithm=AlgorithmConfig(group_size=4, filter="none"),
             publish=PUBLISH,
             format=BF16,
             temperature=TEMPERATURE,

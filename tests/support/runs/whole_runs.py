@@ -52,7 +52,7 @@ def configuration(example: Path, **changes) -> Path:
         "data": {"train": [{"path": str(example / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
         "sampling": {"temperature": 1.0, "max_response_tokens": 48},
         "engine": {"format": "bf16", "max_num_seqs": 64, "kv_cache_bytes": 64 << 20},
-        "algorithm": {"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False, "num_mini_batches": 2},
+        "algorithm": {"prompts_per_step": 4, "group_size": 4, "filter": "none", "num_mini_batches": 2},
         "trainer": {
             "dtype": "fp32",
             "max_micro_batch_tokens": 512,
@@ -289,7 +289,7 @@ def run_ahead(example: Path) -> Path:
         deterministic=False,
         # three groups at a time, so that the first of a step are begun before the last of the one before are over
         engine={"max_num_seqs": 12, "kv_cache_bytes": 64 << 20, **HANGS},
-        algorithm={"prompts_per_step": 4, "group_size": 4, "drop_zero_variance": False},
+        algorithm={"prompts_per_step": 4, "group_size": 4, "filter": "none"},
         trainer={"dtype": "fp32", "max_micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}},
         placement={"mode": "disaggregated"},
         planner={"overlap": 1, "max_staleness": 1},

@@ -1,0 +1,161 @@
+"""Combinations of stages of the algorithm that have no meaning, and functions of one's own that cannot be loaded."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from launcher.checks.functions import function_problems
+from launcher.config.schema import RunConfig
+from megatron_rl.algorithm_settings import (
+    AGGREGATIONS,
+    LOSSES,
+    AdvantageChoice,
+    Bypass,
+    DrGrpo,
+    LossChoice,
+    Reinforce,
+    ReinforcePlusPlus,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    ZeroVariance,
+)
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.correction_config import BYPASS_PRESETS
+from megatron_rl.stages import Column, PlugIn
+
+PLUG_IN_CHECK = ("-m", "megatron_rl.algorithm.plug_in_check")
+PLUG_IN_TIMEOUT_S = 600.0
+"""Deadline of importing functions of one's own."""
+AVAILABLE: AbstractSet[Column] = frozenset()
+"""Columns of tokens whose models a run can have."""
+MODELS = {"ref": "a reference policy", "values": "a critic"}
+
+
+def algorithm_problems(config: RunConfig) -> list[str]:
+    """One sentence for each combination that cannot run, and for each function that cannot be loaded."""
+    algorithm = config.algorithm
+    problems = _advantage(algorithm) + _loss(algorithm) + _correction(algorithm) + _terms(algorithm)
+    own_problems, own_needs = _plug_ins(algorithm)
+    needs = {key: choice.needs | own_needs.get(key, frozenset()) for key, choice in algorithm.stages.items()}
+    return problems + own_problems + _models(algorithm, needs)
+
+
+def _advantage(algorithm: AlgorithmConfig) -> list[str]:
+    advantage, problems = algorithm.advantage, []
+    if not isinstance(advantage, AdvantageChoice):
+        return []
+    of_group = not advantage.on_trainer and not isinstance(advantage, ReinforcePlusPlus)
+    if of_group and algorithm.group_size < 2:
+        problems.append(
+            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {advantage.name}: "
+            "the advantage compares the responses of a group; set group_size to 2 or more"
+        )
+    if advantage.on_trainer and isinstance(algorithm.filter, ZeroVariance) and algorithm.group_size < 2:
+        problems.append(
+            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {advantage.name} and "
+            "`algorithm.filter` = zero_variance: the rewards of a group of one are always equal, so every group would "
+            "be dropped; set filter to none"
+        )
+    if isinstance(advantage, DrGrpo) and not isinstance(algorithm.aggregation, SeqMeanTokenSum | SeqMeanTokenSumNorm):
+        problems.append(
+            f"`algorithm.advantage` = dr_grpo with `algorithm.aggregation` = {algorithm.aggregation.name}: Dr. GRPO "
+            "divides the loss by no length; set aggregation to seq_mean_token_sum_norm (the paper's) or "
+            "seq_mean_token_sum"
+        )
+    return problems
+
+
+def _loss(algorithm: AlgorithmConfig) -> list[str]:
+    loss, aggregation, problems = algorithm.loss, algorithm.aggregation.name, []
+    if isinstance(loss, LossChoice) and loss.aggregation and loss.aggregation != aggregation:
+        problems.append(
+            f"`{LOSSES.key}` = {loss.name} with `{AGGREGATIONS.key}` = {aggregation}: its ratio belongs to a "
+            f"whole sequence, and each sequence counts once; set aggregation to {loss.aggregation}"
+        )
+    if isinstance(loss, Bypass) and algorithm.correction.mode != "none":
+        problems.append(
+            f"`{LOSSES.key}` = bypass with `algorithm.correction.mode` = {algorithm.correction.mode}: the loss takes "
+            "the sampler's log-probabilities as the old ones, so its ratio already corrects; set mode to none"
+        )
+    return problems
+
+
+def _correction(algorithm: AlgorithmConfig) -> list[str]:
+    correction, problems = algorithm.correction, []
+    banded = correction.mode in ("icepop", "icepop_sequence", "mis_product", "mis_geometric")
+    if banded and correction.low >= correction.cap:
+        problems.append(
+            f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
+            f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
+        )
+    losses: dict[str, type[LossChoice]] = {"clip": Bypass, "pg": Reinforce}
+    wanted = losses.get(BYPASS_PRESETS.get(correction.preset, ""))
+    if wanted is not None and not isinstance(algorithm.loss, wanted):
+        name = wanted.model_fields["name"].default
+        problems.append(
+            f"`algorithm.correction.preset` = {correction.preset} with `{LOSSES.key}` = {algorithm.loss.name}: the "
+            f"preset is made for another loss; set loss to {name}"
+        )
+    return problems
+
+
+def _terms(algorithm: AlgorithmConfig) -> list[str]:
+    kl, entropy, problems = algorithm.kl, algorithm.entropy, []
+    on_trainer = getattr(algorithm.advantage, "on_trainer", True)  # of a function of one's own, only itself knows
+    if kl.place == "reward" and not on_trainer:
+        problems.append(
+            f"`algorithm.kl.place` = reward with `algorithm.advantage` = {algorithm.advantage.name}: this advantage is "
+            "computed before the reference policy has scored a token; choose discounted_returns or gae, or set place "
+            "to loss"
+        )
+    if kl.place == "reward" and kl.estimator == "k3_unbiased":
+        problems.append(
+            "`algorithm.kl.place` = reward with `algorithm.kl.estimator` = k3_unbiased: the probability ratio of the "
+            "old policy is 1; set estimator to k3"
+        )
+    if entropy.target and entropy.coefficient > entropy.max_coefficient:
+        problems.append(
+            f"`algorithm.entropy.coefficient` = {entropy.coefficient} is above `algorithm.entropy.max_coefficient` = "
+            f"{entropy.max_coefficient}; lower it"
+        )
+    return problems
+
+
+def _models(algorithm: AlgorithmConfig, needs: Mapping[str, AbstractSet[Column]]) -> list[str]:
+    """Columns that functions need and that nothing computes; `needs` by the key of the stage."""
+    problems = [
+        f"`{key}` = {algorithm.stages[key].name} needs {MODELS[column]} (column `{column}`), and none is configured; "
+        "choose another function"
+        for key, columns in needs.items()
+        for column in sorted(columns - AVAILABLE)
+    ]
+    if algorithm.kl.place != "none" and "ref" not in AVAILABLE:
+        problems.append(
+            f"`algorithm.kl.place` = {algorithm.kl.place} needs a reference policy, and none is configured; set place "
+            "to none"
+        )
+    return problems
+
+
+def _plug_ins(algorithm: AlgorithmConfig) -> tuple[list[str], dict[str, frozenset[Column]]]:
+    """Problems of functions of one's own, and the columns that they need by the key of their stage."""
+    own = {key: choice.name for key, choice in algorithm.stages.items() if isinstance(choice, PlugIn)}
+    if not own:
+        return [], {}
+    if problems := function_problems(own):
+        return problems, {}
+    done = subprocess.run(
+        [sys.executable, *PLUG_IN_CHECK],
+        input=algorithm.model_dump_json(),
+        capture_output=True,
+        text=True,
+        timeout=PLUG_IN_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return [f"functions of `algorithm` ({', '.join(own.values())}) could not be imported: {last}"], {}
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return list(found["problems"]), {key: frozenset(columns) for key, columns in found["needs"].items()}

@@ -1,0 +1,47 @@
+"""Filters: which groups are trained on, on the controller.
+
+A filter of rewards takes a `GroupOutcome` with the rewards of the reward function and runs before the advantage, so
+that dropped groups do not count in a batch's mean. A filter of signals takes a `GroupSignal` and runs after it. Both
+return whether the group is kept. `megatron_rl.algorithm_settings` names the source of each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.advantages import GroupOutcome, Rewards
+from megatron_rl.algorithm_settings import Accuracy, KeepAll, ZeroVariance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSignal:
+    """What a group teaches."""
+
+    outcome: GroupOutcome
+    """With shaped rewards."""
+    advantages: Rewards | None
+    """[N]; None where the trainer computes them."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all advantages are zero or, where they are not known here, all rewards are equal."""
+        if self.advantages is None:
+            return bool(np.ptp(self.outcome.rewards) == 0)
+        return not self.advantages.any()
+
+
+def zero_variance(signal: GroupSignal, settings: ZeroVariance) -> bool:
+    """Whether the group has a signal."""
+    del settings
+    return not signal.is_zero
+
+
+def accuracy(outcome: GroupOutcome, settings: Accuracy) -> bool:
+    """Whether the mean reward lies strictly between the bounds."""
+    return settings.low < float(outcome.rewards.mean()) < settings.high
+
+
+def keep_all(outcome: GroupOutcome, settings: KeepAll) -> bool:
+    """True."""
+    del outcome, settings
+    return True

@@ -1,0 +1,54 @@
+"""Reward shaping and filters against hand-computed numbers."""
+
+import numpy as np
+import pytest
+
+from megatron_rl.algorithm.filters import GroupSignal
+from megatron_rl.algorithm.plug_in import load_stage
+from megatron_rl.algorithm_settings import FILTERS, SHAPINGS
+from tests.megatron_rl.algorithm.test_advantages import advantage, outcome
+from tests.support.loss_inputs import choice
+
+
+def shaped(stage, inputs):
+    return load_stage(SHAPINGS, choice(reward_shaping=stage)).function(inputs).tolist()
+
+
+def test_the_overlong_penalty_grows_linearly_over_the_buffer():
+    stage = {"name": "overlong", "buffer_tokens": 20, "penalty": 2.0}
+    assert shaped(stage, outcome([0] * 4, [80, 85, 90, 100])) == [0.0, -0.5, -1.0, -2.0]
+
+
+def test_dapo_ranks_a_short_right_answer_above_one_at_the_length_limit():
+    rewards = shaped({"name": "overlong", "buffer_tokens": 20, "penalty": 0.5}, outcome([1, 1, 0], [50, 100, 50]))
+    values = advantage("grpo", outcome(rewards))
+    assert values[0] > values[1] > values[2]
+
+
+def test_the_length_penalty_is_in_proportion_to_the_length():
+    assert shaped({"name": "length_penalty", "penalty": 0.5}, outcome([1, 0], [50, 100])) == [0.75, -0.5]
+
+
+def test_the_relative_length_helps_the_shorter_right_answers_and_no_wrong_one():
+    case = outcome([1, 1, 1, 0, 0], [10, 20, 30, 10, 30])
+    assert shaped("relative_length", case) == [1.5, 1.0, 0.5, 0.0, -0.5]
+    assert shaped("relative_length", outcome([1, 0], [7, 7])) == [1.0, 0.0]
+
+
+def test_no_shaping_leaves_rewards():
+    assert shaped("none", outcome([1, 0.5])) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"), [([0, 0], False), ([1, 1], False), ([0, 1], True), ([0.2, 0.2], True), ([2, 2], False)]
+)
+def test_the_accuracy_lies_strictly_between_the_bounds(rewards, kept):
+    assert load_stage(FILTERS, choice(filter="accuracy")).function(outcome(rewards)) is kept
+
+
+def test_a_signal_is_an_advantage_or_a_difference_of_rewards():
+    function = load_stage(FILTERS, choice(filter="zero_variance")).function
+    assert not function(GroupSignal(outcome=outcome([0, 1]), advantages=np.zeros(2)))
+    assert function(GroupSignal(outcome=outcome([1, 1]), advantages=np.array([0.1, 0.1])))
+    assert not function(GroupSignal(outcome=outcome([1, 1]), advantages=None))
+    assert function(GroupSignal(outcome=outcome([0, 1]), advantages=None))
