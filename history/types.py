@@ -1,4 +1,4 @@
-"""Finished responses, prompt keys, and what is told to the history's actors.
+"""Finished responses, names of prompts and folders, and what is told to the history's actors.
 
 Per-token data are numpy arrays of int32 ids. Ids are never negative: an index uses negative numbers as separators.
 """
@@ -30,6 +30,11 @@ class PastResponse:
 def prompt_key(prompt_id: str) -> int:
     """Return the prompt's key in every index, file name and request: 63 bits, equal on all runs and machines."""
     return xxhash.xxh3_64_intdigest(prompt_id.encode()) >> 1
+
+
+def folder_of_node(directory: str, node_id: str) -> str:
+    """Name of the folder in which a node's reader publishes; `node_id` is Ray's, `directory` the same on all nodes."""
+    return f"{directory}-{node_id[:16]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

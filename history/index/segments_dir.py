@@ -18,17 +18,11 @@ from history.own_files import is_private_folder, make_private_folder
 SHM = Path("/dev/shm")
 _PREFIX = "mrl-history-"
 _LOCK = "LOCK"
-_NODE_DIGITS = 16
 
 
 def segments_dir(run_id: str) -> str:
-    """Name of the segments folders of this process's run, to which each node adds its own (`of_node`)."""
+    """Name of the segments folders of this process's run, to which each node adds its own (`folder_of_node`)."""
     return str(SHM / f"{_PREFIX}{run_id}-{os.getpid()}")
-
-
-def of_node(directory: str, node_id: str) -> str:
-    """Name of the segments folder of a node, by Ray's id."""
-    return f"{directory}-{node_id[:_NODE_DIGITS]}"
 
 
 def claim(directory: Path) -> int:

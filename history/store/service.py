@@ -19,12 +19,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from history.config import HistoryConfig
-from history.index.segments_dir import of_node
 from history.store.actors import HistoryReader, HistoryShard, ReaderReport, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
-from history.types import ActorProcess, HistoryPlaces, SegmentOrder
+from history.types import ActorProcess, HistoryPlaces, SegmentOrder, folder_of_node
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
@@ -238,7 +237,7 @@ class HistoryService:
         for actor in (*self._readers.values(), *self.shards):
             ray.kill(actor, no_restart=True)
         for node in self._nodes:  # those that share this host
-            shutil.rmtree(of_node(self.directory, node), ignore_errors=True)
+            shutil.rmtree(folder_of_node(self.directory, node), ignore_errors=True)
 
     def _count_lost_calls(self) -> None:
         """Count the calls that failed since the last report."""
@@ -350,7 +349,7 @@ def start_history(
 
     def start_reader(node: str) -> ray.actor.ActorHandle:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        folder = of_node(directory, node)
+        folder = folder_of_node(directory, node)
         return HistoryReader.options(**options, scheduling_strategy=on_node).remote(folder, config.shm_bytes)
 
     return HistoryService(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from history.index.segments_dir import of_node
+from history.types import folder_of_node
 from rollout.config import EngineConfig, InFlight
 
 
@@ -42,7 +42,7 @@ class EngineSpec:
         """The specification of an engine that runs on a node, by Ray's id."""
         if self.drafts is None or not self.drafts.segments_dir:
             return self
-        folder = of_node(self.drafts.segments_dir, node_id)
+        folder = folder_of_node(self.drafts.segments_dir, node_id)
         return replace(self, drafts=replace(self.drafts, segments_dir=folder))
 
     @property

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from history.index import segments_dir
-from history.index.segments_dir import claim, of_node, sweep_segments
+from history.index.segments_dir import claim, sweep_segments
 from history.own_files import PlantedError
+from history.types import folder_of_node
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_an_own_folder_is_claimed_and_swept(shared: Path) -> None:
 
 def test_each_node_of_a_host_has_a_folder_of_its_own(shared: Path) -> None:
     """A second reader of one folder would wait for the end of the first one."""
-    folders = [Path(of_node(str(shared / "mrl-history-x-1"), node * 56)) for node in "ab"]
+    folders = [Path(folder_of_node(str(shared / "mrl-history-x-1"), node * 56)) for node in "ab"]
     held = [claim(folder) for folder in folders]
     assert len({str(folder) for folder in folders}) == 2 and sweep_segments() == []
     for descriptor in held:

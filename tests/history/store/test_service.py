@@ -15,13 +15,13 @@ import ray
 
 from history.config import HistoryConfig
 from history.index.segment import attach_segment
-from history.index.segments_dir import SHM, of_node, segments_dir, sweep_segments
+from history.index.segments_dir import SHM, segments_dir, sweep_segments
 from history.store import service as history_service
 from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, Upkeep, start_history
 from history.store.snapshot import SnapshotError, read_manifest
-from history.types import SegmentOrder, prompt_key
+from history.types import SegmentOrder, folder_of_node, prompt_key
 from rollout.processes import STACKS_SIGNAL
 from rollout.stacks import catches
 from tests.support.deadline import DEADLINE_S
@@ -78,7 +78,7 @@ def publish(service: HistoryService, keys) -> None:
 def folder_of(service: HistoryService) -> Path:
     """The folder of a service's only reader."""
     (node,) = service.nodes
-    return Path(of_node(service.directory, node))
+    return Path(folder_of_node(service.directory, node))
 
 
 def published(service: HistoryService) -> set[int]:
@@ -313,7 +313,9 @@ def two_readers(tmp_path, log_lines):
     service = HistoryService(
         [shard],
         ["a", "b"],
-        start_reader=lambda node: HistoryReader.options(max_restarts=-1).remote(of_node(directory, node), 1 << 20),
+        start_reader=lambda node: HistoryReader.options(max_restarts=-1).remote(
+            folder_of_node(directory, node), 1 << 20
+        ),
         directory=directory,
         fingerprint="f",
         upkeep=Upkeep(log=log_lines),
