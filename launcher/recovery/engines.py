@@ -46,9 +46,9 @@ class LostEngines:
 
         Engines whose node now belongs to the trainer are lost, too.
         """
-        self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
         if hung:
-            self.engines.end_silent(timeout_s=PING_TIMEOUT_S)
+            self.engines.end_silent(timeout_s=PING_TIMEOUT_S)  # first, because vLLM notices a death when it is asked
+        self.engines.check_alive(timeout_s=ANSWER_TIMEOUT_S)
         for number in self.engines.alive:
             if self._has_moved(number):
                 self.engines.mark_lost(number, f"its place on {self._slots[number].node} is taken by another process")
@@ -131,16 +131,16 @@ class EngineRestarter:
         """Engines that were not given up."""
         return len(self.lost.nodes.placement.serving)
 
-    def restart_lost(self, *, after_failure: bool = False) -> int:
+    def restart_lost(self, *, ask_ranks: bool = False) -> int:
         """Restart or retire each lost engine; returns their number. Restarted engines need a publish before they serve.
 
-        `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
+        `ask_ranks`: every rank must answer. So engines count as lost that hang, or whose death vLLM has not noticed.
 
         Raises:
             EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
             RuntimeError: a restarted engine failed to start, or no engine is left.
         """
-        lost = self.lost.find(hung=after_failure)
+        lost = self.lost.find(hung=ask_ranks)
         if not lost:
             return 0
         if self.sharing is not None:

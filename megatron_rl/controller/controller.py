@@ -163,7 +163,7 @@ class Controller:
         Once it has groups, its death loses the step, and the run returns to its checkpoint with another trainer. Other
         runs need no such look: groups go to other engines, or the pool brings one.
         """
-        if self.pool.samples_whole_steps and self.restarter.restart_lost():
+        if self.pool.samples_whole_steps and self.restarter.restart_lost(ask_ranks=True):
             self.num_repeated_publishes += 1
             self._publish(step)
 
@@ -215,7 +215,7 @@ class Controller:
             except RuntimeError as error:
                 if isinstance(error, PlacedError) and error.place.role == "trainer":
                     raise
-                if not self.restarter.restart_lost(after_failure=True):
+                if not self.restarter.restart_lost(ask_ranks=True):
                     raise
                 self.num_repeated_publishes += 1
                 _log.warning("weight version %d is published again, because an engine died: %s", version, error)

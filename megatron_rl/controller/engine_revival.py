@@ -22,10 +22,10 @@ class EngineRestarter(Protocol):
     def num_serving(self) -> int:
         """Engines that were not given up."""
 
-    def restart_lost(self, *, after_failure: bool = False) -> int:
+    def restart_lost(self, *, ask_ranks: bool = False) -> int:
         """Restart or give up every lost engine; returns their number. They need a publish before they serve.
 
-        `after_failure`: a call to engines has failed, so engines that hang are looked for and count as lost.
+        `ask_ranks`: every rank must answer. So engines count as lost that hang, or whose death vLLM has not noticed.
         """
 
 

@@ -101,7 +101,7 @@ def controller(
             ranks=StandIn(check_idle=lambda: None),
         ),
         publisher=StandIn(publish=log.call("publish", report)),
-        restarter=StandIn(restart_lost=lambda after_failure=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
+        restarter=StandIn(restart_lost=lambda ask_ranks=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
         phases=phases,
         evaluator=StandIn(
             evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [],
@@ -191,8 +191,8 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
 
     run.publisher = StandIn(publish=dies_once)
 
-    def replace(after_failure=False):
-        log.append("replace" if not after_failure else "look and replace")
+    def replace(ask_ranks=False):
+        log.append("replace" if not ask_ranks else "look and replace")
         return lost.pop() if "publish 1" in log and lost else 0
 
     run.restarter = StandIn(restart_lost=replace, num_restarts=1, num_serving=1, num_lost_nodes=0)
@@ -208,8 +208,8 @@ def test_an_engine_that_died_between_two_steps_is_replaced_before_a_deterministi
     run = controller(log, num_steps=2, checkpoint_every=1)
     run.pool.samples_whole_steps = is_deterministic
 
-    def replace(after_failure=False):
-        return dead.pop() if "save 1" in log and dead else 0
+    def replace(ask_ranks=False):
+        return dead.pop() if ask_ranks and "save 1" in log and dead else 0
 
     run.restarter = StandIn(restart_lost=replace, num_restarts=1, num_serving=1, num_lost_nodes=0)
     run.run()
