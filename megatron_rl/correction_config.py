@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 from history.config import Config
 
 Preset = Literal[
-    "none", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs", "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis", "bypass_ppo_clip", "bypass_ppo_clip_geo_rs", "bypass_ppo_clip_k3_rs", "bypass_pg_is",
-    "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis", "bypass_pg_geo_rs_token_tis",
+    "none", "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs",
+    "decoupled_geo_rs", "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis", "decoupled_k3_rs_token_tis", "bypass_ppo_clip", "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs", "bypass_pg_is", "bypass_pg_token_icepop", "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
 ]  # fmt: skip
 """verl 0.9.1's presets of its rollout correction."""
 BYPASS_PRESETS = {
@@ -41,7 +42,7 @@ class CorrectionConfig(Config):
     """Importance weights that correct for the difference between the quantised sampler and the trainer."""
 
     preset: Preset = "none"
-    """Sets `mode`, `cap` and `rejections` as verl's preset of this name does; keys beside it come first.
+    """Sets `mode`, `cap`, `low` and `rejections` as verl's preset of this name does; keys beside it come first.
     `bypass_ppo_clip*` needs `loss` = bypass, `bypass_pg*` needs `loss` = reinforce."""
     mode: Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_product", "mis_geometric"] = (
         "tis_token"
@@ -94,7 +95,9 @@ def preset_keys(name: str) -> dict[str, object]:
         return {}
     weighted = name.removesuffix("_rs") if name == "decoupled_seq_is_rs" else name
     keys: dict[str, object] = {"mode": "none"}
-    if weighted.endswith(("token_is", "token_tis")):
+    if name.endswith("icepop"):
+        keys = {"mode": "icepop", "low": 0.5, "cap": 5.0}
+    elif weighted.endswith(("token_is", "token_tis")):
         keys = {"mode": "tis_token", "cap": 2.0}
     elif weighted.endswith(("seq_is", "seq_tis", "pg_is")):
         keys = {"mode": "tis_sequence", "cap": 2.0}

@@ -101,7 +101,7 @@ def whitened(advantages: Tensor, sums: Tensor) -> Tensor:
 def _backward_sums(terms: Tensor, outcome: TokenOutcome, factor: float) -> Tensor:
     """X with x[t] = terms[t] + factor * x[t + 1] inside each sequence; a token that was not sampled has x[t + 1]."""
     sums = torch.where(outcome.loss_mask, terms.double(), 0.0)
-    factors = torch.where(outcome.loss_mask, factor, 1.0).to(sums.dtype)
+    factors = torch.full_like(sums, factor).masked_fill(~outcome.loss_mask, 1.0)
     factors = factors.masked_fill(_is_last(outcome.lengths, len(terms)), 0.0)
     reach = 1
     while reach < len(terms):  # sums and factors cover `reach` tokens from each one on
