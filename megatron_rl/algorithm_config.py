@@ -108,6 +108,10 @@ class AlgorithmConfig(Config):
     """Divergence from a reference policy."""
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus."""
+    mismatch_sample_tokens: int = Field(default=1024, ge=0)
+    """Prompt and response tokens of each data-parallel rank that are scored twice more in every step, to split the
+    difference into quantisation, numerics, staleness and speculation (`rollout_corr/part_*`). Whole responses are
+    taken, at least one. 0 turns this off."""
 
     @property
     def max_groups(self) -> int:

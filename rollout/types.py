@@ -1,7 +1,7 @@
 """The types that pass between packages, from a prompt to a scored group; one frozen type per stage.
 
-Per-token data are read-only numpy arrays: int32 ids, float32 log-probabilities. A response is one sampled continuation
-of a prompt, with its end-of-sequence token if that was sampled.
+Per-token data are read-only numpy arrays: int32 ids, float32 log-probabilities, flags. A response is one sampled
+continuation of a prompt, with its end-of-sequence token if that was sampled.
 
 Shape legend: P prompt tokens, G responses of the group, T tokens of one response, S = sum of T over
 the group.
@@ -18,6 +18,7 @@ from rollout.processes import ProcessId
 
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
 
 PromptId = NewType("PromptId", str)
 """`DATASET/ROW`: stable over runs; the key of the history."""
@@ -119,6 +120,8 @@ class GroupColumns:
     """[S], the G responses one after another."""
     rollout_logprobs: Logprobs
     """[S]"""
+    resampled: Flags
+    """[S], whether the token stands where a draft was rejected."""
     offsets: npt.NDArray[np.int64]
     """[G + 1]; response g is `response_ids[offsets[g]:offsets[g + 1]]`."""
 
@@ -129,6 +132,10 @@ class GroupColumns:
     def logprobs(self, sample: int) -> Logprobs:
         """`rollout_logprobs` of response `sample`, [T]."""
         return self.rollout_logprobs[self.offsets[sample] : self.offsets[sample + 1]]
+
+    def resampled_in(self, sample: int) -> Flags:
+        """`resampled` of response `sample`, [T]."""
+        return self.resampled[self.offsets[sample] : self.offsets[sample + 1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

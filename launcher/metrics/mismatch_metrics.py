@@ -104,6 +104,25 @@ _BY_AGE: tuple[Row, ...] = (
 )
 
 
+_SAMPLE = "mean over sampled tokens"
+_RATIOS = "squared mean over mean square, sampled tokens"
+_PARTS: tuple[Row, ...] = (
+    ("tokens", "tokens", "sum", "Tokens of `algorithm.mismatch_sample_tokens`.", ""),
+    ("fresh_tokens", "tokens", "sum", "Those sampled from the weights published last; 0 leaves numerics out.", ""),
+    ("k3/total", "nats per token", _SAMPLE, "k3 of the sample: the sum of all parts below.", "below 5e-3"),
+    ("k3/quantisation", "nats per token", _SAMPLE, "k3 of the trainer against its published weights.", ""),
+    ("k3/numerics", "nats per token", "mean over fresh tokens", "k3 of these weights against the engine.", ""),
+    ("k3/stale_{age}", "nats per token", _SAMPLE, "What tokens of this age add to numerics.", ""),
+    ("k3/speculation", "nats per token", _SAMPLE, "What tokens at rejected drafts add to numerics.", ""),
+    ("k3/interaction", "nats per token", _SAMPLE, "Product of quantisation and all other causes.", "near 0"),
+    ("ess/total", "share", _RATIOS, "ESS of the sample's ratios.", "near 1"),
+    ("ess/quantisation", "share", _RATIOS, "ESS of the ratios of trainer and published weights.", "near 1"),
+    ("ess/numerics", "share", _RATIOS, "ESS of the ratios of published weights and engine, fresh tokens.", "near 1"),
+    ("ess/stale_{age}", "share", _RATIOS, "The same of tokens of this age.", "near 1"),
+    ("ess/speculation", "share", _RATIOS, "The same of fresh tokens at rejected drafts.", "near 1"),
+)
+
+
 def _under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple((prefix + name, unit, reduction, text, healthy) for name, unit, reduction, text, healthy in rows)
 
@@ -116,5 +135,6 @@ MISMATCH: dict[str, tuple[Row, ...]] = {
         *_under("rollout_corr/rollout_rs_{statistic}_", _REJECTION),
     ),
     "Gap by staleness": _under("rollout_corr/stale_{age}/", _BY_AGE),
+    "Gap by cause": _under("rollout_corr/part_", _PARTS),
 }
 """Titles and rows, in the order of the documentation."""

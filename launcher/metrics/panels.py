@@ -34,6 +34,11 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
     "Mismatch": (
         _panel("k3, sampler to trainer", "rollout_corr/k3_kl", log=True),
         _panel("Effective sample size", "rollout_corr/rollout_is_eff_sample_size"),
+        _panel(
+            "k3 by cause",
+            *(f"rollout_corr/part_k3/{part}" for part in ("quantisation", "numerics", "stale_1", "speculation")),
+            stacked=True,
+        ),
         _panel("Absolute log ratio", "rollout_corr/abs_log_ratio_p99", "rollout_corr/abs_log_ratio_max", log=True),
         _panel("Truncated ratios", "rollout_corr/clip_fraction"),
         _panel("Tokens that pass veto and rejections", "rollout_corr/kept_fraction"),

@@ -300,6 +300,7 @@ _SPEED: tuple[Row, ...] = (
     ("timing_s/rollout", "seconds", "sum", "The controller waits for scored groups.", ""),
     ("timing_s/refill", "seconds", "sum", "The part of `timing_s/rollout` after its first further admission.", ""),
     ("timing_s/train", "seconds", "sum", "The trainer trains.", ""),
+    ("timing_s/mismatch_sample", "seconds", "last rank", "Part of `train`: `rollout_corr/part_*` are measured.", ""),
     ("timing_s/publish", "seconds", "sum", "Weights are sent to the engines.", ""),
     ("timing_s/switch", "seconds", "sum", "Shared devices change between trainer and engines.", ""),
     (

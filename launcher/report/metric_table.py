@@ -86,6 +86,10 @@ class MetricTable:
         filled[numbers] = values
         return filled
 
+    def names(self, prefix: str) -> list[str]:
+        """Metrics of any row whose names begin with `prefix`, sorted."""
+        return sorted({name for block in self.blocks for name in block.index if name.startswith(prefix)})
+
     def last_row(self) -> dict[str, float]:
         """The last row."""
         for block in self.blocks:

@@ -23,6 +23,7 @@ from launcher.report.chrome_trace import write_trace
 from launcher.report.fleet import fleet_section
 from launcher.report.html import grid, page, section, table, tiles
 from launcher.report.metric_table import MetricTable
+from launcher.report.mismatch_section import mismatch_section
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
@@ -88,6 +89,7 @@ def write_report(run_dir: Path) -> Path:
             _summary(record),
             _evaluation(record),
             _charts(metrics),
+            mismatch_section(metrics),
             timeline_section(record.timeline, metrics),
             fleet_section(record.timeline, record.places, last_steps(record.timeline.steps)),
             _drafts(metrics),

@@ -105,6 +105,8 @@ class RankMiniBatch:
 class RankBatch:
     """One step's training data of one data-parallel rank, as handles."""
 
+    policy_version: int
+    """At consumption."""
     mini_batches: tuple[RankMiniBatch, ...]
     """One epoch, in order."""
     max_staleness: int
@@ -128,6 +130,7 @@ class TrainBatch:
         controller, would have to know each of these references.
         """
         return RankBatch(
+            policy_version=self.policy_version,
             mini_batches=tuple(
                 RankMiniBatch(
                     micro_batches=mini.micro_batches[data_rank],

@@ -20,7 +20,7 @@ from megatron_rl.algorithm.filters import GroupSignal
 from megatron_rl.algorithm.plug_in import Loaded, load_stage
 from megatron_rl.algorithm_settings import ADVANTAGES, FILTERS, SHAPINGS, AdvantageChoice
 from megatron_rl.config import AlgorithmConfig
-from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup
+from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup, WeightSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class TrainingSample:
     """The same for every token of the response; 0 where the trainer computes advantages of tokens."""
     staleness: int
     """Policy version at consumption minus the oldest weight version in the response."""
+    weight_spans: tuple[WeightSpan, ...]
+    """Weight versions of the response's tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -202,4 +204,5 @@ def _sample(scored: ScoredGroup, index: int, *, reward: float, advantage: float,
         reward=reward,
         advantage=advantage,
         staleness=policy_version - min(span.weight_version for span in summary.weight_spans[index]),
+        weight_spans=summary.weight_spans[index],
     )

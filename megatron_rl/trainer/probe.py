@@ -10,7 +10,7 @@ time, which engines do not do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,17 +49,27 @@ def probe(
         del number
         return scores.logprobs.sum() * 0.0, scores.logprobs
 
-    models = [_policy(chunk) for chunk in chunks]
-    values = nullcontext() if published is None else _published(models, published)
-    with torch.no_grad(), without_fp8(models), values:
+    values = without_fp8(_models(chunks)) if published is None else published_weights(chunks, published)
+    with torch.no_grad(), values:
         outcomes = run_schedule(chunks, [batch], keep, temperature=1.0, backward=False)
     return ProbeResult(logprobs=outcomes[0].float().cpu().numpy()) if outcomes else None
 
 
-def _policy(chunk: torch.nn.Module) -> PolicyModel:
-    model = chunk.module
-    assert isinstance(model, PolicyModel)
-    return model
+def _models(chunks: Sequence[torch.nn.Module]) -> list[PolicyModel]:
+    models = [chunk.module for chunk in chunks]
+    assert all(isinstance(model, PolicyModel) for model in models)
+    return [model for model in models if isinstance(model, PolicyModel)]
+
+
+@contextmanager
+def published_weights(chunks: Sequence[torch.nn.Module], published: PublishedValues) -> Iterator[None]:
+    """Within the context, forwards compute with published values, in the products of the engines' dtype.
+
+    `chunks` are wrapped by Megatron's DDP.
+    """
+    models = _models(chunks)
+    with without_fp8(models), _published(models, published):
+        yield
 
 
 @contextmanager

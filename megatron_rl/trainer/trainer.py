@@ -7,7 +7,7 @@ Ray actor; tests call it in a pool of processes.
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from megatron_rl.trainer import checkpoint, probe
 from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
+from megatron_rl.trainer.mismatch_sample import MismatchSample
 from megatron_rl.trainer.offload import Offloader, Part
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, wrap
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
@@ -93,6 +94,17 @@ class Trainer:
         self._writer = CheckpointWriter(writers)
         self._publishes: PlannedPublishes | None = None
         """None until `plan_publishes`; SFT publishes nothing."""
+        self._staged: int | None = None
+        """Version of the last `stage`."""
+        self._sample = MismatchSample(
+            chunks=self._learner.chunks,
+            limit_tokens=spec.algorithm.mismatch_sample_tokens,
+            max_micro_batch_tokens=spec.config.max_micro_batch_tokens,
+            temperature=spec.temperature,
+            row_multiple=self.row_multiple,
+            device=device(),
+            ages_by_token=spec.publish.in_flight != "keep_kv",
+        )
 
     def _build_learner(self) -> Learner:
         config = self.spec.config
@@ -157,7 +169,15 @@ class Trainer:
 
     def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
         """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only."""
-        return self._learner.train(batch, fetch)
+        parts = self._mismatch_parts(batch, fetch)
+        result = self._learner.train(batch, fetch)
+        return replace(result, metrics=result.metrics | parts)
+
+    def _mismatch_parts(self, batch: RankBatch, fetch: FetchColumns) -> dict[str, float]:
+        """Parts of the mismatch, if the engines' newest weights are this trainer's and the batch has responses."""
+        if not self._sample.limit_tokens or self._staged != batch.policy_version or not batch.mini_batches:
+            return {}
+        return self._sample.measure(batch, fetch, self.publishes.packer.published_values)
 
     def sft_step(self, batch: SftBatch, rows: SftRows) -> StepResult:
         """One optimizer step of SFT. Metrics are complete on the last pipeline stage only."""
@@ -175,6 +195,7 @@ class Trainer:
     def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
         """Quantise with new scales and pass this rank's buckets to `sender`."""
         packer = self.publishes.packer
+        self._staged = int(weight_version)
         started = time.perf_counter()
         progress.mark("scales")
         packer.refresh_scales()

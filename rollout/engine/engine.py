@@ -168,6 +168,7 @@ class Engine:
         nothing = Finished(
             response_ids=EMPTY.response_ids,
             rollout_logprobs=EMPTY.rollout_logprobs,
+            resampled=EMPTY.resampled,
             reason=FinishReason.ABORT,
             weight_spans=(WeightSpan(weight_version=self.weights.version, num_tokens=0),),
         )

@@ -20,6 +20,7 @@ from history.types import prompt_key
 from rollout.seeds import continued_seed
 from rollout.types import (
     FinishReason,
+    Flags,
     GroupColumns,
     GroupId,
     GroupSummary,
@@ -32,6 +33,7 @@ from rollout.types import (
     WeightVersion,
 )
 from rollout.worker.proposer import PROMPT_KEY, STEP
+from rollout.worker.vllm_compat import RESAMPLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Finished:
     """[T]"""
     rollout_logprobs: Logprobs
     """[T]"""
+    resampled: Flags
+    """[T], whether the token stands where a draft was rejected."""
     reason: FinishReason
     weight_spans: tuple[WeightSpan, ...]
 
@@ -50,6 +54,7 @@ class Finished:
         return Finished(
             response_ids=np.concatenate([self.response_ids, rest.response_ids]),
             rollout_logprobs=np.concatenate([self.rollout_logprobs, rest.rollout_logprobs]),
+            resampled=np.concatenate([self.resampled, rest.resampled]),
             reason=rest.reason,
             weight_spans=_joined_spans([*self.weight_spans, *rest.weight_spans]),
         )
@@ -58,6 +63,7 @@ class Finished:
 EMPTY = Finished(
     response_ids=np.zeros(0, dtype=np.int32),
     rollout_logprobs=np.zeros(0, dtype=np.float32),
+    resampled=np.zeros(0, dtype=np.bool_),
     reason=FinishReason.ABORT,
     weight_spans=(),
 )
@@ -72,6 +78,7 @@ def earlier_parts(summary: GroupSummary | None, columns: GroupColumns | None, si
         Finished(
             response_ids=columns.response(sample),
             rollout_logprobs=columns.logprobs(sample),
+            resampled=columns.resampled_in(sample),
             reason=summary.finish_reasons[sample],
             weight_spans=summary.weight_spans[sample],
         )
@@ -200,6 +207,7 @@ class ResponseLedger:
         completion = output.outputs[0]
         response_ids = np.array(completion.token_ids, dtype=np.int32)
         logprobs = np.array(completion.logprobs.logprobs if len(response_ids) else [], dtype=np.float32)
+        ranks = np.array(completion.logprobs.ranks if len(response_ids) else [], dtype=np.int64)
         if len(logprobs) != len(response_ids):
             raise RuntimeError(f"vLLM returned {len(logprobs)} log-probabilities for {len(response_ids)} tokens")
         last = current if response.ended_under is None else response.ended_under
@@ -208,19 +216,23 @@ class ResponseLedger:
         rest = Finished(
             response_ids=response_ids,
             rollout_logprobs=logprobs,
+            resampled=ranks == RESAMPLED,
             reason=FinishReason(completion.finish_reason),
             weight_spans=spans(response.stamps, last, len(response_ids)),
         )
         return response.before.followed_by(rest)
 
-    def cut_off(self, response: Response, emitted: tuple[TokenIds, Logprobs], current: WeightVersion) -> Finished:
+    def cut_off(
+        self, response: Response, emitted: tuple[TokenIds, Logprobs, Flags], current: WeightVersion
+    ) -> Finished:
         """Close a response of a dead engine with the tokens and log-probabilities received so far."""
         self._running.discard(response)
         last = current if response.ended_under is None else response.ended_under
-        ids, logprobs = emitted
+        ids, logprobs, resampled = emitted
         rest = Finished(
             response_ids=ids,
             rollout_logprobs=logprobs,
+            resampled=resampled,
             reason=FinishReason.ABORT,
             weight_spans=spans(response.stamps, last, len(ids)),
         )
@@ -280,8 +292,9 @@ def columns(group: PromptGroup, finished: list[Finished]) -> GroupColumns:
         prompt_ids=np.array(group.prompt.token_ids, dtype=np.int32),
         response_ids=np.concatenate([f.response_ids for f in finished]),
         rollout_logprobs=np.concatenate([f.rollout_logprobs for f in finished]),
+        resampled=np.concatenate([f.resampled for f in finished]),
         offsets=offsets,
     )
-    for array in (joined.prompt_ids, joined.response_ids, joined.rollout_logprobs, joined.offsets):
+    for array in (joined.prompt_ids, joined.response_ids, joined.rollout_logprobs, joined.resampled, joined.offsets):
         array.flags.writeable = False
     return joined

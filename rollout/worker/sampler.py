@@ -6,6 +6,9 @@ sampled token, which happens with the probability that the model gives it. Other
 distribution over all other tokens. This is speculative sampling (Leviathan et al., arXiv:2211.17192) with drafts of
 probability 1.
 
+The emitted token at a rejected draft is marked in vLLM's column of ranks, which travels with the log-probabilities and
+has no other use here (`RESAMPLED`).
+
 vLLM's rejection sampler also runs without drafts. For log-probabilities it copies a row of logits for each request and
 token of the longest draft, which takes more memory than all logits together and more time than some forwards.
 
@@ -32,6 +35,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from rollout.worker.vllm_compat import RESAMPLED
 
 _log = logging.getLogger(__name__)
 
@@ -258,15 +263,17 @@ def emit(
     numbers = torch.arange(most + 1, device=tokens.device)
     places = (starts.unsqueeze(1) + numbers).clamp(max=len(tokens) - 1)
     emitted = tokens[places]
+    # ranks of the tokens are not computed: that takes a pass over the logits
+    ranks = torch.zeros_like(emitted)
     if metadata is not None and most:
         drafts = torch.full_like(tokens, -1)  # a draft's padding is -1 too, and -1 is never sampled
         drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
         agrees = tokens == drafts
         ends = agrees[places].long().cumprod(dim=1).sum(dim=1, keepdim=True)
+        ranks.masked_fill_((numbers == ends) & (drafts[places] >= 0), RESAMPLED)
         emitted = emitted.masked_fill(numbers > ends, -1)
     of_emitted = None
     if logprobs is not None:
         flat = emitted.reshape(-1, 1)
-        # ranks are 0: nothing reads them, and computing them takes a pass over the logits
-        of_emitted = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), torch.zeros_like(flat[:, 0]))
+        of_emitted = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), ranks.reshape(-1))
     return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=of_emitted)

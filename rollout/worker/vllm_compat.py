@@ -10,10 +10,14 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout.types import Logprobs, TokenIds
+from rollout.types import Flags, Logprobs, TokenIds
 
 DEAD = EngineDeadError
 """Raised by calls and requests when the sampling process has ended."""
+
+RESAMPLED = -1
+"""Rank of a token that was emitted because its draft was rejected. All other tokens have 0, and vLLM's own sampler
+gives ranks above 0."""
 
 
 async def drain(llm: AsyncLLM) -> None:
@@ -35,15 +39,19 @@ def num_emitted_tokens(llm: AsyncLLM, request_id: str) -> int | None:
     return None if state is None else int(state.detokenizer.num_output_tokens())
 
 
-def emitted(llm: AsyncLLM, request_id: str) -> tuple[TokenIds, Logprobs]:
-    """Tokens that a request has emitted so far, with their log-probabilities; works after the engine has died."""
+def emitted(llm: AsyncLLM, request_id: str) -> tuple[TokenIds, Logprobs, Flags]:
+    """Tokens that a request has emitted so far, their log-probabilities, and whether they stand at rejected drafts.
+
+    Works after the engine has died.
+    """
     state = llm.output_processor.request_states.get(request_id)
     if state is None or state.logprobs_processor is None or state.logprobs_processor.logprobs is None:
-        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.bool_)
     ids = np.array(state.detokenizer.output_token_ids, dtype=np.int32)
     logprobs = np.array(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
-    count = min(len(ids), len(logprobs))  # vLLM updates one list before the other
-    return ids[:count], logprobs[:count]
+    resampled = np.array(state.logprobs_processor.logprobs.ranks, dtype=np.int64) == RESAMPLED
+    count = min(len(ids), len(logprobs), len(resampled))  # vLLM updates one list before the other
+    return ids[:count], logprobs[:count], resampled[:count]
 
 
 def num_context_tokens(llm: AsyncLLM, request_id: str) -> int:

@@ -47,6 +47,7 @@ def submit(scorer, model, number, texts):
         prompt_ids=np.zeros(1, dtype=np.int32),
         response_ids=response_ids,
         rollout_logprobs=np.zeros(len(response_ids), dtype=np.float32),
+        resampled=np.zeros(len(response_ids), dtype=np.bool_),
         offsets=np.cumsum([0, *(len(ids) for ids in encoded)]),
     )
     group = replace(scored_group(number).group, group_id=GroupId(number), seeds=tuple(range(len(texts))))

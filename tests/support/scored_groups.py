@@ -33,6 +33,7 @@ def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
         prompt_ids=prompt,
         response_ids=generator.integers(1, 60, offsets[-1]).astype(np.int32),
         rollout_logprobs=generator.normal(-4.1, 0.3, offsets[-1]).astype(np.float32),
+        resampled=generator.random(offsets[-1]) < 0.2,
         offsets=offsets,
     )
     group = PromptGroup(

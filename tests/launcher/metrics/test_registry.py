@@ -14,6 +14,7 @@ from launcher.metrics.registry import METRICS, find, sections
 from launcher.run_dir.step_timeline import StepTimeline
 from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
+from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
 from megatron_rl.batching.batch import BatchCounts
 from megatron_rl.config import CorrectionConfig, RejectionConfig
 from rollout.evaluation import EvaluationRow
@@ -69,7 +70,17 @@ def mismatch_names() -> set[str]:
             names |= set(MismatchSums.of(logprobs, config=config).finalize())
     ages = SumsByAge.empty(1)
     ages.add(logprobs, torch.ones(3), torch.tensor([0, 1]))
-    return names | set(ages.metrics())
+    parts = PartSums.empty(1)
+    parts.add(
+        SampledTokens(
+            old_logprobs=logprobs.old_logprobs,
+            code_logprobs=logprobs.old_logprobs,
+            rollout_logprobs=logprobs.rollout_logprobs,
+            ages=torch.tensor([0, 0, 1]),
+            resampled=torch.tensor([False, True, False]),
+        )
+    )
+    return names | set(ages.metrics()) | set(parts.metrics())
 
 
 def computed() -> set[str]:

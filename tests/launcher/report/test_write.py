@@ -191,3 +191,16 @@ def test_a_run_without_drafts_has_no_draft_charts(tmp_path: Path) -> None:
 def test_a_directory_without_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_causes_of_the_mismatch_are_drawn_as_areas_beside_their_sample_sizes(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in range(2):
+            parts = {"quantisation": 2e-3, "numerics": 1e-4, "stale_1": 3e-4, "speculation": -1e-5, "total": 2.4e-3}
+            sizes = {f"rollout_corr/part_ess/{name}": 0.99 for name in ("total", "quantisation", "numerics")}
+            run.append_metrics(step, {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()} | sizes)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert text.count('class="area ') == 3  # the negative part has no area, and the total is their sum
+    for name in ("quantisation", "numerics", "stale_1"):
+        assert f"</i>{name} <b>" in text

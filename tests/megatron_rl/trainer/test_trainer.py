@@ -513,3 +513,83 @@ def test_training_after_offloading_to_host_memory_is_bitwise_equal(ranks, tmp_pa
             moments = 2 * held // (2 if distributed else 1)
             least = held + moments + (held if "weights" in moves else 0)
             assert all(least <= one <= least + 4096 for one in freed)
+
+
+def test_the_parts_of_the_mismatch_are_those_of_a_model_that_holds_the_published_values(ranks, tmp_path):
+    algorithm = AlgorithmConfig(group_size=4, prompts_per_step=4, mismatch_sample_tokens=10_000)
+    save_model("qwen3", tmp_path)
+    found = {}
+    for parallel in [ParallelConfig(), ParallelConfig(pipeline=2, data=2)]:
+        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        spec = replace(spec, config=spec.config.model_copy(update={"max_micro_batch_tokens": 10_000}))
+        found[parallel] = ranks.run(parts_twice, spec, batch_for(parallel, algorithm), parallel=parallel)[-1]
+    single, spread = found.values()
+    measured, expected, without_publish = single
+    assert without_publish == {}
+    assert measured["rollout_corr/part_tokens"] == expected["tokens"]
+    for name in ("quantisation", "numerics", "speculation", "interaction"):
+        assert measured[f"rollout_corr/part_k3/{name}"] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
+    assert expected["quantisation"] > 1e-6
+    for name, value in spread[0].items():
+        assert value == pytest.approx(measured[name], rel=1e-3, abs=1e-7), name
+
+
+def parts_twice(position, parallel, spec, batch):
+    """Parts as the trainer reports them, as computed from a model that holds the published values, and without a
+    publish of this version.
+    """
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.plan_publishes(())
+    part = batch.of_rank(trainer.data_rank)
+    without_publish = trainer._mismatch_parts(part, lambda refs: refs)
+    trainer.stage(WeightVersion(0), MemorySender())
+    results = trainer.train(part, lambda refs: refs).metrics
+    measured = {
+        name: value for name, value in results.items() if name.startswith(("rollout_corr/part_", "timing_s/mismatch"))
+    }
+    if not measured:
+        return measured, {}, without_publish
+    assert measured.pop("timing_s/mismatch_sample") > 0
+    expected = {} if parallel.world_size > 1 else parts_of_two_models(spec, position, part)
+    return measured, expected, without_publish
+
+
+def parts_of_two_models(spec, position, part):
+    """k3 by cause from two fresh trainers: one with the directory's weights, one with their published values."""
+    from megatron_rl.trainer.loaded_batch import load_mini_batch
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainers = [Trainer(spec, position) for _ in range(2)]
+    trainers[1].plan_publishes(())
+    trainers[1].stage(WeightVersion(0), MemorySender())
+    packer = trainers[1].publishes.packer
+    for name, value in {name: packer.published_values(name) for name, _ in named(trainers[1])}.items():
+        dict(named(trainers[1]))[name].data.copy_(value)
+    old, codes, rollout, resampled = [], [], [], []
+    for mini in part.mini_batches:
+        loaded = load_mini_batch(mini, lambda refs: refs, multiple_of=1, device=torch.device("cpu"))
+        for scores, trainer in zip((old, codes), trainers, strict=True):
+            scores += trainer._learner.logprobs(loaded.micro_batches)
+        rollout += [micro.rollout_logprobs for micro in loaded.micro_batches]
+        for micro in mini.micro_batches:
+            resampled += [torch.tensor(s.columns.resampled_in(s.sample)) for s in micro.samples]
+    old, codes, rollout, resampled = (torch.cat(parts) for parts in (old, codes, rollout, resampled))
+
+    def k3(x):
+        return (x.double().exp() - 1 - x.double()).numpy()
+
+    rest, drafted = k3(codes - rollout), resampled.numpy()
+    product = (old - codes).double().expm1() * (codes - rollout).double().expm1()
+    return {
+        "tokens": len(rest),
+        "quantisation": k3(old - codes).mean(),
+        "numerics": rest[~drafted].mean(),
+        "speculation": drafted.mean() * (rest[drafted].mean() - rest[~drafted].mean()),
+        "interaction": float(product.mean()),
+    }
+
+
+def named(trainer):
+    return trainer._model.named_parameters()

@@ -50,7 +50,8 @@ def response(request_id: str) -> Response:
 
 
 def output(num_tokens: int) -> SimpleNamespace:
-    logprobs = SimpleNamespace(logprobs=[-0.5] * num_tokens)
+    logprobs = SimpleNamespace(logprobs=[-0.5] * num_tokens, ranks=[0, -1, 1] * num_tokens)
+    del logprobs.ranks[num_tokens:]
     completion = SimpleNamespace(token_ids=list(range(num_tokens)), logprobs=logprobs, finish_reason="length")
     return SimpleNamespace(outputs=[completion])
 
@@ -64,6 +65,7 @@ def test_a_response_that_ended_before_an_update_has_the_old_version_even_if_coll
     found = ledger.finish(early, output(6), WeightVersion(5))
     assert found.weight_spans == (WeightSpan(weight_version=WeightVersion(3), num_tokens=6),)
     assert found.reason is FinishReason.LENGTH
+    assert found.resampled.tolist() == [False, True, False] * 2
     found = ledger.finish(late, output(11), WeightVersion(5))
     assert [(span.weight_version, span.num_tokens) for span in found.weight_spans] == [(3, 4), (4, 5), (5, 2)]
     assert len(ledger) == 0 and ledger.num_finished == 2 and ledger.num_tokens == 17
@@ -95,12 +97,15 @@ def test_a_non_finite_log_probability_is_refused_with_its_position_and_version()
         return Finished(
             response_ids=np.arange(5, dtype=np.int32),
             rollout_logprobs=np.array(logprobs, dtype=np.float32),
+            resampled=np.array([value < -1 for value in logprobs]),
             reason=FinishReason.STOP,
             weight_spans=versions,
         )
 
     good = of(-1, -2, 0, -3, -1)
-    assert columns(group, [good, good]).logprobs(1).tolist() == [-1, -2, 0, -3, -1]
+    joined = columns(group, [good, good])
+    assert joined.logprobs(1).tolist() == [-1, -2, 0, -3, -1]
+    assert joined.resampled_in(1).tolist() == [False, True, False, True, False]
     for place, version in ((1, 4), (2, 5), (4, 5)):
         for value in (np.nan, -np.inf):
             logprobs = [-1.0] * 5

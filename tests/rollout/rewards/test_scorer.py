@@ -77,6 +77,7 @@ def group_of(scorer, texts):
         prompt_ids=prompt.token_ids,
         response_ids=response_ids,
         rollout_logprobs=np.zeros(len(response_ids), dtype=np.float32),
+        resampled=np.zeros(len(response_ids), dtype=np.bool_),
         offsets=np.cumsum([0, *(len(ids) for ids in encoded)]),
     )
     return group, columns

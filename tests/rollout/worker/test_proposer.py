@@ -186,7 +186,8 @@ def remembering(drafting, segments, loop, references, tokens_of_a):
 
 
 def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loop, tokens_of_a):
-    assert loop.run(greedy(remembering))[1].response_ids.tolist() == tokens_of_a
+    _, columns = loop.run(greedy(remembering))
+    assert columns.response_ids.tolist() == tokens_of_a
     forwards, stats = loop.run(remembering.engine.drain_trace()), loop.run(remembering.engine.draft_stats())
     assert len(forwards) < LENGTH / 2
     assert stats.num_requests == stats.num_hits == 1
@@ -196,6 +197,9 @@ def test_drafts_save_forwards_and_the_trace_counts_their_tokens(remembering, loo
     assert (stats.num_rows, stats.num_emitted) == (len(decoding), LENGTH - 1)
     assert decoding["num_scheduled_tokens"].sum() == len(decoding) + stats.num_drafted
     assert set(decoding["num_running"]) == {1}
+    # a forward emits its accepted draft and one token, which was resampled if part of the draft was not accepted
+    assert not columns.resampled[0]
+    assert 0 < columns.resampled.sum() <= min(len(decoding), stats.num_drafted - stats.num_accepted)
     assert loop.run(remembering.engine.draft_stats()) == DraftStats()
 
 

@@ -16,6 +16,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.rollout.sampling import draft_metadata, sampling_metadata
 from rollout.worker.sampler import draw, emit, install, uniform_numbers
+from rollout.worker.vllm_compat import RESAMPLED
 
 GREATEST = 1 - 2.0**-53
 
@@ -207,12 +208,14 @@ def test_a_gpu_draws_the_same_tokens():
 def test_a_draft_is_accepted_up_to_its_first_wrong_token(rows, data):
     drafts = [[draft for _, draft in row] for row in rows]
     drawn = [[*(token for token, _ in row), data.draw(st.integers(0, 2))] for row in rows]
-    expected = []
+    expected, marked = [], []
     for tokens, draft in zip(drawn, drafts, strict=True):
         kept = 0
         while kept < len(draft) and draft[kept] == tokens[kept]:
             kept += 1
         expected.append(tokens[: kept + 1])
+        was_rejected = kept < len(draft) and draft[kept] >= 0  # -1 is padding
+        marked += [0] * kept + [RESAMPLED if was_rejected else 0]
     flat = torch.tensor([token for tokens in drawn for token in tokens])
     starts = torch.tensor(np.cumsum([0, *map(len, drawn)])[:-1])
     found = emit(flat, -flat.float(), draft_metadata(drafts), starts)
@@ -223,6 +226,7 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token(rows, data):
     said = found.logprobs_tensors.filter((found.sampled_token_ids >= 0).flatten())
     assert said.logprob_token_ids[:, 0].tolist() == [token for tokens in expected for token in tokens]
     assert said.logprobs[:, 0].tolist() == [-token for tokens in expected for token in tokens]
+    assert said.selected_token_ranks.tolist() == marked
 
 
 class Rows:

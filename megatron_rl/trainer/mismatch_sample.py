@@ -1,0 +1,135 @@
+"""Scores a sample of a step's responses twice, to split the mismatch into its causes (`algorithm.mismatch_parts`).
+
+The sample is scored with the trainer's own weights and with the published ones, before the first update of the step,
+while the last publish holds this trainer's weights. Two forwards of one micro batch per rank are the whole cost; the
+second quantises the weights once more, layer by layer.
+
+Each rank draws whole responses of its own part of the batch, in an order that is a hash of the step, until they have
+`limit_tokens` prompt and response tokens. So a sample exceeds that by less than one response, and long responses are
+not left out. Ranks without responses forward a dummy token, so collectives match.
+"""
+
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
+from megatron_rl.batching.batch import MicroBatch, RankBatch, RankMiniBatch, TrainingSample
+from megatron_rl.model.logprobs import TokenScores
+from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, load_mini_batch
+from megatron_rl.trainer.pipeline import run_schedule
+from megatron_rl.trainer.probe import PublishedValues, published_weights
+from rollout import progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchSample:
+    """Measures the parts of the mismatch on one rank."""
+
+    chunks: Sequence[DistributedDataParallel]
+    limit_tokens: int
+    """Tokens of a rank's sample."""
+    max_micro_batch_tokens: int
+    temperature: float
+    """Of the sampler."""
+    row_multiple: int
+    device: torch.device
+    ages_by_token: bool
+    """Whether a response that continues under new weights has keys and values of them (`publish.in_flight`). If not,
+    all its tokens are as old as its first one."""
+
+    def measure(self, batch: RankBatch, fetch: FetchColumns, published: PublishedValues) -> dict[str, float]:
+        """Metrics of the sample, on the last pipeline stage; all ranks call it together.
+
+        `published` gives values of the parameters under the codes of the last publish.
+        """
+        started = time.perf_counter()
+        progress.mark("mismatch sample")
+        samples = choose(batch, limit_tokens=self.limit_tokens, max_tokens=self.max_micro_batch_tokens)
+        (micro,) = load_mini_batch(
+            _only(samples), fetch, multiple_of=self.row_multiple, device=self.device
+        ).micro_batches
+        old = self._scores(micro, None)
+        codes = self._scores(micro, published)
+        if old is None or codes is None:
+            return {}
+        sums = PartSums.empty(batch.max_staleness, self.device)
+        columns = fetch([sample.columns for sample in samples])
+        flags = [of.resampled_in(sample.sample) for of, sample in zip(columns, samples, strict=True)]
+        sums.add(
+            SampledTokens(
+                old_logprobs=old,
+                code_logprobs=codes,
+                rollout_logprobs=micro.rollout_logprobs,
+                ages=self._on_device(
+                    [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
+                ).long(),
+                resampled=self._on_device(flags).bool(),
+            )
+        )
+        dist.all_reduce(sums.sums, group=parallel_state.get_data_parallel_group())
+        metrics = sums.metrics()  # waits for the device
+        return metrics and {**metrics, "timing_s/mismatch_sample": time.perf_counter() - started}
+
+    def _scores(self, micro: LoadedMicroBatch, published: PublishedValues | None) -> torch.Tensor | None:
+        """Log-probabilities of the micro batch's responses, [T]; None before the last stage."""
+
+        def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
+            del number
+            return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
+
+        weights = nullcontext() if published is None else published_weights(self.chunks, published)
+        with torch.no_grad(), weights:
+            outcomes = run_schedule(self.chunks, [micro.packed], keep, temperature=self.temperature, backward=False)
+        return (outcomes[0][:0] if micro.is_dummy else outcomes[0]) if outcomes else None
+
+    def _on_device(self, parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(self.device)
+
+
+def choose(batch: RankBatch, *, limit_tokens: int, max_tokens: int) -> list[TrainingSample]:
+    """Responses of a rank's sample, in an order that changes from step to step; at least one if there is any.
+
+    The sample ends with the response that reaches `limit_tokens`, or before the one that would exceed `max_tokens`.
+    """
+    samples = [sample for mini in batch.mini_batches for micro in mini.micro_batches for sample in micro.samples]
+    chosen: list[TrainingSample] = []
+    num_tokens = 0
+    for sample in sorted(samples, key=lambda sample: _draw(sample, batch.policy_version)):
+        if chosen and (num_tokens >= limit_tokens or num_tokens + sample.num_tokens > max_tokens):
+            break
+        chosen.append(sample)
+        num_tokens += sample.num_tokens
+    return chosen
+
+
+def _draw(sample: TrainingSample, policy_version: int) -> tuple[int, int, int]:
+    key = f"{policy_version}/{sample.group_id}/{sample.sample}"
+    return zlib.crc32(key.encode()), sample.group_id, sample.sample
+
+
+def _only(samples: Sequence[TrainingSample]) -> RankMiniBatch:
+    """The samples as one micro batch, whose denominators nothing reads."""
+    return RankMiniBatch(
+        micro_batches=(MicroBatch(samples=tuple(samples)),),
+        num_sequences=len(samples),
+        num_response_tokens=sum(sample.num_response_tokens for sample in samples),
+    )
+
+
+def token_ages(
+    sample: TrainingSample, policy_version: int, *, by_token: bool
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Policy versions between each token's weights and `policy_version`, [T]."""
+    if not by_token:
+        return np.full(sample.num_response_tokens, sample.staleness, dtype=np.int64)
+    ages = [policy_version - span.weight_version for span in sample.weight_spans]
+    return np.repeat(np.array(ages, dtype=np.int64), [span.num_tokens for span in sample.weight_spans])
