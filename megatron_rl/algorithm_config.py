@@ -19,6 +19,7 @@ from megatron_rl.algorithm_settings import (
     ZeroVariance,
 )
 from megatron_rl.correction_config import CorrectionConfig
+from megatron_rl.guard_config import GuardConfig
 from megatron_rl.stages import Choice
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
@@ -108,6 +109,8 @@ class AlgorithmConfig(Config):
     """Divergence from a reference policy."""
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus."""
+    guard: GuardConfig = GuardConfig()
+    """Acts on that difference while the run goes on."""
     mismatch_sample_tokens: int = Field(default=1024, ge=0)
     """Prompt and response tokens of each data-parallel rank that are scored twice more in every step, to split the
     difference into quantisation, numerics, staleness and speculation (`rollout_corr/part_*`). Whole responses are

@@ -100,6 +100,7 @@ FLOORS = {
         libraries="torch megatron transformer_engine",
         loads="*",
     ),
+    "megatron_rl/algorithm/guard.py": Floor(imports="megatron_rl"),
     "megatron_rl/algorithm": Floor(imports="history megatron_rl", libraries="torch", loads="*"),
     "megatron_rl/batching": Floor(imports="rollout megatron_rl megatron_rl/model megatron_rl/algorithm"),
     "megatron_rl/weights": Floor(
@@ -121,7 +122,7 @@ FLOORS = {
     "megatron_rl/controller": Floor(
         imports=(
             "rollout rollout/planning rollout/weights rollout/transports rollout/pool rollout/engine "
-            "megatron_rl megatron_rl/batching megatron_rl/weights megatron_rl/trainer"
+            "megatron_rl megatron_rl/algorithm/guard.py megatron_rl/batching megatron_rl/weights megatron_rl/trainer"
         ),
         loads="ray",
     ),
@@ -171,7 +172,7 @@ FLOORS = {
     "launcher/run_dir": Floor(
         imports=(
             "history history/store/service.py rollout rollout/rewards rollout/tracing rollout/planning rollout/pool "
-            "megatron_rl megatron_rl/trainer launcher launcher/config launcher/checks "
+            "megatron_rl megatron_rl/algorithm/guard.py megatron_rl/trainer launcher launcher/config launcher/checks "
             "launcher/run_dir/atomic_files.py"
         ),
         libraries="ray wandb",
@@ -193,7 +194,8 @@ FLOORS = {
         imports=(
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
-            "rollout/engine megatron_rl megatron_rl/model megatron_rl/batching megatron_rl/weights "
+            "rollout/engine megatron_rl megatron_rl/model megatron_rl/algorithm/guard.py megatron_rl/batching "
+            "megatron_rl/weights "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/recovery "
             "launcher/estimate launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings "
             "launcher/report"

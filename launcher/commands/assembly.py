@@ -6,6 +6,7 @@ the values of each part, so that no part gets the whole configuration.
 
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,9 +42,11 @@ from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch
 from launcher.run_dir.wandb import Tracker
+from megatron_rl.algorithm.guard import Action
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.controller import Controller
 from megatron_rl.controller.engine_revival import EngineRevival
+from megatron_rl.controller.guarding import Guard
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.failures import CallError, PlacedError
@@ -82,6 +85,8 @@ class _Parts:
     recorder: RunRecorder
     lost_engines: LostEngines
     restarts: TrainerRestarts
+    actions: Sequence[Action]
+    """The guard's ladder."""
 
     @property
     def placed(self) -> CheckedRun:
@@ -100,11 +105,19 @@ class _Attempt:
 
 
 def execute(
-    checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, resume: ResumePoint
+    checked: CheckedRun,
+    directory: RunDirectory,
+    shown: Shown,
+    running: Processes,
+    resume: ResumePoint,
+    actions: Sequence[Action],
 ) -> None:
     """Start the processes of a run, take all remaining steps, and write the last weights.
 
-    Ends the processes if all goes well; else `running` does.
+    `actions` is the guard's ladder. Ends the processes if all goes well; else `running` does.
+
+    Raises:
+        EngineFormatError: the guard wants engines with other weight formats.
     """
     config, run_id = checked.config, secrets.token_hex(4)
     progress, status = shown.progress, shown.status
@@ -116,20 +129,7 @@ def execute(
     history = _history_client(inputs.history, workers.engines)
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"), say=progress.say)
     recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
-    lost_nodes = LostNodes(
-        running=running,
-        placement=checked.placement,
-        say=progress.say,
-        on_change=lambda placement: write_places(directory.path, run_places(placement)),
-    )
-    lost_engines = LostEngines(
-        running=running,
-        engines=workers.engines,
-        specs=workers.specs,
-        nodes=lost_nodes,
-        max_restarts=config.engine.max_restarts,
-        say=progress.say,
-    )
+    lost_engines = _lost_engines(checked, directory, progress, running, workers)
     parts = _Parts(
         checked=checked,
         directory=directory,
@@ -147,6 +147,7 @@ def execute(
             max_restarts=config.trainer.max_restarts,
             say=progress.say,
         ),
+        actions=actions,
     )
     try:
         trainer = _take_steps(parts, workers, resume)
@@ -156,6 +157,25 @@ def execute(
         tracker.finish()
         status.phase("controller", "end processes")
     _end(workers.engines, trainer, inputs, running)
+
+
+def _lost_engines(
+    checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, workers: Workers
+) -> LostEngines:
+    nodes = LostNodes(
+        running=running,
+        placement=checked.placement,
+        say=progress.say,
+        on_change=lambda placement: write_places(directory.path, run_places(placement)),
+    )
+    return LostEngines(
+        running=running,
+        engines=workers.engines,
+        specs=workers.specs,
+        nodes=nodes,
+        max_restarts=checked.config.engine.max_restarts,
+        say=progress.say,
+    )
 
 
 def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> TrainerGroup:
@@ -218,7 +238,9 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
     plan = publish_plan(checked, workers)
     delivery = build_delivery(checked, workers, plan)
     delivery.connect()
-    planner = _planner(config, parts.inputs, resume)
+    planner, guard = _planner(config, parts.inputs, resume), _guard(parts, resume)
+    if guard is not None:
+        planner.limit_overlap(guard.in_force.overlap)
     publisher = build_publisher(checked, workers, delivery, plan, sharing)
     restarter = EngineRestarter(lost=parts.lost_engines, delivery=delivery, history=parts.history, sharing=sharing)
     clock = PhaseClock(recorder.record_span, recorder.begin_phase)
@@ -241,6 +263,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
         first_step=resume.first_step,
         repeated=parts.restarts.repeated,
         stop_requested=StopWatch(run_dir=parts.directory.path),
+        guard=guard,
         check_places=parts.lost_engines.nodes.check_trainer,
     )
     return replace(attempt, controller=controller)
@@ -260,6 +283,13 @@ def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
         first_step=resume.first_step,
         refill=refill_rule(config),
     )
+
+
+def _guard(parts: _Parts, resume: ResumePoint) -> Guard | None:
+    config, recorder = parts.checked.config.algorithm.guard, parts.recorder
+    if config.mode == "off":
+        return None
+    return Guard(config, parts.actions, resume.guard, report=lambda line: recorder.record_event("guard", line))
 
 
 def _recorder(

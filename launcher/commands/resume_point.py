@@ -1,12 +1,13 @@
 """Start of a run: step 0, or the state in the newest checkpoint of its run directory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.lost_work import LostWork, lost_work
 from launcher.run_dir.saves import HISTORY, LENGTHS, read_state
+from megatron_rl.algorithm.guard import GuardState
 from rollout.data.order import OrderState
 
 
@@ -22,6 +23,7 @@ class ResumePoint:
     lengths: Path | None = None
     """File of the response lengths; None if the checkpoint has none."""
     order: OrderState | None = None
+    guard: GuardState = field(default_factory=GuardState)
     lost: LostWork | None = None
     """Work of an earlier start that is repeated; None at a first start."""
 
@@ -39,18 +41,21 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
     step, folder = newest
     directory.resume_at(step)
     try:
-        order = read_state(folder)["prompt_order"]
+        state = read_state(folder)
+        order, guard = state["prompt_order"], state.get("guard")
     except (OSError, ValueError, KeyError) as error:
         raise RunDirectoryError(
             f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
             "`latest` beside it to resume from the one before"
         ) from error
     assert isinstance(order, dict)
+    assert guard is None or isinstance(guard, dict)
     return ResumePoint(
         first_step=step,
         trainer=str(folder / "trainer"),
         history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
         lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
         order=OrderState.from_json(order),
+        guard=GuardState() if guard is None else GuardState.from_json(guard),
         lost=lost,
     )

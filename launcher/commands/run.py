@@ -3,12 +3,15 @@
 A run resumes from the newest checkpoint of its run directory.
 """
 
+from collections.abc import Sequence
+
 from launcher.checks.check import CheckedRun
 from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
 from launcher.commands.assembly import EXPORT, Shown, execute
 from launcher.commands.build import run_places
 from launcher.commands.evaluate import evaluate_directories
+from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
@@ -19,7 +22,8 @@ from launcher.run_dir.places import write_places
 from launcher.run_dir.resume import changed_keys
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import answer_request
-from megatron_rl.controller.stopping import StopRequestedError
+from megatron_rl.algorithm.guard import Action
+from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
 from rollout.evaluation import EvaluationRow
 
 
@@ -56,6 +60,21 @@ def run(checked: CheckedRun) -> None:
 
 
 def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
+    """Run the remaining steps, and evaluate both ends. Where the guard changes weight formats, start all anew."""
+    actions = ladder_of(checked, shown.progress.say)
+    while True:
+        try:
+            _run_engines(guarded(checked, actions, resume.guard), directory, shown, resume, actions)
+        except EngineFormatError as change:
+            shown.progress.say(f"engines and trainer start again after step {change.step}, with other weight formats")
+            resume = resume_point(directory)
+        else:
+            return
+
+
+def _run_engines(
+    checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint, actions: Sequence[Action]
+) -> None:
     """Start processes, run the remaining steps, evaluate both ends, end the processes."""
     config = checked.config
     shown.status.phase("controller", "start Ray")
@@ -71,7 +90,7 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
     ) as running:
         if resume.first_step < config.num_steps:
             try:
-                execute(checked, directory, shown, running, resume)
+                execute(checked, directory, shown, running, resume, actions)
             except StopRequestedError:
                 answer_request(directory.path)
                 raise

@@ -42,6 +42,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("Absolute log ratio", "rollout_corr/abs_log_ratio_p99", "rollout_corr/abs_log_ratio_max", log=True),
         _panel("Truncated ratios", "rollout_corr/clip_fraction"),
         _panel("Tokens that pass veto and rejections", "rollout_corr/kept_fraction"),
+        _panel("Level of the guard", "guard/level"),
         _panel("k3 at staleness 0 and 1", "rollout_corr/stale_0/k3_kl", "rollout_corr/stale_1/k3_kl", log=True),
     ),
     "Rollout speed and drafts": (

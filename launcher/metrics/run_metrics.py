@@ -372,11 +372,18 @@ _EVALUATION: tuple[Row, ...] = tuple(
     )
 )
 
+_GUARD: tuple[Row, ...] = (
+    ("guard/level", "none", "last step", "Actions of `algorithm.guard` in force, or advised; absent if off.", "0"),
+    ("guard/actions", "none", "sum since the run's start", "Actions taken and taken back, or advised.", "0"),
+    ("guard/bad_steps", "steps", "last step", "Bad steps in a row since the last action.", "0"),
+)
+
 SECTIONS: dict[str, tuple[Row, ...]] = {
     "Evaluation (wandb and `evaluation.jsonl`)": _EVALUATION,
     "Rewards and lengths": _REWARD,
     "Batch": _BATCH,
     "Training": _TRAINING,
+    "Guard of the mismatch": _GUARD,
     "Publishing": _PUBLISH,
     "Engines and planner": _ENGINES,
     "Drafts from history": _DRAFTS,

@@ -19,6 +19,7 @@ from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.step_timeline import StepTimeline
 from launcher.run_dir.wandb import Tracker
+from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
@@ -182,10 +183,16 @@ class RunRecorder:
         self._directory.append_evaluation([row.as_row() for row in rows])
         self._progress.evaluation(rows)
 
-    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+    def record_event(self, actor: str, text: str) -> None:
+        """Print a line, and record it in `events.jsonl` as a span without length."""
+        now_s = time.time()
+        self._progress.say(f"{actor}: {text}")
+        self._directory.record_span(actor, text, now_s, now_s)
+
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
         """Begin a checkpoint."""
         self.flush()
-        self._saves.begin(finished_steps, trainer, planner)
+        self._saves.begin(finished_steps, trainer, planner, guard)
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is written and is the newest."""

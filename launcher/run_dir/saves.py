@@ -17,6 +17,7 @@ from history.store.service import HistoryService
 from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.checkpoints import WRITE, WRITER
 from launcher.run_dir.directory import RunDirectory
+from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.planning.planner import Planner
 
@@ -68,7 +69,7 @@ class Saves:
         """Whether a save is begun and not finished."""
         return self._save is not None
 
-    def begin(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+    def begin(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
         """Begin a checkpoint, after the one before is finished.
 
         Raises:
@@ -81,7 +82,8 @@ class Saves:
         folder = self._directory.begin_checkpoint(finished_steps)
         trainer.begin_save(str(folder / "trainer"), background=self._background)
         self._save = _Save(step=finished_steps, trainer=trainer, begun_at_s=begun_at_s)
-        state = {"finished_steps": finished_steps, "prompt_order": planner.state().to_json()}
+        order = planner.state().to_json()
+        state = {"finished_steps": finished_steps, "prompt_order": order, "guard": guard.to_json()}
         replace_text(folder / STATE, json.dumps(state) + "\n")
         planner.lengths.save(folder / LENGTHS)
         if self._history is not None:
@@ -130,6 +132,6 @@ class Saves:
 
 
 def read_state(checkpoint: Path) -> dict[str, object]:
-    """The controller's part of a checkpoint: `finished_steps` and `prompt_order`."""
+    """The controller's part of a checkpoint: `finished_steps`, `prompt_order` and `guard`, which older ones lack."""
     state: dict[str, object] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     return state

@@ -111,6 +111,8 @@ class RankBatch:
     """One epoch, in order."""
     max_staleness: int
     """Of all ranks' samples."""
+    cap: float | None
+    """As in `TrainBatch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,8 @@ class TrainBatch:
     mini_batches: tuple[MiniBatch, ...]
     """One epoch, in order; the trainer repeats it `num_epochs` times."""
     counts: BatchCounts
+    cap: float | None = None
+    """Cap of the correction in this step, where the guard has tightened it; None: as configured."""
 
     def of_rank(self, data_rank: int) -> RankBatch:
         """The part of one data-parallel rank.
@@ -140,6 +144,7 @@ class TrainBatch:
                 for mini in self.mini_batches
             ),
             max_staleness=self.counts.max_staleness,
+            cap=self.cap,
         )
 
 

@@ -10,20 +10,22 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn, Protocol
 
+from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.engine_revival import EngineRestarter
+from megatron_rl.controller.guarding import Guard
 from megatron_rl.controller.phases import Phases
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.controller.step_metrics import step_metrics
-from megatron_rl.controller.stopping import RolloutInterruptedError, StopRequestedError
+from megatron_rl.controller.stopping import EngineFormatError, RolloutInterruptedError, StopRequestedError
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.results import StepResult
 from rollout.evaluation import EvaluationRow
@@ -50,7 +52,7 @@ class Recorder(Protocol):
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
         """Record a finished evaluation."""
 
-    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner) -> None:
+    def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
         """Begin a checkpoint from which a run resumes after `finished_steps` steps; it may be written meanwhile."""
 
     def finish_save(self) -> None:
@@ -106,6 +108,8 @@ class Controller:
     repeated: Repeated = Repeated()
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run is to end early. Asked before each step and during its rollout."""
+    guard: Guard | None = None
+    """None: `algorithm.guard.mode` is off."""
     check_places: Callable[[], None] = lambda: None
     """Asked during each rollout. Raises if the rollout is in vain, because the trainer's node is gone."""
     num_repeated_publishes: int = field(default=0, init=False)
@@ -127,6 +131,7 @@ class Controller:
 
         Raises:
             StopRequestedError: `stop_requested` became true; the newest checkpoint holds all finished steps.
+            EngineFormatError: the guard wants other weight formats; the newest checkpoint holds all finished steps.
             PlacedError: the trainer failed; a checkpoint that could not be written is noticed in the next step.
         """
         self._make_ready(self.first_step)
@@ -196,10 +201,13 @@ class Controller:
 
     def _stop(self, finished_steps: int) -> NoReturn:
         """Save what no checkpoint holds yet, and end the run."""
+        self._save_finished(finished_steps)
+        raise StopRequestedError(finished_steps)
+
+    def _save_finished(self, finished_steps: int) -> None:
         if finished_steps > self.saved_step:
             self._save(finished_steps)
         self.recorder.finish_save()
-        raise StopRequestedError(finished_steps)
 
     def _publish(self, version: int) -> PublishReport:
         """Publish `version` to every engine. If an engine dies, restart it and repeat the publish.
@@ -235,7 +243,7 @@ class Controller:
         self.history.prefetch(self.pool.homes(), upcoming)
 
     def _batch(self, groups: list[ScoredGroup], step: int) -> TrainBatch:
-        return build_batch(
+        batch = build_batch(
             groups,
             step,
             algorithm=self.algorithm,
@@ -246,6 +254,7 @@ class Controller:
             ),
             seed=derive_seed(self.settings.seed, purpose="batch", step=step, prompt_id=PromptId(""), sample=0),
         )
+        return batch if self.guard is None else replace(batch, cap=self.guard.in_force.cap)
 
     def _record(
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
@@ -270,6 +279,9 @@ class Controller:
             metrics["timing_s/refill"] = self._refill_s
         if self.history is not None:
             metrics |= self.history.metrics()
+        if self.guard is not None:
+            metrics |= self.guard.after_step(step, result.metrics, published)
+            self.planner.limit_overlap(self.guard.in_force.overlap)
         self.recorder.on_step(step, metrics, groups)
 
     def _after(self, finished_steps: int) -> None:
@@ -282,10 +294,14 @@ class Controller:
                 self._publish(finished_steps)
         if last:
             self.recorder.finish_save()
+        elif self.guard is not None and self.guard.needs_other_engines:
+            self._save_finished(finished_steps)
+            raise EngineFormatError(finished_steps)
 
     def _save(self, finished_steps: int) -> None:
         with self.phases.checkpoint():
-            self.recorder.save(finished_steps, self.trainer, self.planner)
+            guard = GuardState() if self.guard is None else self.guard.state
+            self.recorder.save(finished_steps, self.trainer, self.planner, guard)
         self.saved_step = finished_steps
 
     def _evaluates_after(self, finished_steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""A run that ends early because it was asked to, with a checkpoint of what it has learned."""
+"""A run that ends early on request, or to start its engines anew, with a checkpoint of what it has learned."""
 
 
 class StopRequestedError(Exception):
@@ -6,6 +6,14 @@ class StopRequestedError(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped on request after step {step}")
+        self.step = step
+
+
+class EngineFormatError(Exception):
+    """Engines must start again with other formats of their weights; the newest checkpoint is of `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"engines need other weight formats after step {step}")
         self.step = step
 
 

@@ -120,6 +120,11 @@ class Learner:
         self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result
 
+    def use_cap(self, cap: float) -> None:
+        """Correct with this cap from now on."""
+        correction = self._algorithm.correction.model_copy(update={"cap": cap})
+        self._algorithm = self._algorithm.model_copy(update={"correction": correction})
+
     def _no_sums(self, max_staleness: int) -> StepSums:
         return StepSums(
             MismatchSums.empty(config=self._algorithm.correction, device=self._device),

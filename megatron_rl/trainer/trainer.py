@@ -169,6 +169,7 @@ class Trainer:
 
     def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
         """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only."""
+        self._learner.use_cap(self.spec.algorithm.correction.cap if batch.cap is None else batch.cap)
         parts = self._mismatch_parts(batch, fetch)
         result = self._learner.train(batch, fetch)
         return replace(result, metrics=result.metrics | parts)

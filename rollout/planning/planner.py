@@ -145,6 +145,14 @@ class Planner:
         """Learn the lengths of groups that a batch has taken; their prompts are not issued again."""
         self._observe(self._draws.consume([scored.group.group_id for scored in groups], self._version), groups)
 
+    def limit_overlap(self, most: int | None) -> None:
+        """From the next `due` on, engines run at most this many steps ahead; None: as configured.
+
+        Steps that are admitted stay so. Below the configured overlap there is no head start.
+        """
+        configured = self._config.overlap
+        self._admission.overlap = configured if most is None else min(configured, most)
+
     # -- called by the pool ------------------------------------------------------------------------
 
     def started(self, group_id: GroupId) -> None:
@@ -196,7 +204,9 @@ class Planner:
             self._admission.head_start = self._head_start()
 
     def _head_start(self) -> float:
-        """The configured head start if forecasts are good enough, else 0."""
+        """The configured head start if forecasts are good enough and the overlap is not lowered, else 0."""
+        if self._admission.overlap < self._config.overlap:
+            return 0.0
         correlation = self.lengths.correlation()
         trusted = not math.isnan(correlation) and correlation >= HEAD_START_CORRELATION
         return self._config.head_start if trusted else 0.0

@@ -10,6 +10,7 @@ import pytest
 from launcher.run_dir import saves as module
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.saves import Saves, read_state
+from megatron_rl.algorithm.guard import GuardState
 from rollout.failures import CallError, Place
 
 
@@ -84,7 +85,8 @@ def newest(directory: RunDirectory) -> int | None:
 def test_a_checkpoint_is_the_newest_when_all_ranks_have_written_and_not_before(directory: RunDirectory) -> None:
     log: list[str] = []
     saves, trainer = saves_of(directory, log), Trainer(log)
-    saves.begin(1, trainer, Planner())
+    guard = GuardState(level=2, hold=4, layers=(3, 0))
+    saves.begin(1, trainer, Planner(), guard)
     saves.finish_if_written(is_step=True)
     assert newest(directory) is None and saves.is_under_way
     trainer.is_written = True
@@ -92,7 +94,10 @@ def test_a_checkpoint_is_the_newest_when_all_ranks_have_written_and_not_before(d
     assert newest(directory) == 1 and not saves.is_under_way
     assert log == ["begin 1.partial behind", "history 1.partial", "look", "look", "finish", "saved 1"]
     folder = directory.path / "checkpoints" / "1"
-    assert read_state(folder) == {"finished_steps": 1, "prompt_order": {"epoch": 3}}
+    state = read_state(folder)
+    of_guard = state.pop("guard")
+    assert isinstance(of_guard, dict) and GuardState.from_json(of_guard) == guard
+    assert state == {"finished_steps": 1, "prompt_order": {"epoch": 3}}
     assert {child.name for child in folder.iterdir()} == {"trainer", "history", "state.json", "lengths.npz"}
 
 
@@ -100,7 +105,7 @@ def test_a_rollout_looks_now_and_then(directory: RunDirectory, monkeypatch: pyte
     log: list[str] = []
     saves, trainer, now = saves_of(directory, log), Trainer(log), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    saves.begin(1, trainer, Planner())
+    saves.begin(1, trainer, Planner(), GuardState())
     for now[0] in (100.1, 100.9, 101.2, 101.3):
         saves.finish_if_written(is_step=False)
     assert log.count("look") == 2
@@ -109,9 +114,9 @@ def test_a_rollout_looks_now_and_then(directory: RunDirectory, monkeypatch: pyte
 def test_a_save_waits_for_the_one_before_it_and_the_wait_is_counted(directory: RunDirectory) -> None:
     log: list[str] = []
     saves, trainer = saves_of(directory, log), Trainer(log)
-    saves.begin(1, trainer, Planner())
+    saves.begin(1, trainer, Planner(), GuardState())
     assert saves.metrics() == {"checkpoint/waits": 0.0}
-    saves.begin(2, trainer, Planner())
+    saves.begin(2, trainer, Planner(), GuardState())
     assert newest(directory) == 1
     assert [entry for entry in log if entry.startswith(("begin", "finish"))] == [
         "begin 1.partial behind",
@@ -125,7 +130,7 @@ def test_a_save_waits_for_the_one_before_it_and_the_wait_is_counted(directory: R
 
 def test_the_span_of_a_save_lasts_to_its_last_file(directory: RunDirectory) -> None:
     saves = saves_of(directory, [])
-    saves.begin(1, Trainer([]), Planner())
+    saves.begin(1, Trainer([]), Planner(), GuardState())
     saves.finish()
     (span,) = map(json.loads, (directory.path / "events.jsonl").read_text().splitlines())
     assert (span["actor"], span["activity"]) == ("checkpoint writer", "write")
@@ -134,9 +139,9 @@ def test_the_span_of_a_save_lasts_to_its_last_file(directory: RunDirectory) -> N
 
 def test_a_save_that_fails_raises_once_and_leaves_the_one_before(directory: RunDirectory) -> None:
     saves, trainer = saves_of(directory, []), Trainer([])
-    saves.begin(1, trainer, Planner())
+    saves.begin(1, trainer, Planner(), GuardState())
     saves.finish()
-    saves.begin(2, trainer, Planner())
+    saves.begin(2, trainer, Planner(), GuardState())
     trainer.is_written, trainer.fault = True, CallError("no space", Place(role="trainer", ranks=(1,)))
     with pytest.raises(CallError, match="no space"):
         saves.finish_if_written(is_step=True)
@@ -147,17 +152,17 @@ def test_a_save_that_fails_raises_once_and_leaves_the_one_before(directory: RunD
 def test_a_save_whose_trainer_is_lost_is_given_up(directory: RunDirectory) -> None:
     log: list[str] = []
     saves = saves_of(directory, log)
-    saves.begin(1, Trainer(log), Planner())
+    saves.begin(1, Trainer(log), Planner(), GuardState())
     saves.forget()
     saves.finish()
     assert newest(directory) is None and "finish" not in log
-    saves.begin(1, Trainer(log), Planner())
+    saves.begin(1, Trainer(log), Planner(), GuardState())
     saves.finish()
     assert newest(directory) == 1 and not list((directory.path / "checkpoints").glob("*.partial"))
 
 
 def test_without_background_the_checkpoint_is_the_newest_at_once(directory: RunDirectory) -> None:
     log: list[str] = []
-    saves_of(directory, log, background=False).begin(4, Trainer(log), Planner())
+    saves_of(directory, log, background=False).begin(4, Trainer(log), Planner(), GuardState())
     assert log == ["begin 4.partial first", "history 4.partial", "finish", "saved 4"]
     assert newest(directory) == 4

@@ -47,11 +47,8 @@ def history(log):
     )
 
 
-def controller(
-    log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None, needs_publish=False
-):
-    groups = [scored_group(0), scored_group(1)]
-    report = PublishReport(
+def publish_report():
+    return PublishReport(
         weight_version=0,
         wire_bytes=1,
         scales_s=0.0,
@@ -68,6 +65,13 @@ def controller(
         probe_gaps=(0.0,),
         codes={},
     )
+
+
+def controller(
+    log, *, num_steps, first_step=0, evaluate_every=0, checkpoint_every=0, history=None, needs_publish=False
+):
+    groups = [scored_group(0), scored_group(1)]
+    report = publish_report()
     phases = StandIn(
         needs_publish=needs_publish,
         clock=StandIn(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
@@ -111,7 +115,7 @@ def controller(
             on_progress=lambda *a: None,
             on_step=lambda step, metrics, groups: log.append(f"record {step}"),
             on_evaluation=lambda rows: None,
-            save=lambda step, trainer, planner: log.append(f"save {step}"),
+            save=lambda step, trainer, planner, guard: log.append(f"save {step}"),
             finish_save=lambda: log.append("finish save"),
         ),
         algorithm=AlgorithmConfig(group_size=4, prompts_per_step=2),

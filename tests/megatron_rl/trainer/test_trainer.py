@@ -593,3 +593,23 @@ def parts_of_two_models(spec, position, part):
 
 def named(trainer):
     return trainer._model.named_parameters()
+
+
+def test_a_batch_brings_the_cap_of_its_correction(ranks, tmp_path):
+    algorithm = ALGORITHMS["one update"]
+    save_model("qwen3", tmp_path)
+    batch = batch_for(ParallelConfig(), algorithm)
+    batches = [replace(batch, cap=1.01), replace(batch, mini_batches=()), batch]
+    spec = trainer_spec(tmp_path, ParallelConfig(), algorithm)
+    (largest,) = ranks.run(largest_weights, spec, batches, parallel=ParallelConfig())
+    assert largest[0] == pytest.approx(1.01)
+    assert 1.01 < largest[2] <= algorithm.correction.cap
+
+
+def largest_weights(position, parallel, spec, batches):
+    """Largest correction weight of each batch; 0 of one without tokens."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    results = [trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs).metrics for batch in batches]
+    return [metrics.get("rollout_corr/rollout_is_max", 0.0) for metrics in results]

@@ -78,6 +78,31 @@ def test_overlap_admits_a_step_early_and_keeps_the_order_of_a_synchronous_run():
     ]
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "flexible"])
+def test_a_lower_overlap_lets_the_steps_ahead_run_out_and_a_higher_one_admits_ahead_again(policy):
+    one, admitted, sizes = planner(policy=policy, overlap=1, max_staleness=1), [], []
+    groups = {}
+    for number, most in enumerate([None, 0, 0, 0, None, None]):
+        one.limit_overlap(most)
+        due, batch = step(one, number)
+        groups |= {group.group_id: group for group in due}
+        admitted.append(len(due) // PER_STEP)
+        sizes.append(len(batch))
+        one.consumed([scored(groups[group_id]) for group_id in batch])
+    assert admitted == [2, 0, 1, 1, 2, 1]
+    assert sizes == [PER_STEP] * 6
+
+
+def test_there_is_no_head_start_while_the_overlap_is_lowered():
+    one = planner(overlap=1, head_start=0.5, max_staleness=2)
+    one.lengths.correlation = lambda: 0.9
+    one.due(0, ENGINES)
+    assert one.metrics()["planner/head_start"] == 0.5
+    one.limit_overlap(0)
+    one.due(1, ENGINES)
+    assert one.metrics()["planner/head_start"] == 0
+
+
 def test_two_draws_of_a_prompt_in_one_step_have_seeds_of_their_own():
     few = {PromptId(f"t/{number}"): prompt(number) for number in range(PER_STEP - 1)}
     one = Planner(
