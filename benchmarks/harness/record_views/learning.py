@@ -88,6 +88,44 @@ MISMATCH = View(
     ),
 )
 
+GUARD = View(
+    question="Does the guard alone bring back the accuracy that coarse codes cost, and is it quiet in a healthy run?",
+    answer=Answer(
+        text=(
+            "3-bit codes end {off} points below BF16 without the guard and {act} points below it with the guard; a "
+            "healthy INT8 run has {actions} actions."
+        ),
+        figures={
+            "off": goal("3 bits, off: below bf16, held-out"),
+            "act": goal("3 bits, act: below bf16, held-out"),
+            "actions": goal("actions in a healthy run"),
+        },
+    ),
+    tables=(
+        Table(
+            title="Runs by case, over the seeds",
+            lines={"case": "case"},
+            columns=(
+                Column(field="num_steps", title="steps"),
+                Column(field="k3_median", title="k3, median"),
+                Column(field="k3_last", title="k3, last step"),
+                Column(field="actions", title="actions"),
+                Column(field="engine_starts", title="starts of the engines"),
+                Column(field="sample_s", title="sample for the causes, s a step"),
+                Column(field="seconds", title="run, s"),
+                percent("held_out_before", "held-out accuracy before"),
+                *spread("held_out_after", "held-out accuracy after, %", scale=100.0),
+            ),
+        ),
+    ),
+    notes=(
+        "`3 bits` is INT8 codes rounded to 3 bits. No run but the healthy one corrects by importance weights.",
+        "`advise` says what `act` does, and changes nothing.",
+        "The cost of the guard is the time of further starts of engines and trainer, and of steps with BF16 rollouts.",
+        UNRECORDED_WARM,
+    ),
+)
+
 QUICKSTART = View(
     question="How much does the example learn over several seeds, and do two controls gain nothing?",
     answer=Answer(
