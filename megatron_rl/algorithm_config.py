@@ -110,11 +110,11 @@ class AlgorithmConfig(Config):
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus."""
     guard: GuardConfig = GuardConfig()
-    """Acts on that difference while the run goes on."""
+    """Acts on the difference between sampler and trainer while the run goes on."""
     mismatch_sample_tokens: int = Field(default=1024, ge=0)
     """Prompt and response tokens of each data-parallel rank that are scored twice more in every step, to split the
-    difference into quantisation, numerics, staleness and speculation (`rollout_corr/part_*`). Whole responses are
-    taken, at least one. 0 turns this off."""
+    difference between sampler and trainer into quantisation, numerics, staleness and speculation
+    (`rollout_corr/part_*`). Whole responses are taken, at least one. 0 turns this off."""
 
     @property
     def max_groups(self) -> int:

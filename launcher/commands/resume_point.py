@@ -42,20 +42,19 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
     directory.resume_at(step)
     try:
         state = read_state(folder)
-        order, guard = state["prompt_order"], state.get("guard")
+        order, guard = state["prompt_order"], GuardState.from_json(state.get("guard"))
     except (OSError, ValueError, KeyError) as error:
         raise RunDirectoryError(
             f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
             "`latest` beside it to resume from the one before"
         ) from error
     assert isinstance(order, dict)
-    assert guard is None or isinstance(guard, dict)
     return ResumePoint(
         first_step=step,
         trainer=str(folder / "trainer"),
         history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
         lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
         order=OrderState.from_json(order),
-        guard=GuardState() if guard is None else GuardState.from_json(guard),
+        guard=guard,
         lost=lost,
     )

@@ -106,10 +106,17 @@ class GuardState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, object]) -> "GuardState":
-        """Of a checkpoint."""
-        layers = row["layers"]
-        assert isinstance(layers, list | tuple)
+    def from_json(cls, row: object) -> "GuardState":
+        """Of a checkpoint; None is that of a version without a guard.
+
+        Raises:
+            ValueError: `row` is no saved state.
+            KeyError: a part is missing.
+        """
+        if row is None:
+            return cls()
+        if not isinstance(row, dict) or not isinstance(layers := row["layers"], list | tuple):
+            raise ValueError(f"guard: {row!r} is not a saved state")
         return cls(
             level=int(str(row["level"])),
             bad=int(str(row["bad"])),

@@ -22,7 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
-from megatron_rl.batching.batch import MicroBatch, RankBatch, RankMiniBatch, TrainingSample
+from megatron_rl.batching.batch import MicroBatch, RankBatch, RankMiniBatch
+from megatron_rl.batching.selection import TrainingSample
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, load_mini_batch
 from megatron_rl.trainer.pipeline import run_schedule
@@ -64,15 +65,15 @@ class MismatchSample:
         sums = PartSums.empty(batch.max_staleness, self.device)
         columns = fetch([sample.columns for sample in samples])
         flags = [of.resampled_in(sample.sample) for of, sample in zip(columns, samples, strict=True)]
+        ages = [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
+        sampled = micro.loss_mask
         sums.add(
             SampledTokens(
-                old_logprobs=old,
-                code_logprobs=codes,
-                rollout_logprobs=micro.rollout_logprobs,
-                ages=self._on_device(
-                    [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
-                ).long(),
-                resampled=self._on_device(flags).bool(),
+                old_logprobs=old[sampled],
+                code_logprobs=codes[sampled],
+                rollout_logprobs=micro.rollout_logprobs[sampled],
+                ages=self._on_device(ages).long()[sampled],
+                resampled=self._on_device(flags).bool()[sampled],
             )
         )
         dist.all_reduce(sums.sums, group=parallel_state.get_data_parallel_group())
@@ -89,7 +90,7 @@ class MismatchSample:
         weights = nullcontext() if published is None else published_weights(self.chunks, published)
         with torch.no_grad(), weights:
             outcomes = run_schedule(self.chunks, [micro.packed], keep, temperature=self.temperature, backward=False)
-        return (outcomes[0][:0] if micro.is_dummy else outcomes[0]) if outcomes else None
+        return micro.real(outcomes[0]) if outcomes else None
 
     def _on_device(self, parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(self.device)

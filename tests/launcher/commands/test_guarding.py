@@ -1,15 +1,26 @@
 """The ladder of a run, and the engines of a level."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from launcher.checks.check import CheckedRun, check_run
 from launcher.cluster.node import NodeResources
+from launcher.commands import run as module
+from launcher.commands.assembly import Shown
 from launcher.commands.guarding import guarded, ladder_of
+from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
-from megatron_rl.algorithm.guard import GuardState
+from launcher.run_dir.console import RunProgress
+from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.status import StatusFile
+from megatron_rl.algorithm.guard import Action, GuardState
+from megatron_rl.controller.stopping import EngineFormatError
+from rollout.data.order import OrderState
 
 Write = Callable[[str], Path]
 ACT = ("algorithm.guard.mode=act", "engine.format=int8", "planner.overlap=1", "planner.max_staleness=1")
@@ -57,3 +68,29 @@ def test_engines_that_do_not_fit_are_no_action(write_config: Write, node: NodeRe
     found, said = kinds(full)
     assert found == ["cap", "cap", "overlap"]
     assert len(said) == 3 and "engine.format = bf16 is no action of this run: " in said[1]
+
+
+def test_a_change_of_formats_goes_on_from_its_checkpoint_with_the_engines_of_the_level(
+    write_config: Write, node: NodeResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, starts = checked(write_config, node, *ACT), []
+
+    def start(
+        placed: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint, actions: Sequence[Action]
+    ) -> None:
+        starts.append((resume.first_step, placed.config.engine.bf16_modules))
+        if len(starts) == 1:
+            folder = directory.begin_checkpoint(3)
+            state = {
+                "prompt_order": OrderState(fingerprint="").to_json(),
+                "guard": GuardState(level=3, layers=(1,)).to_json(),
+            }
+            (folder / "state.json").write_text(json.dumps(state))
+            directory.finish_checkpoint(3, 1)
+            raise EngineFormatError(3)
+
+    monkeypatch.setattr(module, "_run_engines", start)
+    with RunDirectory(tmp_path / "run") as directory:
+        shown = Shown(progress=RunProgress(5), status=StatusFile(run_dir=directory.path, num_steps=5))
+        module._run(run, directory, shown, resume_point(directory))
+    assert starts == [(0, ()), (3, ("*.layers.1.*",))]
