@@ -75,19 +75,13 @@ class ModelOptions:
     """Further fields of Megatron's `TransformerConfig`."""
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
-    """One chunk of the policy: a GPTModel over packed batches that ends in token scores."""
+class PackedModel(GPTModel):  # type: ignore[misc]
+    """One chunk of a GPTModel over packed batches, which ends in hidden states."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        config: TransformerConfig,
-        *,
-        parallel: ParallelConfig,
-        position: Position,
-        chunk_tokens: int,
+        self, spec: ModelSpec, config: TransformerConfig, *, parallel: ParallelConfig, position: Position
     ) -> None:
-        """Build the layers of `position`'s pipeline stage; at most `chunk_tokens` tokens have logits at one time."""
+        """Build the layers of `position`'s pipeline stage."""
         super().__init__(
             config=config,
             transformer_layer_spec=_block_spec(config),
@@ -100,30 +94,46 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             rotary_base=spec.rope_theta,
         )
         self.spec = spec
-        self._chunk_tokens = chunk_tokens
         if spec.rope_scaling is not None:
             self.rotary_pos_emb.inv_freq = scaled_frequencies(self.rotary_pos_emb.inv_freq, spec.rope_scaling)
 
-    def forward(  # type: ignore[override]
-        self, batch: PackedBatch, *, temperature: float | None = None
-    ) -> torch.Tensor | TokenScores:
-        """Hidden states [T, 1, H] (rows sharded under sequence parallelism), or scores on the last stage.
-
-        Without a temperature, the last stage returns hidden states as well.
-        """
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Hidden states [T, 1, H], rows sharded under sequence parallelism; of the last stage after the final norm."""
         hidden: torch.Tensor = super().forward(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
             packed_seq_params=_packed_seq_params(batch),
         )
-        if temperature is None or not self.post_process:
-            return hidden
-        return self.scores(hidden, batch, temperature=temperature)
+        return hidden
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return hidden states; GPTModel would compute logits here."""
         return hidden_states
+
+
+class PolicyModel(PackedModel):
+    """One chunk of the policy, which ends in token scores."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: TransformerConfig,
+        *,
+        parallel: ParallelConfig,
+        position: Position,
+        chunk_tokens: int,
+    ) -> None:
+        """Build the layers of `position`'s pipeline stage; at most `chunk_tokens` tokens have logits at one time."""
+        super().__init__(spec, config, parallel=parallel, position=position)
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, batch: PackedBatch, *, temperature: float | None = None) -> torch.Tensor | TokenScores:
+        """Hidden states before the last stage, scores on it; without a temperature, hidden states on all stages."""
+        hidden = self.hidden(batch)
+        if temperature is None or not self.post_process:
+            return hidden
+        return self.scores(hidden, batch, temperature=temperature)
 
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer, [V, H], padding included; last stage only."""
@@ -185,13 +195,22 @@ def build(
     Raises:
         ValueError: this machine has no kernels for `options.fp8`.
     """
-    fp8_compute.check_machine(options.fp8)
-    if layer_names() == "local":
-        rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
-    config = transformer_config(spec, parallel, options)
+    config = prepare(spec, parallel, options)
     model = PolicyModel(spec, config, parallel=parallel, position=position, chunk_tokens=options.chunk_tokens)
     fp8_compute.check_parameters(model, options.fp8)
     return [model]
+
+
+def prepare(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
+    """Check this machine, choose its kernels, and return Megatron's configuration of the model.
+
+    Raises:
+        ValueError: this machine has no kernels for `options.fp8`.
+    """
+    fp8_compute.check_machine(options.fp8)
+    if layer_names() == "local":
+        rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
+    return transformer_config(spec, parallel, options)
 
 
 def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:

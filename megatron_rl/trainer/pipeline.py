@@ -51,6 +51,8 @@ class MicroBatchClock:
 
 
 Outcome = TypeVar("Outcome")
+Output = TypeVar("Output")
+"""What the last stage of a model returns: `TokenScores` of a policy, values of a critic."""
 
 OnScores = Callable[[int, TokenScores], tuple[torch.Tensor, Outcome]]
 """(number of the micro batch, its scores) -> (scalar loss, result to return)."""
@@ -59,28 +61,29 @@ OnScores = Callable[[int, TokenScores], tuple[torch.Tensor, Outcome]]
 def run_schedule(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[PackedBatch],
-    on_scores: OnScores[Outcome],
+    on_scores: Callable[[int, Output], tuple[torch.Tensor, Outcome]],
     *,
-    temperature: float,
+    temperature: float | None,
     backward: bool,
     clock: MicroBatchClock | None = None,
 ) -> list[Outcome]:
     """Forward, and backward if requested, over all micro batches; all ranks of the pipeline call it together.
 
     Every data-parallel rank must pass the same number of micro batches, at least one. Returns the results of
-    `on_scores` in order on the last stage, and an empty list on other stages. `clock` times the micro batches.
+    `on_scores` in order on the last stage, and an empty list on other stages. `on_scores` takes what the chunks' last
+    stage returns: scores of a policy at `temperature`, or values of a critic. `clock` times the micro batches.
     """
 
     def forward_step(
         numbered: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
-    ) -> tuple[object, Callable[[TokenScores], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
+    ) -> tuple[object, Callable[[Output], tuple[torch.Tensor, torch.Tensor, Outcome]]]:
         number, batch = next(numbered)
         named = f"micro batch {number + 1} of {len(micro_batches)}"
         progress.mark(f"{named}, forward")
         if clock is not None:
             clock.begin()
 
-        def loss(scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
+        def loss(scores: Output) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
             value, outcome = on_scores(number, scores)
             progress.mark(f"{named}, {after}")
             return value, torch.zeros([], dtype=torch.int, device=value.device), outcome

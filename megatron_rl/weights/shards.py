@@ -148,6 +148,11 @@ def rank_shards(
     return tuple(held)
 
 
+def trunk_shards(shards: Iterable[Shard]) -> tuple[Shard, ...]:
+    """The shards of a rank without those of its output layer: what a critic has of a Hugging Face model."""
+    return tuple(shard for shard in shards if not shard.megatron_name.startswith("output_layer."))
+
+
 def whole_shards(spec: ModelSpec) -> tuple[Shard, ...]:
     """Every tensor of the Hugging Face model as one shard (query, key and value as several), in the model's order."""
     return rank_shards(spec, ParallelConfig(), tensor_rank=0, pipeline_rank=0)

@@ -107,3 +107,40 @@ def gradients(position, parallel, directory, batches, coefficients, sequence_par
         uses_te_layer_names=layer_names() == "te",
     )
     return found, [(p, parameters[p.megatron_name].main_grad[p.megatron_slices].numpy().copy()) for p in shards]
+
+
+def value_gradients(position, parallel, directory, batches, coefficients, head, sequence_parallel):
+    """Values of every batch, and gradients [(name, box, array)] of this rank after one pass of DDP and schedule.
+
+    The critic has the weights of `directory` and the head `head` (None: as it is built); the loss is the sum of
+    `coefficients` [R] times values.
+    """
+    from megatron_rl.model.build import ModelOptions, layer_names
+    from megatron_rl.model.spec import read_model_spec
+    from megatron_rl.model.value_model import build_value
+    from megatron_rl.trainer.optimizer import wrap
+    from megatron_rl.trainer.pipeline import run_schedule as run
+    from megatron_rl.weights.hf_load import load
+    from megatron_rl.weights.shards import rank_shards, trunk_shards
+
+    spec = read_model_spec(directory)
+    (model,) = build_value(spec, parallel, position, ModelOptions(dtype="fp32", sequence_parallel=sequence_parallel))
+    coordinates = {"tensor_rank": position.tensor, "pipeline_rank": position.pipeline, "data_rank": position.data}
+    uses_te = layer_names() == "te"
+    shards = trunk_shards(rank_shards(spec, parallel, **coordinates, uses_te_layer_names=uses_te))
+    load(model, shards, spec, directory)
+    if head is not None and model.post_process:
+        model.output_layer.weight.data.copy_(head[None])
+    chunks = wrap([model], distributed_optimizer=False)
+    chunks[0].zero_grad_buffer()
+    share = list(zip(batches, coefficients, strict=True))[position.data :: parallel.data]
+
+    def loss(number, values):
+        return (share[number][1] * values).sum(), values.detach().numpy()
+
+    found = run(chunks, [batch for batch, _ in share], loss, temperature=1.0, backward=True)
+    parameters = dict(model.named_parameters())
+    placed = [(s.hf_name, s.hf_slices, parameters[s.megatron_name].main_grad[s.megatron_slices]) for s in shards]
+    if model.post_process:
+        placed.append(("head", ..., model.output_layer.weight.main_grad[0]))
+    return found, [(name, box, gradient.numpy().copy()) for name, box, gradient in placed]
