@@ -62,6 +62,30 @@ class OptimizerConfig(Config):
     """Use Megatron's distributed optimizer, which shards its states over data-parallel ranks."""
 
 
+class CriticConfig(Config):
+    """The critic of PPO: a second model, with the trainer's partition and dtype (never FP8)."""
+
+    model: str = ""
+    """Hugging Face directory of the critic's first weights; its output layer is replaced by a head of zeros. Empty:
+    the policy's."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """Adam and its learning-rate schedule."""
+    clip_value: float = Field(default=0.5, ge=0)
+    """Values are clipped at this distance from those before the step's first update. 0 turns clipping off."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the run in which the critic learns and the policy does not."""
+
+
+class ReferenceConfig(Config):
+    """The reference policy of the KL terms: the policy as it was at the start of the run, or later."""
+
+    place: Literal["host", "device"] = "host"
+    """`host`: one copy of the weights in host memory, which changes places with the policy's for a forward in each
+    step. `device`: a second model beside the policy."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Steps after which the policy becomes the reference. 0: never."""
+
+
 class TrainerConfig(Config):
     """The Megatron trainer."""
 
@@ -76,6 +100,10 @@ class TrainerConfig(Config):
     With `engine.format=fp8_block` it publishes FP8 codes without requantising them where the blocks agree."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and its learning-rate schedule."""
+    critic: CriticConfig = CriticConfig()
+    """The critic; it exists only if the advantage needs values."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The reference policy; it exists only if a KL coefficient is above 0."""
     max_micro_batch_tokens: int = Field(default=8192, gt=0)
     """Most prompt and response tokens of one micro batch. A longer sample gets a micro batch of its own."""
     attention_parity_tokens: int = Field(default=0, ge=0)

@@ -49,9 +49,8 @@ class ValueModel(PackedModel):
         """Build the layers of `position`'s pipeline stage, and on the last stage the head."""
         super().__init__(replace(spec, tied=False), config, parallel=parallel, position=position)
         if self.post_process:
-            self.output_layer = ValueHead(
-                spec.hidden_size, like=self.output_layer.weight, sequence_parallel=config.sequence_parallel
-            )
+            like: torch.Tensor = self.get_parameter("output_layer.weight")
+            self.output_layer = ValueHead(spec.hidden_size, like=like, sequence_parallel=config.sequence_parallel)
 
     def forward(self, batch: PackedBatch, *, temperature: float | None = None) -> torch.Tensor:
         """Hidden states before the last stage, values [R] on it; values have no temperature."""
@@ -59,7 +58,7 @@ class ValueModel(PackedModel):
         hidden = self.hidden(batch)
         if not self.post_process:
             return hidden
-        values = self.output_layer(hidden[:, 0])
+        values: torch.Tensor = self.output_layer(hidden[:, 0])
         if self.config.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.pg_collection.tp

@@ -50,7 +50,7 @@ class Offloader:
     def _offload(self, part: Part) -> int:
         away = []
         dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
-        for storage in _storages(self._tensors(part)):
+        for storage in storages(self._tensors(part)):
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             host = None
             if part != "gradients":
@@ -79,7 +79,7 @@ class Offloader:
                 for chunk in self._chunks:
                     yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
             case "optimizer":
-                weights = {storage.data_ptr() for storage in _storages(self._weights())}
+                weights = {storage.data_ptr() for storage in storages(self._weights())}
                 for tensor in self._optimizer_tensors():
                     if tensor.untyped_storage().data_ptr() not in weights:
                         yield tensor
@@ -99,7 +99,7 @@ class Offloader:
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Distinct storages that are not empty."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in storages.values() if storage.nbytes()]
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
