@@ -1,4 +1,4 @@
-"""Saves and restores the trainer by Megatron's distributed checkpointing.
+"""Saves and restores a model that learns, by Megatron's distributed checkpointing.
 
 Parameters, FP32 master weights and Adam's moments are sharded tensors with global shapes, so a run can resume under
 another tensor, pipeline or data partition. Each rank writes and reads its own part: `optimizer_boxes` cuts the
@@ -8,6 +8,9 @@ is 0.
 
 FP8 parameters are saved as BF16 values and quantised on load. No value changes: a block whose largest code is 224 may
 come back with doubled codes and half the scale. The next update quantises the master weights in either case.
+
+A reference policy that changes during the run is saved without an optimizer. Its tensors have the names and places of
+the policy's. One that never changes needs no file: it is the model that the run started from.
 
 A checkpoint holds tensors, and numbers and texts that are no tensors, but no pickled objects. `load` checks that before
 Megatron reads a file (`checkpoint_files`).
@@ -24,31 +27,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.checkpoint_files import check_files
 from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
-from megatron_rl.trainer.learner import Learner
-from megatron_rl.trainer.optimizer import loadable
+from megatron_rl.trainer.optimizer import LearnedModel, loadable
 from megatron_rl.trainer.optimizer_boxes import METADATA, in_boxes
+from megatron_rl.trainer.reference import Reference
 
 
-def begin_save(path: Path, learner: Learner, writer: CheckpointWriter, *, background: bool) -> None:
+def begin_save(path: Path, model: LearnedModel, writer: CheckpointWriter, *, background: bool) -> None:
     """Start writing below the empty or missing directory `path`; a collective. `writer.finish` completes it.
 
     Without `background` nothing may change the trainer's state before that.
     """
     path.mkdir(parents=True, exist_ok=True)
-    with in_boxes(learner.optimizer):
-        state = _sharded_state(learner, is_loading=False)
+    with in_boxes(model.optimizer):
+        state = _sharded_state(model, is_loading=False)
     state["generators"] = _generators()
     writer.begin(state, path, background=background)
 
 
-def load(path: Path, learner: Learner) -> None:
+def load(path: Path, model: LearnedModel) -> None:
     """Restore what a save wrote; a collective.
 
     Raises:
         ValueError: the directory holds no checkpoint, its files hold objects that may run code, or expert parallelism
             was on when saved and is off now, or the reverse: Megatron keeps a separate optimizer for spread experts.
     """
-    if not (path / "metadata.json").exists():
+    if not is_complete(path):
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that a save completed")
     common, saved_keys = check_files(path)
     saved, spread = common.get("spread_experts", False), _spread_experts()
@@ -58,21 +61,37 @@ def load(path: Path, learner: Learner) -> None:
             f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
     same_partition = common["partition"] == _partition()
-    with loadable(learner.optimizer), in_boxes(learner.optimizer):
-        state = _sharded_state(learner, is_loading=True)
+    with loadable(model.optimizer), in_boxes(model.optimizer):
+        state = _sharded_state(model, is_loading=True)
         if same_partition:
             state["generators"] = {name: entry for name, entry in _generators().items() if entry.key in saved_keys}
-        try:
-            restored = dist_checkpointing.load(state, str(path), sharded_strategy=("torch_dist", 1))
-        except CheckpointException as error:
-            raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}") from error
-        for chunk in learner.chunks:
+        restored = _read(state, path)
+        for chunk in model.chunks:
             chunk.module.load_state_dict(restored["model"], strict=True)
-        learner.optimizer.load_state_dict(restored["optimizer"])
-    learner.schedule.load_state_dict(restored["schedule"])
-    learner.restore_coefficients(common.get("coefficients", {}))
+        model.optimizer.load_state_dict(restored["optimizer"])
+    model.schedule.load_state_dict(restored["schedule"])
     if same_partition:
         _restore_generators(restored.get("generators", {}))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a save has completed this directory."""
+    return (path / "metadata.json").exists()
+
+
+def _read(state: dict[str, object], path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """A sharded state with the tensors of a checkpoint; a collective.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    try:
+        restored: dict[str, dict[str, torch.Tensor]] = dist_checkpointing.load(
+            state, str(path), sharded_strategy=("torch_dist", 1)
+        )
+    except CheckpointException as error:
+        raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}") from error
+    return restored
 
 
 def _brief(error: CheckpointException) -> str:
@@ -85,17 +104,16 @@ def _spread_experts() -> bool:
     return int(parallel_state.get_expert_model_parallel_world_size()) > 1
 
 
-def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, object]:
-    (chunk,) = learner.chunks
-    model = chunk.module.sharded_state_dict()
-    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
-    _decode(model)
-    dict_list_map_inplace(_without_objects, model)
+def _sharded_state(model: LearnedModel, *, is_loading: bool) -> dict[str, object]:
+    (chunk,) = model.chunks
+    weights = chunk.module.sharded_state_dict()
+    optimizer = model.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA)
+    _decode(weights)
+    dict_list_map_inplace(_without_objects, weights)
     return {
-        "model": model,
+        "model": weights,
         "optimizer": optimizer,
-        "schedule": learner.schedule.state_dict(),
-        "coefficients": learner.coefficients.state_dict(),
+        "schedule": model.schedule.state_dict(),
         "partition": _partition(),
         "spread_experts": _spread_experts(),
     }
@@ -160,3 +178,37 @@ def _restore_generators(states: dict[str, torch.Tensor]) -> None:
     tracked = {name.removeprefix(_TRACKER): state for name, state in states.items() if name.startswith(_TRACKER)}
     if tracked:
         tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+
+
+def begin_reference_save(
+    path: Path, policy: LearnedModel, reference: Reference, writer: CheckpointWriter, *, background: bool
+) -> None:
+    """Start writing below `path`; a collective. See `begin_save`."""
+    path.mkdir(parents=True, exist_ok=True)
+    writer.begin(_sharded_reference(policy, reference), path, background=background)
+
+
+def load_reference(path: Path, policy: LearnedModel, reference: Reference) -> None:
+    """Restore the reference; a collective, and possible under another partition.
+
+    Raises:
+        ValueError: the files are damaged or hold objects that may run code.
+    """
+    check_files(path)
+    restored = _read(_sharded_reference(policy, reference), path)
+    with torch.no_grad():
+        for name, weight in reference.weights().items():
+            weight.copy_(restored["model"][name])
+
+
+def _sharded_reference(policy: LearnedModel, reference: Reference) -> dict[str, object]:
+    """The policy's sharded weights with the reference's tensors in their places."""
+    (chunk,) = policy.chunks
+    entries = chunk.module.sharded_state_dict()
+    held = reference.weights()
+    of_parameter = {id(parameter): held[name] for name, parameter in chunk.module.named_parameters()}
+    for entry in nested_values(entries):
+        if (weight := of_parameter.get(id(entry.data))) is not None:
+            entry.data = weight
+    dict_list_map_inplace(_without_objects, entries)
+    return {"model": entries}

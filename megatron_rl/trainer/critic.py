@@ -1,7 +1,7 @@
 """The critic on one trainer rank: values of states before a step's updates, and its own updates.
 
-SPMD like the learner: all ranks call every method together. Values exist on the last pipeline stage only. The losses
-of a mini batch are divided by its global denominators, so gradients do not depend on the split into micro batches.
+SPMD like the learner: all ranks call every method together. Values exist on the last pipeline stage only. Each
+token brings its share of the mini batch's mean, so gradients do not depend on the split into micro batches.
 
 A value belongs to the state before a response token. It is never divided by a temperature.
 """
@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.algorithm.loss import Denominators, coefficients
 from megatron_rl.algorithm.value_loss import ValueInputs, value_loss
-from megatron_rl.config import Aggregation, CriticConfig
-from megatron_rl.trainer.learned_model import LearnedModel
+from megatron_rl.config import CriticConfig
 from megatron_rl.trainer.loaded_batch import LoadedMicroBatch, LoadedMiniBatch
+from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.pipeline import run_schedule
 
 VARIANCE_EPS = 1e-5
@@ -29,7 +28,10 @@ class ValueTargets:
     """What the critic learns from one micro batch; [R] each, empty for a dummy."""
 
     old_values: torch.Tensor
+    """Before the step's first update."""
     returns: torch.Tensor
+    shares: torch.Tensor
+    """Each token's share of the mini batch's mean; zero for tokens that do not count."""
 
 
 @dataclass(slots=True)
@@ -59,19 +61,9 @@ class CriticSums:
 class Critic:
     """The model of values, and how it learns."""
 
-    def __init__(
-        self,
-        model: LearnedModel,
-        config: CriticConfig,
-        *,
-        aggregation: Aggregation,
-        max_response_tokens: int,
-    ) -> None:
-        """`aggregation` and `max_response_tokens` are those of the policy's loss."""
+    def __init__(self, model: LearnedModel, config: CriticConfig) -> None:
         self.model = model
         self._config = config
-        self._aggregation: Aggregation = aggregation
-        self._max_response_tokens = max_response_tokens
 
     def learns_alone(self, policy_version: int) -> bool:
         """Whether the policy waits in the step that begins with this version."""
@@ -89,26 +81,15 @@ class Critic:
 
     def update(self, mini: LoadedMiniBatch, targets: Sequence[ValueTargets], sums: CriticSums) -> None:
         """One optimizer step; `targets` in the order of the micro batches, on the last stage."""
-        denominators = Denominators(
-            num_tokens=mini.num_tokens,
-            num_sequences=mini.num_sequences,
-            max_response_tokens=self._max_response_tokens,
-        )
 
         def loss(number: int, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             micro, target = mini.micro_batches[number], targets[number]
             found = _real(micro, values)
-            shares = coefficients(
-                micro.lengths,
-                torch.ones_like(found, dtype=torch.bool),
-                aggregation=self._aggregation,
-                denominators=denominators,
-            )
             inputs = ValueInputs(
                 values=found,
                 old_values=target.old_values,
                 returns=target.returns,
-                coefficients=shares,
+                coefficients=target.shares,
                 num_tokens=mini.num_tokens,
             )
             return value_loss(inputs, clip=self._config.clip_value)

@@ -12,17 +12,19 @@ Gradients are not copied, because they are zero between steps.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_rl.model.fp8_compute import drop_copies
 from megatron_rl.quantization.fp8_parameters import buffers
+from megatron_rl.trainer.optimizer import LearnedModel
 
 Part = Literal["weights", "gradients", "optimizer"]
-"""Parts of the state that move separately."""
+"""Parts of the state that move separately. `weights` are the policy's, which a publish needs; weights of other models
+move with `optimizer`."""
 
 
 @dataclass(slots=True)
@@ -38,9 +40,13 @@ class _Away:
 class Offloader:
     """The parts of one trainer rank, each on its device or in host memory."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-        self._chunks = list(chunks)
-        self._optimizer = optimizer
+    def __init__(
+        self, policy: LearnedModel, critic: LearnedModel | None = None, frozen: Sequence[torch.nn.Module] = ()
+    ) -> None:
+        """`frozen` are models that do not learn. No publish needs their weights and the critic's: see `Part`."""
+        self._chunks = list(policy.chunks)
+        self._learned = [policy] if critic is None else [policy, critic]
+        self._others = [*(() if critic is None else critic.chunks), *frozen]
         self._away: dict[Part, list[_Away]] = {}
 
     def offload(self, parts: Iterable[Part]) -> int:
@@ -49,7 +55,8 @@ class Offloader:
 
     def _offload(self, part: Part) -> int:
         away = []
-        dropped = sum(drop_copies(chunk) for chunk in self._chunks) if part == "weights" else 0
+        holders = {"weights": self._chunks, "optimizer": self._others}.get(part, ())
+        dropped = sum(drop_copies(holder) for holder in holders)
         for storage in storages(self._tensors(part)):
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             host = None
@@ -74,29 +81,34 @@ class Offloader:
     def _tensors(self, part: Part) -> Iterator[torch.Tensor]:
         match part:
             case "weights":
-                yield from self._weights()
+                yield from _weights(self._chunks)
             case "gradients":
-                for chunk in self._chunks:
+                for chunk in (chunk for model in self._learned for chunk in model.chunks):
                     yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
             case "optimizer":
-                weights = {storage.data_ptr() for storage in storages(self._weights())}
-                for tensor in self._optimizer_tensors():
+                weights = {storage.data_ptr() for storage in storages(_weights(self._chunks))}
+                for tensor in chain(_weights(self._others), self._optimizer_tensors()):
                     if tensor.untyped_storage().data_ptr() not in weights:
                         yield tensor
 
-    def _weights(self) -> Iterator[torch.Tensor]:
-        for chunk in self._chunks:
-            for parameter in chunk.parameters():
-                yield from buffers(parameter)
-
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """FP32 masters and Adam's moments."""
-        chained = isinstance(self._optimizer, ChainedOptimizer)
-        for optimizer in self._optimizer.chained_optimizers if chained else [self._optimizer]:
+        for optimizer in (part for model in self._learned for part in _parts(model.optimizer)):
             for group in optimizer.optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _weights(holders: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for holder in holders:
+        for parameter in holder.parameters():
+            yield from buffers(parameter)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    """The optimizers of a chain: of dense parameters and of experts."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

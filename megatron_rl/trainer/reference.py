@@ -44,6 +44,11 @@ class Reference(Protocol):
         """Take the policy's present weights as the reference."""
         ...
 
+    @property
+    def models(self) -> Sequence[PolicyModel]:
+        """Models on the device that hold nothing but the reference."""
+        ...
+
     def weights(self) -> NamedTensors:
         """The reference's tensors by the names of the policy's parameters, in place: writing changes the reference."""
         ...
@@ -72,6 +77,11 @@ class HostReference:
         """Copy the policy's present weights."""
         for storage, host in zip(self._live, self._host, strict=True):
             host.copy_(_bytes(storage))
+
+    @property
+    def models(self) -> Sequence[PolicyModel]:
+        """None: only the host holds the reference."""
+        return ()
 
     def weights(self) -> NamedTensors:
         """Views of the host's memory."""
@@ -106,29 +116,34 @@ class DeviceReference:
 
     def __init__(self, models: Sequence[PolicyModel], policy: Sequence[torch.nn.Module], *, temperature: float) -> None:
         """`models` hold the reference's weights; `policy` are the chunks that `refresh` copies."""
-        self.models = list(models)
-        for model in self.models:
+        self._models = tuple(models)
+        for model in models:
             model.requires_grad_(False)
         self._policy = list(policy)
         self._temperature = temperature
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Run the forwards of the second model."""
-        return _logprobs(self.models, micro_batches, self._temperature)
+        return _logprobs(self._models, micro_batches, self._temperature)
 
     def refresh(self) -> None:
         """Copy the policy's present weights; FP8 parameters by their codes and scales."""
-        own = (p for model in self.models for p in model.parameters())
+        own = (p for model in self._models for p in model.parameters())
         policy = (p for chunk in self._policy for p in chunk.parameters())
         for mine, theirs in zip(own, policy, strict=True):
             for target, source in zip(buffers(mine), buffers(theirs), strict=True):
                 target.copy_(source)
-        for model in self.models:
+        for model in self._models:
             drop_copies(model)
+
+    @property
+    def models(self) -> Sequence[PolicyModel]:
+        """The second model."""
+        return self._models
 
     def weights(self) -> NamedTensors:
         """The model's own tensors."""
-        return {name: p.detach() for model in self.models for name, p in model.named_parameters()}
+        return {name: p.detach() for model in self._models for name, p in model.named_parameters()}
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -17,23 +17,24 @@ from megatron.core import parallel_state
 from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.model import fp8_compute
-from megatron_rl.model.build import ModelOptions, build, layer_names
+from megatron_rl.model.build import build, layer_names
 from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
-from megatron_rl.trainer import checkpoint, probe
-from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
+from megatron_rl.trainer import probe
+from megatron_rl.trainer.building import build_critic, build_reference, held_shards, model_options
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
 from megatron_rl.trainer.mismatch_sample import MismatchSample
 from megatron_rl.trainer.offload import Offloader, Part
-from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, wrap
+from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer.saves import Parts, Saves
 from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
-from megatron_rl.weights.shards import is_first_replica, rank_shards
+from megatron_rl.weights.shards import is_first_replica
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.transports.base import Sender
@@ -65,33 +66,29 @@ class Trainer:
         parallel = spec.config.parallel
         self._model_spec = read_model_spec(Path(spec.model))
         self._uses_te_layer_names = layer_names() == "te"
-        self._held = rank_shards(
-            self._model_spec,
-            parallel,
-            tensor_rank=self._position.tensor,
-            pipeline_rank=self._position.pipeline,
-            data_rank=self._position.data,
-            uses_te_layer_names=self._uses_te_layer_names,
-        )
+        self._held = held_shards(self._model_spec, spec, position)
         progress.mark("model")
-        models = build(
-            self._model_spec,
-            parallel,
-            self._position,
-            ModelOptions(
-                dtype=spec.config.dtype,
-                fp8=spec.config.fp8,
-                recompute=spec.config.recompute,
-                chunk_tokens=spec.config.logprob_chunk_tokens,
-                megatron=spec.config.megatron,
-            ),
-        )
+        models = build(self._model_spec, parallel, self._position, model_options(spec))
         (self._model,) = models
         hf_load.load(self._model, self._held, self._model_spec, Path(spec.model))
         progress.mark("optimizer")
+        config = spec.config
+        self._policy = LearnedModel.of(
+            models, config.optimizer, dtype=config.dtype, total_updates=spec.total_updates, fp8=config.fp8
+        )
+        self._critic = build_critic(spec, position) if spec.needs_critic else None
+        self._reference = build_reference(spec, position, self._policy) if spec.needs_reference else None
         self._learner = self._build_learner()
-        self._offloader = Offloader(self._learner.chunks, self._learner.optimizer)
-        self._writer = CheckpointWriter(writers)
+        critic = None if self._critic is None else self._critic.model
+        frozen = () if self._reference is None else self._reference.models
+        self._offloader = Offloader(self._policy, critic, frozen)
+        parts = Parts(
+            policy=self._policy,
+            critic=critic,
+            reference=self._reference,
+            is_refreshed=config.reference.refresh_every > 0,
+        )
+        self._saves = Saves(parts, writers)
         self._publishes: PlannedPublishes | None = None
         """None until `plan_publishes`; SFT publishes nothing."""
         self._staged: int | None = None
@@ -107,14 +104,10 @@ class Trainer:
         )
 
     def _build_learner(self) -> Learner:
-        config = self.spec.config
-        chunks = wrap([self._model], distributed_optimizer=config.optimizer.distributed, fp8=config.fp8)
-        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        optimizer = build_optimizer(config.optimizer, chunks, params_dtype=dtype, fp8=config.fp8)
         return Learner(
-            chunks,
-            optimizer,
-            build_schedule(config.optimizer, optimizer, total_steps=self.spec.total_updates),
+            self._policy.chunks,
+            self._policy.optimizer,
+            self._policy.schedule,
             algorithm=self.spec.algorithm,
             temperature=self.spec.temperature,
             max_response_tokens=self.spec.max_response_tokens,
@@ -243,11 +236,11 @@ class Trainer:
 
         With `background` files are written from copies, so the trainer may go on. Without it, finish the save first.
         """
-        checkpoint.begin_save(Path(path), self._learner, self._writer, background=background)
+        self._saves.begin(Path(path), background=background)
 
     def save_seconds(self) -> float | None:
         """From the begin of the save to the last file of this rank, whether or not that failed; None before."""
-        return self._writer.seconds()
+        return self._saves.seconds()
 
     def finish_save(self) -> float:
         """Wait for the files of the save and complete the checkpoint. Returns the seconds to the last file.
@@ -255,11 +248,11 @@ class Trainer:
         Raises:
             OSError: this rank could not write a file.
         """
-        return self._writer.finish()
+        return self._saves.finish()
 
     def load(self, path: str) -> None:
         """Restore a finished save, possibly under another partition."""
-        checkpoint.load(Path(path), self._learner)
+        self._saves.load(Path(path))
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face directory in the trainer's dtype."""

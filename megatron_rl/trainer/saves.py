@@ -1,0 +1,91 @@
+"""A trainer's checkpoint: policy, and in folders of their own critic and reference policy.
+
+    PATH              policy, optimizer, schedule, generators
+    PATH/critic       the same of the critic
+    PATH/reference    weights of the reference policy, if it has been refreshed or may be
+
+Invariant: the policy's part is completed last, so a complete PATH has complete folders.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
+from megatron_rl.trainer.optimizer import LearnedModel
+from megatron_rl.trainer.reference import Reference
+
+CRITIC, REFERENCE = "critic", "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a rank saves."""
+
+    policy: LearnedModel
+    critic: LearnedModel | None = None
+    reference: Reference | None = None
+    is_refreshed: bool = False
+    """Whether the reference changes during the run."""
+
+
+class Saves:
+    """The saves of one rank, one at a time; every method but `seconds` is a collective."""
+
+    def __init__(self, parts: Parts, writers: Executor | None) -> None:
+        """`writers`: threads that write files; None for threads of its own."""
+        self._parts = parts
+        self._policy = CheckpointWriter(writers)
+        self._critic = CheckpointWriter(writers) if parts.critic is not None else None
+        saves_reference = parts.reference is not None and parts.is_refreshed
+        self._reference = CheckpointWriter(writers) if saves_reference else None
+
+    def begin(self, path: Path, *, background: bool) -> None:
+        """Start writing all parts."""
+        parts = self._parts
+        checkpoint.begin_save(path, parts.policy, self._policy, background=background)
+        if parts.critic is not None and self._critic is not None:
+            checkpoint.begin_save(path / CRITIC, parts.critic, self._critic, background=background)
+        if parts.reference is not None and self._reference is not None:
+            checkpoint.begin_reference_save(
+                path / REFERENCE, parts.policy, parts.reference, self._reference, background=background
+            )
+
+    def seconds(self) -> float | None:
+        """From the begin to the last file of this rank; None before."""
+        seconds = [writer.seconds() for writer in self._writers]
+        known = [each for each in seconds if each is not None]
+        return max(known) if len(known) == len(seconds) else None
+
+    def finish(self) -> float:
+        """Wait for the files and complete the checkpoint. Returns the seconds to the last file.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        return max(writer.finish() for writer in self._writers)
+
+    @property
+    def _writers(self) -> Sequence[CheckpointWriter]:
+        """In the order in which their parts are completed."""
+        return [writer for writer in (self._critic, self._reference, self._policy) if writer is not None]
+
+    def load(self, path: Path) -> None:
+        """Restore a finished save. A checkpoint without a reference belongs to one that had not changed.
+
+        Raises:
+            ValueError: a part is missing or cannot be read.
+        """
+        parts = self._parts
+        checkpoint.load(path, parts.policy)
+        if parts.critic is not None:
+            if not checkpoint.is_complete(path / CRITIC):
+                raise ValueError(
+                    f"{path} holds no critic, but `algorithm` needs one now; restore the algorithm that the run began "
+                    "with, or start another run_dir"
+                )
+            checkpoint.load(path / CRITIC, parts.critic)
+        if parts.reference is not None and checkpoint.is_complete(path / REFERENCE):
+            checkpoint.load_reference(path / REFERENCE, parts.policy, parts.reference)
