@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.checkpoint_files import check_files
 from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
-from megatron_rl.trainer.optimizer import LearnedModel, loadable
+from megatron_rl.trainer.optimizer import LearnedModel, create_moments, load_state, loadable
 from megatron_rl.trainer.optimizer_boxes import METADATA, in_boxes
 from megatron_rl.trainer.reference import Reference
 
@@ -38,6 +38,7 @@ def begin_save(path: Path, model: LearnedModel, writer: CheckpointWriter, *, bac
     Without `background` nothing may change the trainer's state before that.
     """
     path.mkdir(parents=True, exist_ok=True)
+    create_moments(model.optimizer)
     with in_boxes(model.optimizer):
         state = _sharded_state(model, is_loading=False)
     state["generators"] = _generators()
@@ -68,7 +69,7 @@ def load(path: Path, model: LearnedModel) -> None:
         restored = _read(state, path)
         for chunk in model.chunks:
             chunk.module.load_state_dict(restored["model"], strict=True)
-        model.optimizer.load_state_dict(restored["optimizer"])
+        load_state(model.optimizer, restored["optimizer"])
     model.schedule.load_state_dict(restored["schedule"])
     if same_partition:
         _restore_generators(restored.get("generators", {}))

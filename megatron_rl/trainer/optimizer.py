@@ -10,7 +10,7 @@ A `LearnedModel` has all three. The policy and the critic are two of them: both 
 saved, restored and offloaded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -99,21 +99,63 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     expects moments to exist before it loads them, so they are created. It gives all parameters the same count tensor,
     which each parameter would advance, so every parameter gets a copy.
     """
-    counting = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if _counts_by_parameter(part)]
+    counting = [
+        part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer) and _counts_by_parameter(part)
+    ]
     for part in counting:
-        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
-            if not (state := part.optimizer.state[parameter]):
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        _create_moments(part)
     yield
     for part in counting:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
-def _counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
-    adams = (torch.optim.Adam, torch.optim.AdamW)
-    return isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, adams)
+def create_moments(optimizer: MegatronOptimizer) -> None:
+    """Create the moments of a model that has not learned yet, zeros as Adam's first step would, so that they can be
+    saved. A policy has none while its critic warms up.
+    """
+    for part in _parts(optimizer):
+        _create_moments(part)
+
+
+def load_state(optimizer: MegatronOptimizer, state: Mapping[str, object]) -> None:
+    """Give an optimizer a restored state. Megatron does not save a count of 0 updates, but torch's Adam needs it."""
+    if any(map(_counts_by_parameter, _parts(optimizer))):
+        _count_from_zero(state)
+    optimizer.load_state_dict(state)
+
+
+def _count_from_zero(state: object) -> None:
+    if not isinstance(state, dict):
+        return
+    moments = state.get("state")
+    if (
+        isinstance(moments, dict)
+        and "common_step" not in moments
+        and any(isinstance(entry, dict) and "exp_avg" in entry for entry in moments.values())
+    ):
+        moments["common_step"] = torch.tensor(0.0)
+    for inner in state.values():
+        _count_from_zero(inner)
+
+
+def _create_moments(part: MegatronOptimizer) -> None:
+    counts = _counts_by_parameter(part)
+    for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+        if not (state := part.optimizer.state[parameter]):
+            if counts:
+                state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    """The optimizers of a chain: of dense parameters and of experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _counts_by_parameter(part: MegatronOptimizer) -> bool:
+    """Whether the state of each parameter counts its updates, as torch's Adam does."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def build_schedule(

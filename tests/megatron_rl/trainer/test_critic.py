@@ -1,0 +1,129 @@
+"""The critic on trainer ranks: one regression under several partitions, saved and resumed under another."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.value_loss import ValueInputs, value_loss
+from megatron_rl.config import CriticConfig, OptimizerConfig, ParallelConfig
+from tests.megatron_rl.trainer.test_trainer import ALGORITHMS, DP2, batch_for, trainer_spec
+from tests.support.trainers.saves import save
+from tests.support.trainers.tiny_megatron_models import save_model
+
+ALGORITHM = ALGORITHMS["one update"]
+SINGLE, TP2_PP2 = ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)
+BEFORE_SAVE, AFTER_SAVE = 4, 2
+"""Updates."""
+
+
+def critic_spec(directory, parallel, *, distributed=False):
+    spec = trainer_spec(directory, parallel, ALGORITHM)
+    optimizer = OptimizerConfig(learning_rate=3e-3, distributed=distributed)
+    config = spec.config.model_copy(update={"critic": CriticConfig(optimizer=optimizer, clip_value=0.0)})
+    return replace(spec, config=config, needs_critic=True)
+
+
+def targets_of(mini, old_values):
+    """Every token's return is its sample's advantage; the mean is over tokens."""
+    from megatron_rl.trainer.critic import ValueTargets
+
+    return [
+        ValueTargets(
+            old_values=old,
+            returns=micro.advantages,
+            shares=torch.full_like(micro.advantages, 1.0 / mini.num_tokens),
+        )
+        for micro, old in zip(mini.micro_batches, old_values, strict=False)
+    ]
+
+
+def regress(position, parallel, spec, batch, num_updates, *, load="", saved=""):
+    """Metrics of each of `num_updates` updates, after the checkpoint `load`; the critic is saved in `saved` before
+    the last `AFTER_SAVE` ones.
+    """
+    from megatron_rl.model.parallel import device
+    from megatron_rl.trainer.critic import CriticSums
+    from megatron_rl.trainer.loaded_batch import load_mini_batch
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    if load:
+        trainer.load(load)
+    (mini,) = batch.of_rank(trainer.data_rank).mini_batches
+    mini = load_mini_batch(mini, lambda refs: refs, multiple_of=trainer.row_multiple, device=device())
+    critic, found = trainer._critic, []
+    for number in range(num_updates):
+        if saved and number == num_updates - AFTER_SAVE:
+            save(trainer, saved)
+        targets, sums = targets_of(mini, critic.values(mini.micro_batches)), CriticSums()
+        critic.update(mini, targets, sums)
+        found.append(critic.metrics(sums, targets))
+    return found
+
+
+@pytest.fixture(scope="module")
+def regressions(ranks, tmp_path_factory):
+    """The metrics of a regression in one process, and in four, which began from its checkpoint; and those of two."""
+    directory = tmp_path_factory.mktemp("model")
+    save_model("qwen3_tied", directory)
+    saved, num_updates = str(directory / "saved"), BEFORE_SAVE + AFTER_SAVE
+    batch = batch_for(SINGLE, ALGORITHM, max_tokens=400)
+    (whole,) = ranks.run(run_saving, critic_spec(directory, SINGLE), batch, num_updates, saved, parallel=SINGLE)
+    resumed = ranks.run(
+        run_loading, critic_spec(directory, TP2_PP2), batch_for(TP2_PP2, ALGORITHM), AFTER_SAVE, saved, parallel=TP2_PP2
+    )[-1]
+    split = ranks.run(
+        regress, critic_spec(directory, DP2, distributed=True), batch_for(DP2, ALGORITHM), num_updates, parallel=DP2
+    )[-1]
+    return whole, resumed, split
+
+
+def run_saving(position, parallel, spec, batch, num_updates, path):
+    return regress(position, parallel, spec, batch, num_updates, saved=path)
+
+
+def run_loading(position, parallel, spec, batch, num_updates, path):
+    return regress(position, parallel, spec, batch, num_updates, load=path)
+
+
+def test_a_regression_lowers_the_loss(regressions):
+    whole, _, _ = regressions
+    assert whole[0]["critic/values/mean"] == 0.0
+    assert whole[0]["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-3)
+    losses = [step["critic/vf_loss"] for step in whole]
+    assert losses[-1] < 0.7 * losses[0]
+    assert whole[-1]["critic/vf_explained_var"] > 0.3
+
+
+def test_gradients_are_the_same_over_data_parallel_ranks_and_other_micro_batches(regressions):
+    whole, _, split = regressions
+    for key in ("critic/grad_norm", "critic/vf_loss", "critic/returns/mean"):
+        # the first update moves the head alone, the second one all layers; later ones differ by rounding
+        assert [step[key] for step in split[:2]] == pytest.approx([step[key] for step in whole[:2]], rel=1e-5, abs=1e-6)
+
+
+def test_a_critic_resumes_under_another_partition(regressions):
+    whole, resumed, _ = regressions
+    for key in ("critic/vf_loss", "critic/grad_norm", "critic/lr", "critic/values/mean"):
+        expected = [step[key] for step in whole[-AFTER_SAVE:]]
+        assert [step[key] for step in resumed] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_the_value_loss_is_half_the_larger_of_both_squares():
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = (torch.randn(50, generator=generator) for _ in range(3))
+    values.requires_grad_()
+    inputs = ValueInputs(
+        values=values, old_values=old, returns=returns, coefficients=torch.full((50,), 1 / 50), num_tokens=50
+    )
+    loss, metrics = value_loss(inputs, clip=0.2)
+    expected, clipped = 0.0, 0
+    for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
+        near = o + max(-0.2, min(0.2, v - o))
+        expected += 0.5 * max((v - r) ** 2, (near - r) ** 2) / 50
+        clipped += (near - r) ** 2 > (v - r) ** 2
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert float(metrics["critic/vf_clipfrac"]) == pytest.approx(clipped / 50)
+    (gradient,) = torch.autograd.grad(loss, values)
+    assert int((gradient == 0).sum()) == clipped
