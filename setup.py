@@ -20,6 +20,7 @@ PACKAGES = [
     "megatron_rl",
     "megatron_rl.algorithm",
     "megatron_rl.batching",
+    "megatron_rl.checkpoints",
     "megatron_rl.controller",
     "megatron_rl.cpu",
     "megatron_rl.model",

@@ -109,12 +109,13 @@ FLOORS = {
         loads="*",
     ),
     "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
+    "megatron_rl/checkpoints": Floor(imports="rollout/weights", libraries="torch megatron", loads="*"),
     "megatron_rl/trainer": Floor(
         imports=(
             "rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights rollout/transports "
             "megatron_rl "
             "megatron_rl/cpu megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
-            "megatron_rl/weights"
+            "megatron_rl/weights megatron_rl/checkpoints"
         ),
         libraries="torch megatron ray",
         loads="*",

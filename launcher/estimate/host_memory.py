@@ -7,7 +7,7 @@ Sources of what is not obvious:
   copied.
 * *sleeping weights*: with `engine.sleep_level` = 1 vLLM copies weights into pinned memory (`CuMemAllocator.sleep`).
 * *checkpoint copies*: with `checkpoint.background` a rank writes from copies of its own part of a checkpoint
-  (`megatron_rl.trainer.checkpoint_writer`), in pinned memory that it keeps. Without it, one tensor at a time.
+  (`megatron_rl.checkpoints.writer`), in pinned memory that it keeps. Without it, one tensor at a time.
 * *page cache*: files of the model and of the checkpoint; the system drops it when memory is short.
 
 Constants without a measurement are named estimates.

@@ -1,7 +1,7 @@
 """Saves and restores a model that learns, by Megatron's distributed checkpointing.
 
 Parameters, FP32 master weights and Adam's moments are sharded tensors with global shapes, so a run can resume under
-another tensor, pipeline or data partition. Each rank writes and reads its own part: `optimizer_boxes` cuts the
+another tensor, pipeline or data partition. Each rank writes and reads its own part: `checkpoints.boxes` cuts the
 optimizer's state, and replicas of a parameter are written by one data-parallel rank each. Generator states belong to
 ranks: they are restored only under the partition that saved them. Training does not draw from them, because dropout
 is 0.
@@ -13,7 +13,7 @@ A reference policy that changes during the run is saved without an optimizer. It
 the policy's. One that never changes needs no file: it is the model that the run started from.
 
 A checkpoint holds tensors, and numbers and texts that are no tensors, but no pickled objects. `load` checks that before
-Megatron reads a file (`checkpoint_files`).
+Megatron reads a file (`checkpoints.files`).
 """
 
 from pathlib import Path
@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoints.boxes import METADATA, in_boxes
+from megatron_rl.checkpoints.files import check_files
+from megatron_rl.checkpoints.writer import CheckpointWriter
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
-from megatron_rl.trainer.checkpoint_files import check_files
-from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rl.trainer.optimizer import LearnedModel, create_moments, load_state, loadable
-from megatron_rl.trainer.optimizer_boxes import METADATA, in_boxes
 from megatron_rl.trainer.reference import Reference
 
 

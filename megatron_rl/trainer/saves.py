@@ -12,8 +12,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.checkpoints.writer import CheckpointWriter
 from megatron_rl.trainer import checkpoint
-from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.reference import Reference
 

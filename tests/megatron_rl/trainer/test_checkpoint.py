@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.run_dir.checkpoints import Checkpoints
+from megatron_rl.checkpoints.boxes import boxes
+from megatron_rl.checkpoints.files import check_files
 from megatron_rl.config import ParallelConfig
-from megatron_rl.trainer.checkpoint_files import check_files
-from megatron_rl.trainer.optimizer_boxes import boxes
 from tests.megatron_rl.trainer.test_trainer import (
     ALGORITHMS,
     DP2,
@@ -342,7 +342,7 @@ def load_only(position, parallel, spec, path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_copies_equal_their_tensors_and_hold_no_other_bytes():
-    from megatron_rl.trainer.checkpoint_writer import PinnedBuffer, _aligned
+    from megatron_rl.checkpoints.writer import PinnedBuffer, _aligned
 
     buffer = PinnedBuffer()
     for size in (3, 1000):  # the second save is larger

@@ -30,7 +30,7 @@ def targets_of(mini, old_values):
 
     return [
         ValueTargets(
-            old_values=old,
+            old_values=old[:0] if micro.is_dummy else old,
             returns=micro.advantages,
             shares=torch.full_like(micro.advantages, 1.0 / mini.num_tokens),
         )

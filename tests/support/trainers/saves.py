@@ -22,7 +22,7 @@ def save_as_earlier_versions(trainer: "Trainer", path: str) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from megatron_rl.trainer.checkpoint_writer import CheckpointWriter
+    from megatron_rl.checkpoints.writer import CheckpointWriter
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     learner = trainer._learner

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.trainer.optimizer_boxes import METADATA
+from megatron_rl.checkpoints.boxes import METADATA
 
 FILES_PER_RANK = 2
 """Written at the same time, each by a thread."""
