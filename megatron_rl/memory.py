@@ -9,13 +9,13 @@ grows with the key that it names. Pure: imports neither torch nor megatron.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_rl.config import TrainerConfig
+from megatron_rl.config import OptimizerConfig, TrainerConfig
 from megatron_rl.model.spec import ModelSpec, stage_layers
 from megatron_rl.weights.reshard_plan import wire_tensors
-from megatron_rl.weights.state_sizes import rank_state
+from megatron_rl.weights.state_sizes import critic_state, rank_state
 from rollout.config import EngineConfig
 from rollout.weights.format import WeightFormat
 
@@ -33,6 +33,19 @@ class MemoryItem:
     num_bytes: int
     knob: str
     """The configuration key that shrinks it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherSpecs:
+    """Architectures of the models that an algorithm needs beside the policy; None where it needs none."""
+
+    critic: ModelSpec | None = None
+    reference: ModelSpec | None = None
+
+
+NO_FURTHER = FurtherSpecs()
+FURTHER_STATE = ("critic parameters", "critic gradients", "critic optimizer", "reference parameters")
+"""Items of further models that a trainer rank holds between and during steps."""
 
 
 def linear_parameters(spec: ModelSpec) -> int:
@@ -75,17 +88,33 @@ def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
     return 2 * 2 * spec.num_layers * -(-spec.num_kv_heads // tensor_parallel) * spec.head_dim
 
 
-def checkpoint_bytes(spec: ModelSpec, trainer: TrainerConfig) -> int:
-    """Bytes of one checkpoint: parameters (FP8 ones as BF16), and FP32 masters and moments, each once."""
+def checkpoint_bytes(spec: ModelSpec, trainer: TrainerConfig, further: FurtherSpecs = NO_FURTHER) -> int:
+    """Bytes of one checkpoint: parameters (FP8 ones as BF16), and FP32 masters and moments, each once.
+
+    The critic's are added, and the parameters of a reference policy that is refreshed.
+    """
     width = 2 if trainer.dtype == "bf16" else 4
-    has_masters = trainer.dtype == "bf16" or trainer.optimizer.distributed
-    return num_parameters(spec) * (width + (12 if has_masters else 8))
+    saved = num_parameters(spec) * (width + _optimizer_width(trainer, trainer.optimizer))
+    if further.critic is not None:
+        trunk = num_parameters(replace(further.critic, tied=True)) + further.critic.hidden_size
+        saved += trunk * (width + _optimizer_width(trainer, trainer.critic.optimizer))
+    if further.reference is not None and trainer.reference.refresh_every:
+        saved += num_parameters(further.reference) * width
+    return saved
 
 
-def trainer_rank(spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int) -> Sequence[MemoryItem]:
+def _optimizer_width(trainer: TrainerConfig, optimizer: OptimizerConfig) -> int:
+    """Bytes of masters and moments of one parameter."""
+    return 12 if trainer.dtype == "bf16" or optimizer.distributed else 8
+
+
+def trainer_rank(
+    spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int, further: FurtherSpecs = NO_FURTHER
+) -> Sequence[MemoryItem]:
     """Memory of the trainer rank that needs most while it trains; `longest_sample` in tokens, prompt and response."""
+    tokens = max(trainer.max_micro_batch_tokens, longest_sample)
     stages = [
-        _stage_rank(spec, trainer, pipeline_rank, max(trainer.max_micro_batch_tokens, longest_sample))
+        _with_further(_stage_rank(spec, trainer, pipeline_rank, tokens), trainer, pipeline_rank, tokens, further)
         for pipeline_rank in range(trainer.parallel.pipeline)
     ]
     return max(stages, key=lambda items: sum(item.num_bytes for item in items))
@@ -118,6 +147,33 @@ def _stage_rank(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tok
             ),
         ]
     return items
+
+
+def _with_further(
+    items: Sequence[MemoryItem], trainer: TrainerConfig, pipeline_rank: int, tokens: int, further: FurtherSpecs
+) -> list[MemoryItem]:
+    """The items of a stage, and those of the further models.
+
+    Policy and critic learn one after the other, so the larger activations count; the values of a micro batch are small.
+    """
+    found = list(items)
+    if (critic := further.critic) is not None:
+        state = critic_state(critic, trainer, pipeline_rank=pipeline_rank)
+        distributed = "trainer.critic.optimizer.distributed"
+        found += [
+            MemoryItem(what="critic parameters", num_bytes=state.parameters, knob="trainer.parallel.tensor"),
+            MemoryItem(what="critic gradients", num_bytes=state.gradients, knob="trainer.parallel.tensor"),
+            MemoryItem(what="critic optimizer", num_bytes=state.optimizer_bytes, knob=distributed),
+        ]
+        of_critic = activation_bytes(critic, trainer, pipeline_rank=pipeline_rank, tokens=tokens)
+        found = [
+            replace(item, num_bytes=max(item.num_bytes, of_critic)) if item.what == "activations" else item
+            for item in found
+        ]
+    if further.reference is not None and trainer.reference.place == "device":
+        num_bytes = rank_state(further.reference, trainer, pipeline_rank=pipeline_rank).parameters
+        found.append(MemoryItem(what="reference parameters", num_bytes=num_bytes, knob="trainer.reference.place"))
+    return found
 
 
 def activation_bytes(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, tokens: int) -> int:

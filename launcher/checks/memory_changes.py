@@ -28,6 +28,8 @@ _HALVED = (
 """Sizes that may be halved."""
 _SWITCHED: dict[str, tuple[str | int | bool, ...]] = {
     "trainer.optimizer.distributed": (True,),
+    "trainer.critic.optimizer.distributed": (True,),
+    "trainer.reference.place": ("host", "device"),
     "trainer.recompute": ("full",),
     "trainer.offload": ("all", "optimizer", "none"),
     "engine.sleep_level": (2, 0),

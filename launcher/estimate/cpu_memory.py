@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.estimate.host_memory import history_items
+from launcher.estimate.host_memory import history_items, reference_copies
 from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.tables import MemoryTable
@@ -19,13 +19,14 @@ from megatron_rl.memory import (
 def cpu_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` nodes that hold `load`; nothing is freed between phases."""
     config = run.config
-    trainer = trainer_rank(run.spec, config.trainer, longest_sample=run.longest_sample)
+    trainer = trainer_rank(run.spec, config.trainer, longest_sample=run.longest_sample, further=run.further)
     engine = engine_rank(run.spec, config.engine, draft_tokens=run.draft_tokens)
     engine_processes = ENGINE_PROCESS_BYTES * (load.num_engines + load.num_engine_ranks) // 2
     # a copy for the trainer, to find changes, and one in each engine, to apply them
     baselines = (bool(load.num_trainers) + load.num_engines) * run.publish_bytes
     items = (
         *_times(trainer, load.num_trainers, "trainer"),
+        *reference_copies(run, load, pinned=False),
         _item("trainer processes", load.num_trainers * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
         *_times(engine, load.num_engine_ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),

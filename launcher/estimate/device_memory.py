@@ -24,7 +24,7 @@ from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import device_baselines, device_publish_items
 from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import TrainerConfig
-from megatron_rl.memory import MemoryItem, engine_rank, trainer_rank
+from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank, trainer_rank
 from rollout.config import EngineConfig
 
 CONTEXT_BYTES = 600 << 20
@@ -56,7 +56,7 @@ _FREED_BY_SLEEP = ("onload", "train", "save", "offload")
 
 def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` devices that hold `load`."""
-    trainer = trainer_rank(run.spec, run.config.trainer, longest_sample=run.longest_sample)
+    trainer = trainer_rank(run.spec, run.config.trainer, longest_sample=run.longest_sample, further=run.further)
     engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
     phases = {}
     for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
@@ -74,10 +74,13 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
 def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: str) -> list[MemoryItem]:
     """Items of a trainer rank on its device in one phase; `items` are those of `trainer_rank`.
 
-    torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them.
+    torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them. Other
+    models are there when the optimizer is (`megatron_rl.trainer.offload`).
     """
-    state = [item for item in items if item.what in _HELD_BY_TRAINER[trainer.offload][phase]]
-    passing = [item for item in items if item.what not in _STATE]
+    held = _HELD_BY_TRAINER[trainer.offload][phase]
+    held = (*held, *(FURTHER_STATE if "optimizer" in held else ()))
+    state = [item for item in items if item.what in held]
+    passing = [item for item in items if item.what not in (*_STATE, *FURTHER_STATE)]
     if trainer.offload != "none" and phase not in ("train", "save", "offload"):
         passing = []
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]

@@ -5,6 +5,8 @@ Sources of what is not obvious:
 * *pinned offload*: `megatron_rl.trainer.offload` copies every storage into pinned memory. torch rounds each to a power
   of two (`CachingHostAllocator`) and keeps it for the next time, so it is held in every phase. Gradients are not
   copied.
+* *reference copies*: with `trainer.reference.place` = host a rank keeps a copy of its part of the reference policy in
+  pinned memory (`megatron_rl.trainer.reference`).
 * *sleeping weights*: with `engine.sleep_level` = 1 vLLM copies weights into pinned memory (`CuMemAllocator.sleep`).
 * *checkpoint copies*: with `checkpoint.background` a rank writes from copies of its own part of a checkpoint
   (`megatron_rl.checkpoints.writer`), in pinned memory that it keeps. Without it, one tensor at a time.
@@ -22,8 +24,9 @@ from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import host_baselines, host_publish_items
 from launcher.estimate.tables import MemoryTable
+from megatron_rl.config import OptimizerConfig
 from megatron_rl.memory import ENGINE_PROCESS_BYTES, TRAINER_PROCESS_BYTES, MemoryItem, checkpoint_bytes, num_parameters
-from megatron_rl.weights.state_sizes import StateSizes, rank_state
+from megatron_rl.weights.state_sizes import StateSizes, critic_state, rank_state
 
 GPU_PROCESS_BYTES = 3 << 30
 """Host memory of a process with CUDA libraries, beside that of the same process on a CPU; an estimate."""
@@ -53,6 +56,7 @@ def host_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: 
         *_processes(run, load),
         *history_items(run, load),
         *_pinned(run, load),
+        *reference_copies(run, load, pinned=True),
         *_checkpoint(run, load),
         *host_baselines(run, load),
     ]
@@ -143,6 +147,7 @@ def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     if trainer.offload != "none" and load.num_trainers:
         state = _largest_state(run)
         storages = state.optimizer + (state.weight_storages if trainer.offload == "all" else ())
+        storages += _further_storages(run)
         pinned = load.num_trainers * sum(map(_power_of_two, storages))
         items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob="trainer.offload"))
     if engine.sleep_level == 1 and load.num_engine_ranks:
@@ -153,10 +158,38 @@ def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     return items
 
 
+def reference_copies(run: PlannedRun, load: NodeLoad, *, pinned: bool) -> Sequence[MemoryItem]:
+    """Weights of the reference policy in host memory."""
+    trainer, reference = run.config.trainer, run.further.reference
+    if reference is None or trainer.reference.place != "host" or not load.num_trainers:
+        return []
+    storages = _largest_state(run).weight_storages
+    num_bytes = load.num_trainers * sum(map(_power_of_two, storages) if pinned else storages)
+    return [MemoryItem(what="reference copies", num_bytes=num_bytes, knob="trainer.reference.place")]
+
+
+def _further_storages(run: PlannedRun) -> tuple[int, ...]:
+    """Bytes of each storage of further models that moves to the host with the optimizer."""
+    critic = _largest_critic(run)
+    storages = () if critic is None else critic.optimizer + critic.weight_storages
+    if run.further.reference is not None and run.config.trainer.reference.place == "device":
+        storages += _largest_state(run).weight_storages
+    return storages
+
+
 def _largest_state(run: PlannedRun) -> StateSizes:
     """State of the pipeline stage with most bytes."""
     trainer = run.config.trainer
     stages = [rank_state(run.spec, trainer, pipeline_rank=rank) for rank in range(trainer.parallel.pipeline)]
+    return max(stages, key=lambda state: state.total)
+
+
+def _largest_critic(run: PlannedRun) -> StateSizes | None:
+    """The same of the critic; None if there is none."""
+    trainer, spec = run.config.trainer, run.further.critic
+    if spec is None:
+        return None
+    stages = [critic_state(spec, trainer, pipeline_rank=rank) for rank in range(trainer.parallel.pipeline)]
     return max(stages, key=lambda state: state.total)
 
 
@@ -169,14 +202,24 @@ def _checkpoint(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
 
     Experts have fewer replicas; the parts of all parameters are estimated with theirs.
     """
-    trainer, state = run.config.trainer, _largest_state(run)
+    trainer, state, critic = run.config.trainer, _largest_state(run), _largest_critic(run)
     if not run.config.checkpoint.background or not load.num_trainers:
         return []
     num_replicas = trainer.parallel.data // trainer.parallel.expert
-    replicated = state.parameters + (0 if trainer.optimizer.distributed else state.optimizer_bytes)
-    own = state.optimizer_bytes if trainer.optimizer.distributed else 0
-    copied = load.num_trainers * (own + -(-replicated // num_replicas))
+    copied = _copied(state, trainer.optimizer, num_replicas)
+    if critic is not None:
+        copied += _copied(critic, trainer.critic.optimizer, num_replicas)
+    if run.further.reference is not None and trainer.reference.refresh_every:
+        copied += -(-state.parameters // num_replicas)
+    copied *= load.num_trainers
     return [MemoryItem(what="checkpoint copies", num_bytes=copied, knob="checkpoint.background")]
+
+
+def _copied(state: StateSizes, optimizer: OptimizerConfig, num_replicas: int) -> int:
+    """Bytes that one rank copies of a model that learns."""
+    replicated = state.parameters + (0 if optimizer.distributed else state.optimizer_bytes)
+    own = state.optimizer_bytes if optimizer.distributed else 0
+    return own + -(-replicated // num_replicas)
 
 
 def _page_cache(run: PlannedRun, load: NodeLoad, *, saved: bool) -> Sequence[MemoryItem]:
@@ -184,7 +227,9 @@ def _page_cache(run: PlannedRun, load: NodeLoad, *, saved: bool) -> Sequence[Mem
     if not load.num_trainers:
         return []
     share = (
-        checkpoint_bytes(run.spec, run.config.trainer) * load.num_trainers // run.config.trainer.parallel.world_size
+        checkpoint_bytes(run.spec, run.config.trainer, run.further)
+        * load.num_trainers
+        // run.config.trainer.parallel.world_size
         if saved
         else 0
     )

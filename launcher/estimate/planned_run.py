@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from launcher.cluster.placement import Placement
 from launcher.config.schema import RunConfig
-from megatron_rl.memory import weight_bytes
+from megatron_rl.memory import NO_FURTHER, FurtherSpecs, weight_bytes
 from megatron_rl.model.spec import ModelSpec
 from rollout.weights.format import WeightFormat
 
@@ -16,6 +16,8 @@ class PlannedRun:
     config: RunConfig
     spec: ModelSpec
     placement: Placement
+    further: FurtherSpecs = NO_FURTHER
+    """What the algorithm needs beside the policy."""
 
     @property
     def publish_bytes(self) -> int:

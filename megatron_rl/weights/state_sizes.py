@@ -14,7 +14,7 @@ Pure: no torch, no megatron.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_rl.config import ParallelConfig, TrainerConfig
@@ -82,12 +82,22 @@ def rank_state(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, d
 
     Data-parallel rank 0 holds the most, apart from 63 elements for each parameter whose size is no multiple of 64.
     """
+    return _state(stage_parameters(spec, trainer.parallel, pipeline_rank), trainer, data_rank=data_rank)
+
+
+def critic_state(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, data_rank: int = 0) -> StateSizes:
+    """The same of a critic with this architecture."""
+    of_critic = trainer.model_copy(update={"optimizer": trainer.critic.optimizer, "fp8": "none"})
+    return _state(critic_parameters(spec, trainer.parallel, pipeline_rank), of_critic, data_rank=data_rank)
+
+
+def _state(parameters: Sequence[Parameter], trainer: TrainerConfig, *, data_rank: int) -> StateSizes:
     parallel, distributed = trainer.parallel, trainer.optimizer.distributed
     num_tensors = 3 if trainer.dtype == "bf16" else 2  # master and moments, or moments
     storages: list[int] = []
     optimizer: list[int] = []
     gradients = 0
-    for group in _groups(stage_parameters(spec, parallel, pipeline_rank), trainer):
+    for group in _groups(parameters, trainer):
         spread = parallel.expert if group.of_spread_experts else 1
         num_replicas, replica = parallel.data // spread, data_rank // spread
         buckets = _buckets(group.parameters) if distributed else [group.parameters]
@@ -193,6 +203,15 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, pipeline_rank: i
         if not (rule.tied_copy and first)
     ]
     return (*(before if first else ()), *(layer * num_layers), *(after if last else ()))
+
+
+@cache
+def critic_parameters(spec: ModelSpec, parallel: ParallelConfig, pipeline_rank: int) -> tuple[Parameter, ...]:
+    """The same of a critic, whose output layer is a head of one column."""
+    parameters = stage_parameters(replace(spec, tied=False), parallel, pipeline_rank)
+    if pipeline_rank < parallel.pipeline - 1:
+        return parameters
+    return (*parameters[:-1], replace(parameters[-1], size=spec.hidden_size))
 
 
 def _layer(rules: Sequence[Rule], spec: ModelSpec, parallel: ParallelConfig) -> list[Parameter]:

@@ -15,7 +15,15 @@ from launcher.config.schema import RunConfig
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import ParallelConfig, TrainerConfig
-from megatron_rl.memory import engine_rank, kv_bytes_per_token, num_parameters, trainer_rank, weight_bytes
+from megatron_rl.memory import (
+    FurtherSpecs,
+    checkpoint_bytes,
+    engine_rank,
+    kv_bytes_per_token,
+    num_parameters,
+    trainer_rank,
+    weight_bytes,
+)
 from megatron_rl.model.spec import ModelSpec, read_model_spec
 from rollout.config import DRAFTED_TOKENS, EngineConfig
 from rollout.weights.format import WeightFormat
@@ -299,3 +307,30 @@ def test_a_table_fits_a_terminal(tmp_path: Path) -> None:
     memory = plan_of(spec_of(tmp_path, **BIG), GPU, **turns)
     assert max(map(len, memory.lines())) <= 100
     assert any(line.startswith("GiB") and line.endswith("wake kv") for line in memory.lines())
+
+
+def test_critic_and_reference_are_in_the_tables_where_they_are(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    further = FurtherSpecs(critic=spec, reference=spec)
+
+    def tables(place: str) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+        trainer = {"offload": "all", "reference": {"place": place, "refresh_every": 5}}
+        config = RunConfig.model_validate({**BASE, "trainer": trainer, "engine": {"sleep_level": 1}})
+        run = PlannedRun(config=config, spec=spec, placement=plan(config, [GPU]), further=further)
+        device, host = (table for table in run_memory(run, [GPU]).tables if table.kind in ("device", "host"))
+        return phases(device), phases(host)
+
+    device, host = tables("host")
+    head = spec.hidden_size
+    output = spec.padded_vocab_size(1) * spec.hidden_size
+    whole, critic = device["train"]["trainer parameters"], device["train"]["trainer critic parameters"]
+    assert critic == whole - 2 * output + 2 * head
+    assert device["train"]["trainer critic optimizer"] == 6 * critic
+    assert not any("critic" in what or "reference" in what for what in device["publish"])
+    assert "trainer reference parameters" not in device["train"]
+    assert host["train"]["reference copies"] >= whole
+    on_device, without = tables("device")
+    assert on_device["train"]["trainer reference parameters"] == whole
+    assert "reference copies" not in without["train"]
+    assert without["train"]["pinned offload"] > host["train"]["pinned offload"]
+    assert checkpoint_bytes(spec, TrainerConfig(), further) > 1.8 * checkpoint_bytes(spec, TrainerConfig())

@@ -4,21 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from megatron_rl.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_rl.model.spec import Experts, read_model_spec
-from megatron_rl.weights.state_sizes import rank_state, stage_parameters
+from megatron_rl.weights.state_sizes import critic_state, rank_state, stage_parameters
 from tests.support.model_specs import qwen_spec
 from tests.support.trainers.tiny_megatron_models import config_of
 
 
-def allocated(position, parallel, directory, trainer):
+def allocated(position, parallel, directory, trainer, *, is_critic=False):
     """Bytes of parameters, gradient buffers and optimizer states of this rank after one update."""
     import torch
 
     from megatron_rl.model.build import ModelOptions, build
+    from megatron_rl.model.value_model import build_value
     from megatron_rl.trainer.optimizer import build_optimizer, wrap
 
-    models = build(
+    models = (build_value if is_critic else build)(
         read_model_spec(directory), parallel, position, ModelOptions(dtype=trainer.dtype, random_weights=True)
     )
     chunks = wrap(models, distributed_optimizer=trainer.optimizer.distributed)
@@ -41,6 +42,10 @@ def allocated(position, parallel, directory, trainer):
             if tensor.untyped_storage().data_ptr() not in weights
         }
     return sum(weights.values()), sum(buffer.grad_data.nbytes for buffer in buffers), sorted(states.values())
+
+
+def allocated_critic(position, parallel, directory, trainer):
+    return allocated(position, parallel, directory, trainer, is_critic=True)
 
 
 PARTITIONS = {
@@ -77,6 +82,22 @@ def test_the_state_of_every_rank_has_the_bytes_of_its_tensors(ranks, tmp_path, m
             assert (parameters, gradients) == (expected.parameters, expected.gradients), (parallel, rank)
             assert optimizer == sorted(expected.optimizer), (parallel, rank)
             assert sum(expected.weight_storages) == expected.parameters
+
+
+@pytest.mark.parametrize(("model", "distributed"), [("qwen2_tied", True), ("qwen3", False)])
+def test_sizes_of_a_critic_are_those_of_its_tensors(ranks, tmp_path, model, distributed):
+    config_of(model).save_pretrained(tmp_path)
+    spec, parallel = read_model_spec(tmp_path), PARTITIONS[model][0]
+    optimizer = OptimizerConfig(learning_rate=1e-3, distributed=distributed)
+    trainer = TrainerConfig(parallel=parallel, optimizer=optimizer, critic=CriticConfig(optimizer=optimizer))
+    for rank, found in enumerate(ranks.run(allocated_critic, tmp_path, trainer, parallel=parallel)):
+        expected = critic_state(
+            spec,
+            trainer,
+            pipeline_rank=rank // (parallel.tensor * parallel.data),
+            data_rank=rank // parallel.tensor % parallel.data,
+        )
+        assert found == (expected.parameters, expected.gradients, sorted(expected.optimizer)), rank
 
 
 def test_ranks_together_update_every_element_once() -> None:
