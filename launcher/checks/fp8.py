@@ -56,6 +56,12 @@ def _shapes(spec: ModelSpec, trainer: TrainerConfig) -> list[str]:
     parallel = trainer.parallel
     if not _is_cut_evenly(spec, trainer):
         return []
+    if parallel.tensor > spec.num_kv_heads:
+        return [
+            f"`trainer.fp8` = {trainer.fp8} with `trainer.parallel.tensor` = {parallel.tensor}: ranks would share the "
+            f"model's {spec.num_kv_heads} key/value heads, which has not been tried with FP8; set tensor to "
+            f"{spec.num_kv_heads} or a divisor, or fp8 to none"
+        ]
     problems = [
         f"`trainer.fp8` = {trainer.fp8} with `trainer.parallel.tensor` = {parallel.tensor}: each rank would hold a "
         f"matrix of {shape[0]} x {shape[1]} ({name.removeprefix('decoder.layers.0.')}), and FP8 products need "

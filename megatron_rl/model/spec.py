@@ -244,9 +244,10 @@ def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
     Raises:
         ValueError: naming the parallel size, the model's figure and valid sizes.
     """
-    cut = {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads, "ffn rows": spec.ffn_size}
+    cut = {"attention heads": spec.num_heads, "ffn rows": spec.ffn_size, "key/value heads": spec.num_kv_heads}
     for what, count in cut.items():
-        if count % parallel.tensor:
+        fits = _fits_key_heads(spec, parallel.tensor) if what == "key/value heads" else count % parallel.tensor == 0
+        if not fits:
             raise ValueError(
                 f"trainer.parallel.tensor = {parallel.tensor} does not divide the model's {count} {what}; "
                 f"sizes that divide all: {', '.join(map(str, _tensor_sizes(spec)))}"
@@ -273,8 +274,24 @@ def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
         )
 
 
+def _fits_key_heads(spec: ModelSpec, tensor: int) -> bool:
+    """Whether the size divides the key/value heads, or is a multiple of them.
+
+    With a multiple, ranks that share a head gather query, key and value of its group, and each attends with its query
+    heads. The rows of the fused matrix must divide.
+    """
+    if spec.num_kv_heads % tensor == 0:
+        return True
+    rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return tensor % spec.num_kv_heads == 0 and rows % tensor == 0
+
+
 def _tensor_sizes(spec: ModelSpec) -> list[int]:
-    return [n for n in range(1, spec.num_kv_heads + 1) if not (spec.num_kv_heads % n or spec.ffn_size % n)]
+    return [
+        n
+        for n in range(1, spec.num_heads + 1)
+        if not (spec.num_heads % n or spec.ffn_size % n) and _fits_key_heads(spec, n)
+    ]
 
 
 def stage_layers(num_layers: int, pipeline: int) -> tuple[range, ...]:

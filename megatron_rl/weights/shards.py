@@ -80,12 +80,22 @@ def _vocab(spec: ModelSpec, tp: int, rank: int) -> list[_Interval]:
 
 
 def _qkv(spec: ModelSpec, tp: int, rank: int, split: Split) -> list[_Interval]:
-    """Intervals of q, k or v: one for each query group of the rank."""
-    groups, heads, dim = spec.num_kv_heads // tp, spec.num_heads // spec.num_kv_heads, spec.head_dim
+    """Intervals of q, k or v in this rank's rows of the fused matrix, which holds q, k and v group after group.
+
+    With more ranks than key/value heads, the rows of a group are cut between ranks, which gather their products.
+    """
+    heads, dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
     size = heads * dim if split is Split.Q else dim
     offset = {Split.Q: 0, Split.K: heads * dim, Split.V: (heads + 1) * dim}[split]
     stride = (heads + 2) * dim
-    return [_Interval(0, (rank * groups + group) * size, group * stride + offset, size) for group in range(groups)]
+    rows = spec.num_kv_heads * stride // tp
+    found = []
+    for group in range(spec.num_kv_heads):
+        begin = group * stride + offset
+        first, last = max(begin, rank * rows), min(begin + size, (rank + 1) * rows)
+        if first < last:
+            found.append(_Interval(0, group * size + first - begin, first - rank * rows, last - first))
+    return found
 
 
 _SPLITS: dict[Split, Callable[[ModelSpec, tuple[int, ...], int, int], list[_Interval]]] = {

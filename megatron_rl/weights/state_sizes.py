@@ -233,10 +233,10 @@ def _parameter(
     for rule in rules:
         rows, *columns = rule.shape(spec)
         rows = spec.padded_vocab_size(parallel.tensor) if rule.split is Split.VOCAB else rows
-        ways = 1 if rule.split is Split.REPLICATED else parallel.tensor
-        size += rows * math.prod(columns) // ways
+        size += rows * math.prod(columns)
+    ways = 1 if rules[0].split is Split.REPLICATED else parallel.tensor
     return Parameter(
-        size=size,
+        size=size // ways,
         is_linear=rules[0].kind is Kind.LINEAR,
         of_expert=rules[0].per_expert,
         own_bucket=own_bucket,

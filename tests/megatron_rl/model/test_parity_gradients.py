@@ -64,6 +64,7 @@ CASES = {
     "pp2_uneven": (ParallelConfig(pipeline=2), False, "none"),
     "pp3": (ParallelConfig(pipeline=3), False, "none"),
     "tp2_pp2_sp_full": (ParallelConfig(tensor=2, pipeline=2), True, "full"),
+    "tp4_sp": (ParallelConfig(tensor=4), True, "none"),  # two ranks for each key/value head
 }
 
 

@@ -106,14 +106,21 @@ def test_a_directory_without_readable_configuration_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"tensor": 3}, r"tensor = 3 does not divide the model's 8 attention heads; .*: 1, 2, 4"),
-        ({"tensor": 8}, r"tensor = 8 does not divide the model's 4 key/value heads; .*: 1, 2, 4"),
+        ({"tensor": 3}, r"tensor = 3 does not divide the model's 8 attention heads; .*: 1, 2, 4, 8"),
         ({"pipeline": 4}, r"pipeline = 4 is more than the model's 3 layers; needs at most 3"),
     ],
 )
 def test_a_partition_that_does_not_fit_names_value_bound_and_fix(tmp_path, parallel, message):
     with pytest.raises(ValueError, match=message):
         check_parallel(spec_of(tmp_path), ParallelConfig(**parallel))
+
+
+def test_ranks_may_share_key_heads_if_their_number_is_a_multiple(tmp_path):
+    check_parallel(spec_of(tmp_path), ParallelConfig(tensor=8))
+    spec = spec_of(tmp_path, num_attention_heads=12, hidden_size=288)
+    check_parallel(spec, ParallelConfig(tensor=12))
+    with pytest.raises(ValueError, match=r"tensor = 6 does not divide the model's 4 key/value heads; .*: 1, 2, 4, 12"):
+        check_parallel(spec, ParallelConfig(tensor=6))
 
 
 @pytest.mark.parametrize(

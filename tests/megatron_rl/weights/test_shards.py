@@ -12,7 +12,8 @@ from megatron_rl.weights.shards import Kind, hf_shapes, is_first_replica, rank_s
 from tests.support.trainers.tiny_megatron_models import FAMILIES, config_of, one_by_one
 
 FIXTURES = sorted((Path(__file__).parents[2] / "data").glob("te_names_*.json"))
-PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
+PARTITIONS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (4, 1)]
+"""(tensor, pipeline); with 4 tensor-parallel ranks, two share each of the 2 key/value heads."""
 
 
 @pytest.fixture(scope="module")
