@@ -20,7 +20,7 @@ from megatron_rl.algorithm_settings import (
 )
 from megatron_rl.correction_config import CorrectionConfig
 from megatron_rl.guard_config import GuardConfig
-from megatron_rl.stages import Choice
+from megatron_rl.stages import Choice, Column
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 """An estimate of the divergence from the reference policy at one token."""
@@ -131,3 +131,11 @@ class AlgorithmConfig(Config):
             LOSSES.key: self.loss,
             AGGREGATIONS.key: self.aggregation,
         }
+
+    @property
+    def needs(self) -> frozenset[Column]:
+        """Columns of further models that built-in functions and the divergence read. A function of one's own may
+        declare more (`megatron_rl.algorithm.plug_in.needed_columns`).
+        """
+        reference: frozenset[Column] = frozenset() if self.kl.place == "none" else frozenset({"ref"})
+        return reference.union(*(choice.needs for choice in self.stages.values()))

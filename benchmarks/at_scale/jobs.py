@@ -126,7 +126,7 @@ def _placed(model: str, num_gpus: int, precision: Precision) -> tuple[PlannedRun
     spec = read_model_spec(Path(config.model))
     fitted = fit(config, spec, planned_nodes(config, given), [])
     assert fitted is not None, f"{model} cannot be placed on {num_gpus} GPUs"
-    return PlannedRun(config=config, spec=spec, placement=fitted.placement), given
+    return PlannedRun(config=config, spec=spec, placement=fitted.placement, further=fitted.further), given
 
 
 def job(model: str, num_gpus: int, precision: Precision, responses: Floats, measured: Shares | None = None) -> Job:

@@ -3,10 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 
 from launcher.checks.functions import function_problems
+from launcher.checks.further_models import further_problems
 from launcher.config.schema import RunConfig
 from megatron_rl.algorithm_settings import (
     AGGREGATIONS,
@@ -28,9 +27,6 @@ from megatron_rl.stages import Column, PlugIn
 PLUG_IN_CHECK = ("-m", "megatron_rl.algorithm.plug_in_check")
 PLUG_IN_TIMEOUT_S = 600.0
 """Deadline of importing functions of one's own."""
-AVAILABLE: AbstractSet[Column] = frozenset()
-"""Columns of tokens whose models a run can have."""
-MODELS = {"ref": "a reference policy", "values": "a critic"}
 
 
 def algorithm_problems(config: RunConfig) -> list[str]:
@@ -38,8 +34,7 @@ def algorithm_problems(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     problems = _advantage(algorithm) + _loss(algorithm) + _correction(algorithm) + _terms(algorithm)
     own_problems, own_needs = _plug_ins(algorithm)
-    needs = {key: choice.needs | own_needs.get(key, frozenset()) for key, choice in algorithm.stages.items()}
-    return problems + own_problems + _models(algorithm, needs)
+    return problems + own_problems + further_problems(config, algorithm.needs.union(*own_needs.values()))
 
 
 def _advantage(algorithm: AlgorithmConfig) -> list[str]:
@@ -119,22 +114,6 @@ def _terms(algorithm: AlgorithmConfig) -> list[str]:
         problems.append(
             f"`algorithm.entropy.coefficient` = {entropy.coefficient} is above `algorithm.entropy.max_coefficient` = "
             f"{entropy.max_coefficient}; lower it"
-        )
-    return problems
-
-
-def _models(algorithm: AlgorithmConfig, needs: Mapping[str, AbstractSet[Column]]) -> list[str]:
-    """Columns that functions need and that nothing computes; `needs` by the key of the stage."""
-    problems = [
-        f"`{key}` = {algorithm.stages[key].name} needs {MODELS[column]} (column `{column}`), and none is configured; "
-        "choose another function"
-        for key, columns in needs.items()
-        for column in sorted(columns - AVAILABLE)
-    ]
-    if algorithm.kl.place != "none" and "ref" not in AVAILABLE:
-        problems.append(
-            f"`algorithm.kl.place` = {algorithm.kl.place} needs a reference policy, and none is configured; set place "
-            "to none"
         )
     return problems
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.checks.further_models import critic_problems, further_specs
 from launcher.checks.kv_cache import cache_problems, sized
 from launcher.checks.memory import MemoryPlan, run_memory
 from launcher.checks.model import model_problems, partition_problems
@@ -11,6 +12,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.estimate.planned_run import PlannedRun
+from megatron_rl.memory import FurtherSpecs
 from megatron_rl.model.spec import ModelSpec
 
 
@@ -22,6 +24,8 @@ class Fit:
     """With the size of the KV cache (`launcher.checks.kv_cache`)."""
     placement: Placement
     memory: MemoryPlan
+    further: FurtherSpecs
+    """Models beside the policy."""
 
 
 def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], problems: list[str]) -> Fit | None:
@@ -30,13 +34,18 @@ def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], prob
     if partition_problems(spec, config.trainer.parallel, nodes[0]):
         return None
     try:
+        further = further_specs(config, spec)
         placement = plan(config, nodes)
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         problems.append(str(error))
         return None
-    run = sized(PlannedRun(config=config, spec=spec, placement=placement), nodes)
+    run = sized(PlannedRun(config=config, spec=spec, placement=placement, further=further), nodes)
     if run.config is not config:
         problems += [problem for problem in model_problems(run.config, spec, nodes[0]) if problem not in problems]
+    if further.critic is not None and further.critic is not spec:
+        problems += critic_problems(config, further.critic, spec)
+        if problems:
+            return None
     memory = run_memory(run, nodes)
     problems += memory.problems()
-    return Fit(config=run.config, placement=placement, memory=memory)
+    return Fit(config=run.config, placement=placement, memory=memory, further=further)

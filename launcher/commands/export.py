@@ -2,6 +2,7 @@
 
 import secrets
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.cluster.node import node_resources
@@ -12,6 +13,7 @@ from launcher.commands.specs import trainer_spec
 from launcher.config.loading import load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
+from megatron_rl.config import AlgorithmConfig
 from rollout.weights.format import WeightFormat
 
 
@@ -31,9 +33,9 @@ def export(config: ExportConfig) -> None:
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
     with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
-        trainer = running.start_trainer(
-            trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4)), ranks
-        )
+        spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
+        policy_only = replace(spec, algorithm=AlgorithmConfig())  # neither critic nor reference is needed
+        trainer = running.start_trainer(policy_only, ranks)
         trainer.load(str(checkpoint / "trainer"))
         trainer.export(str(target))
     print(f"wrote {target} from step {checkpoint.name}")

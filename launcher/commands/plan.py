@@ -164,7 +164,7 @@ def _estimate(spec: ModelSpec, fitted: Fit | None, given: Assumptions, num_gpus:
     """None for a run that cannot be placed."""
     if fitted is None:
         return None
-    run = PlannedRun(config=fitted.config, spec=spec, placement=fitted.placement)
+    run = PlannedRun(config=fitted.config, spec=spec, placement=fitted.placement, further=fitted.further)
     return step_estimate(run, given, num_gpus=num_gpus)
 
 

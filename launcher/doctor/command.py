@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun, check_run
+from launcher.checks.further_models import further_specs
 from launcher.checks.health.health_check import HealthCheck, run_checks
 from launcher.checks.health.network import network_line
 from launcher.checks.health.node import node_checks
@@ -83,7 +84,9 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
     if facts.unreadable:
         return
     checked = check_run(config, [node_resources()])
-    needed = checkpoint_bytes(checked.spec, config.trainer) * (config.checkpoint.keep_last + 1)
+    needed = checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)) * (
+        config.checkpoint.keep_last + 1
+    )
     yield disk("disk", directory, needed, "free some, or lower `checkpoint.keep_last`")
     yield from run_checks(_run_checks(checked, directory))
     if config.engine.format == "int8":
@@ -120,7 +123,7 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
         "reward": lambda: reward_line(config.reward, _sample(config)),
         "write speed": lambda: write_speed_line(
             write_speed(directory),
-            checkpoint_bytes(checked.spec, config.trainer),
+            checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)),
             interval_s=_interval_s(config),
             timeout_s=config.trainer.timeout_s,
             background=config.checkpoint.background,

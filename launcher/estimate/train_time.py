@@ -5,18 +5,23 @@ full repeats the forward of the layers, the output layer always repeats its forw
 several optimizer steps, batch normalisation or means over kept tokens, `old_logprobs` take one more forward of all
 samples (`megatron_rl.trainer.learner`).
 
+A reference policy takes one forward more, and a critic what the policy takes, without logits.
+
 Communication is not hidden behind products: sequence parallelism gathers and scatters the hidden states twice a layer
 and pass, experts exchange tokens twice a layer and pass, and each optimizer step reduces gradients and, with the
 distributed optimizer, gathers parameters. A pipeline of N stages with m micro batches waits (N - 1) / m of the time.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.roofline import Assumptions, all_reduce_bytes, attention_flops, linear_weights, output_weights
-from megatron_rl.weights.state_sizes import rank_state
+from megatron_rl.config import OptimizerConfig, TrainerConfig
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.weights.state_sizes import StateSizes, critic_state, rank_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +56,10 @@ def train_estimate(run: PlannedRun, given: Assumptions) -> TrainEstimate:
     num_updates = algorithm.num_mini_batches * algorithm.num_epochs
     tokens = float(samples.sum())
     passes = _passes(run, num_updates)
-    products_s = _products_s(run, given, tokens, float(np.square(samples).sum()), passes)
-    communication_s = _communication_s(run, given, tokens, passes)
+    squares = float(np.square(samples).sum())
+    work = [(run.spec, passes), *_further_work(run)]
+    products_s = sum(_products_s(run, given, tokens, squares, each) for each in work)
+    communication_s = sum(_communication_s(run, given, tokens, each) for each in work)
     per_rank = tokens / algorithm.num_mini_batches / parallel.data
     micro_batches = max(1.0, per_rank / max(config.trainer.max_micro_batch_tokens, float(samples.mean())))
     pipeline_s = (products_s + communication_s) * (parallel.pipeline - 1) / micro_batches
@@ -77,15 +84,32 @@ class _Passes:
 def _passes(run: PlannedRun, num_updates: int) -> _Passes:
     epochs = run.config.algorithm.num_epochs
     correction = run.config.algorithm.correction
-    needs_all = num_updates > 1 or correction.batch_normalize or correction.counts_kept_tokens
+    learns_values = run.further.critic is not None
+    needs_all = num_updates > 1 or learns_values or correction.batch_normalize or correction.counts_kept_tokens
     old_logprobs = 1.0 if needs_all else 0.0
     again = 1.0 if run.config.trainer.recompute == "full" else 0.0
     return _Passes(layers=epochs * (3.0 + again) + old_logprobs, output=epochs * 4.0 + old_logprobs)
 
 
-def _products_s(run: PlannedRun, given: Assumptions, tokens: float, squares: float, passes: _Passes) -> float:
+_Work: TypeAlias = tuple[ModelSpec, _Passes]
+"""A model, and how often it runs over all samples."""
+
+
+def _further_work(run: PlannedRun) -> list[_Work]:
+    """One forward of the reference; one of the critic, which then learns as often as the policy, without logits."""
+    epochs = run.config.algorithm.num_epochs
+    again = 1.0 if run.config.trainer.recompute == "full" else 0.0
+    work = []
+    if run.further.reference is not None:
+        work.append((run.further.reference, _Passes(layers=1.0, output=1.0)))
+    if run.further.critic is not None:
+        work.append((run.further.critic, _Passes(layers=epochs * (3.0 + again) + 1.0, output=0.0)))
+    return work
+
+
+def _products_s(run: PlannedRun, given: Assumptions, tokens: float, squares: float, work: _Work) -> float:
     """Seconds of the products of one rank, in micro batches that fill it; `squares` is the sum of squared lengths."""
-    spec, trainer = run.spec, run.config.trainer
+    (spec, passes), trainer = work, run.config.trainer
     world = trainer.parallel.world_size
     linear = passes.layers * 2.0 * linear_weights(spec) * tokens / world
     attention = passes.layers * attention_flops(spec, squares / 2) / world
@@ -95,9 +119,9 @@ def _products_s(run: PlannedRun, given: Assumptions, tokens: float, squares: flo
     return given.product_s(linear, eight_bit=eight_bit) + given.product_s(slower * (attention + output))
 
 
-def _communication_s(run: PlannedRun, given: Assumptions, tokens: float, passes: _Passes) -> float:
+def _communication_s(run: PlannedRun, given: Assumptions, tokens: float, work: _Work) -> float:
     """Seconds of one rank's exchanges inside tensor-parallel and expert-parallel groups."""
-    spec, parallel = run.spec, run.config.trainer.parallel
+    (spec, passes), parallel = work, run.config.trainer.parallel
     width = 2 if run.config.trainer.dtype == "bf16" else 4
     hidden = width * tokens / parallel.data * spec.hidden_size * spec.num_layers / parallel.pipeline
     tensor_s = 2 * passes.layers * all_reduce_bytes(hidden, parallel.tensor) / given.nvlink_bytes_s
@@ -113,9 +137,17 @@ def _update_s(run: PlannedRun, given: Assumptions) -> float:
 
     Spread experts have fewer replicas; their bytes are counted like all others.
     """
-    trainer, parallel = run.config.trainer, run.config.trainer.parallel
-    state = rank_state(run.spec, trainer, pipeline_rank=0)
+    trainer, critic = run.config.trainer, run.further.critic
+    seconds = _model_update_s(rank_state(run.spec, trainer, pipeline_rank=0), trainer, trainer.optimizer, given)
+    if critic is not None:
+        state = critic_state(critic, trainer, pipeline_rank=0)
+        seconds += _model_update_s(state, trainer, trainer.critic.optimizer, given)
+    return seconds
+
+
+def _model_update_s(state: StateSizes, trainer: TrainerConfig, optimizer: OptimizerConfig, given: Assumptions) -> float:
+    parallel = trainer.parallel
     share = (parallel.data - 1) / parallel.data
-    travels = share * (state.gradients + state.parameters if trainer.optimizer.distributed else 2 * state.gradients)
+    travels = share * (state.gradients + state.parameters if optimizer.distributed else 2 * state.gradients)
     read = 2 * state.optimizer_bytes + state.gradients + state.parameters
     return travels / given.link_bytes_s(parallel.tensor * parallel.data) + read / given.memory_bytes_s

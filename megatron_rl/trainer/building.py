@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from megatron_rl.algorithm.plug_in import needed_columns
 from megatron_rl.model.build import ModelOptions, build, layer_names
 from megatron_rl.model.parallel import Position
 from megatron_rl.model.spec import ModelSpec, read_model_spec
 from megatron_rl.model.value_model import build_value
 from megatron_rl.quantization.fp8_parameters import forget_first_weights
 from megatron_rl.trainer.critic import Critic
+from megatron_rl.trainer.further_models import FurtherModels
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.reference import DeviceReference, HostReference, Reference
 from megatron_rl.trainer.spec import TrainerSpec
@@ -37,6 +39,15 @@ def held_shards(model: ModelSpec, spec: TrainerSpec, position: Position) -> tupl
         pipeline_rank=position.pipeline,
         data_rank=position.data,
         uses_te_layer_names=layer_names() == "te",
+    )
+
+
+def build_further(spec: TrainerSpec, position: Position, policy: LearnedModel) -> FurtherModels:
+    """The models that the functions of the algorithm need; `policy` has just been loaded."""
+    needed = needed_columns(spec.algorithm)
+    return FurtherModels(
+        reference=build_reference(spec, position, policy) if "ref" in needed else None,
+        critic=build_critic(spec, position) if "values" in needed else None,
     )
 
 

@@ -16,6 +16,7 @@ A checkpoint holds tensors, and numbers and texts that are no tensors, but no pi
 Megatron reads a file (`checkpoints.files`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,9 +33,17 @@ from megatron_rl.trainer.optimizer import LearnedModel, create_moments, load_sta
 from megatron_rl.trainer.reference import Reference
 
 
-def begin_save(path: Path, model: LearnedModel, writer: CheckpointWriter, *, background: bool) -> None:
+def begin_save(
+    path: Path,
+    model: LearnedModel,
+    writer: CheckpointWriter,
+    *,
+    background: bool,
+    coefficients: Mapping[str, float] | None = None,
+) -> None:
     """Start writing below the empty or missing directory `path`; a collective. `writer.finish` completes it.
 
+    `coefficients` are those of the loss that have adapted to the run.
     Without `background` nothing may change the trainer's state before that.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -42,11 +51,12 @@ def begin_save(path: Path, model: LearnedModel, writer: CheckpointWriter, *, bac
     with in_boxes(model.optimizer):
         state = _sharded_state(model, is_loading=False)
     state["generators"] = _generators()
+    state["coefficients"] = dict(coefficients or {})
     writer.begin(state, path, background=background)
 
 
-def load(path: Path, model: LearnedModel) -> None:
-    """Restore what a save wrote; a collective.
+def load(path: Path, model: LearnedModel) -> object:
+    """Restore what a save wrote; a collective. Returns the saved coefficients; earlier versions have none.
 
     Raises:
         ValueError: the directory holds no checkpoint, its files hold objects that may run code, or expert parallelism
@@ -73,6 +83,7 @@ def load(path: Path, model: LearnedModel) -> None:
     model.schedule.load_state_dict(restored["schedule"])
     if same_partition:
         _restore_generators(restored.get("generators", {}))
+    return common.get("coefficients", {})
 
 
 def is_complete(path: Path) -> bool:

@@ -7,7 +7,7 @@ A value belongs to the state before a response token. It is never divided by a t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,32 +34,8 @@ class ValueTargets:
     """Each token's share of the mini batch's mean; zero for tokens that do not count."""
 
 
-@dataclass(slots=True)
-class CriticSums:
-    """Sums of a step on this rank."""
-
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Float64 scalars on the device."""
-    grad_norms: list[float] = field(default_factory=list)
-    updates: int = 0
-    skipped: int = 0
-
-    def add(self, metrics: dict[str, torch.Tensor]) -> None:
-        """Add the metrics of a micro batch."""
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value.double()
-
-    def count(self, grad_norm: float | None) -> None:
-        """Count an update; None is a skipped one."""
-        if grad_norm is None:
-            self.skipped += 1
-        else:
-            self.updates += 1
-            self.grad_norms.append(grad_norm)
-
-
 class Critic:
-    """The model of values, and how it learns."""
+    """The model of values."""
 
     def __init__(self, model: LearnedModel, config: CriticConfig) -> None:
         self.model = model
@@ -82,47 +58,76 @@ class Critic:
         packed = [micro.packed for micro in micro_batches]
         return run_schedule(self.model.chunks, packed, keep, temperature=None, backward=False)
 
-    def update(self, mini: LoadedMiniBatch, targets: Sequence[ValueTargets], sums: CriticSums) -> None:
-        """One optimizer step; `targets` in the order of the micro batches, on the last stage."""
+    def begin_step(
+        self, mini_batches: Sequence[LoadedMiniBatch], targets: Sequence[Sequence[ValueTargets]]
+    ) -> "CriticStep":
+        """A step whose mini batches have these targets, by micro batch; targets are empty before the last stage."""
+        return CriticStep(self.model, mini_batches, targets, clip=self._config.clip_value)
 
-        def loss(number: int, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            micro, target = mini.micro_batches[number], targets[number]
-            found = _real(micro, values)
+
+class CriticStep:
+    """The updates of one step, and their sums on this rank."""
+
+    def __init__(
+        self,
+        model: LearnedModel,
+        mini_batches: Sequence[LoadedMiniBatch],
+        targets: Sequence[Sequence[ValueTargets]],
+        *,
+        clip: float,
+    ) -> None:
+        self._model = model
+        self._mini_batches = mini_batches
+        self._targets = targets
+        self._clip = clip
+        self._sums: dict[str, torch.Tensor] = {}
+        self._grad_norms: list[float] = []
+        self._attempts = 0
+
+    def update(self, number: int) -> None:
+        """One optimizer step on a mini batch."""
+        mini, targets = self._mini_batches[number], self._targets[number]
+
+        def loss(position: int, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            target = targets[position]
             inputs = ValueInputs(
-                values=found,
+                values=mini.micro_batches[position].real(values),
                 old_values=target.old_values,
                 returns=target.returns,
                 coefficients=target.shares,
                 num_tokens=mini.num_tokens,
             )
-            return value_loss(inputs, clip=self._config.clip_value)
+            return value_loss(inputs, clip=self._clip)
 
         packed = [micro.packed for micro in mini.micro_batches]
-        outcomes, grad_norm = self.model.update(packed, loss, temperature=None)
+        outcomes, grad_norm = self._model.update(packed, loss, temperature=None)
         for metrics in outcomes:
-            sums.add(metrics)
-        sums.count(grad_norm)
+            for name, value in metrics.items():
+                self._sums[name] = self._sums[name] + value if name in self._sums else value.double()
+        self._attempts += 1
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
 
-    def metrics(self, sums: CriticSums, targets: Sequence[ValueTargets]) -> dict[str, float]:
-        """Metrics of a step whose samples have `targets`; complete on the last stage. A collective of that stage."""
-        metrics = {"critic/lr": self.model.learning_rate, "critic/skipped_updates": float(sums.skipped)}
-        if sums.grad_norms:
-            metrics["critic/grad_norm"] = sum(sums.grad_norms) / len(sums.grad_norms)
-        attempts = sums.updates + sums.skipped
-        if not parallel_state.is_pipeline_last_stage() or not attempts:
+    def finish(self, *, configured: int) -> dict[str, float]:
+        """Metrics of the step, complete on the last stage; a collective of that stage.
+
+        The schedule advances by the `configured` optimizer steps, whatever was dropped or skipped.
+        """
+        updates = len(self._grad_norms)
+        metrics = {"critic/lr": self._model.learning_rate, "critic/skipped_updates": float(self._attempts - updates)}
+        self._model.finish_schedule(configured=configured, made=updates)
+        if updates:
+            metrics["critic/grad_norm"] = sum(self._grad_norms) / updates
+        if not self._attempts or not parallel_state.is_pipeline_last_stage():
             return metrics
-        names = sorted(sums.metrics)
-        losses = torch.stack([sums.metrics[name] for name in names])
-        reduced = torch.cat([losses, _moments(targets)])
+        names = sorted(self._sums)
+        losses = torch.stack([self._sums[name] for name in names])
+        moments = _moments([target for of_mini in self._targets for target in of_mini])
+        reduced = torch.cat([losses, moments])
         dist.all_reduce(reduced, group=parallel_state.get_data_parallel_group())
         found = reduced.tolist()
-        metrics |= {name: value / attempts for name, value in zip(names, found, strict=False)}
+        metrics |= {name: value / self._attempts for name, value in zip(names, found, strict=False)}
         return metrics | _explained(found[len(names) :])
-
-
-def _real(micro: LoadedMicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Values of a micro batch, without that of a dummy token."""
-    return values[:0] if micro.is_dummy else values
 
 
 def _moments(targets: Sequence[ValueTargets]) -> torch.Tensor:

@@ -18,9 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.algorithm.aggregation import Denominators, MeanInputs
 from megatron_rl.algorithm.coefficients import Coefficients
@@ -35,9 +32,10 @@ from megatron_rl.batching.cost_model import MeasuredTimes
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.model.packed_batch import PackedBatch
+from megatron_rl.trainer.critic import CriticStep, ValueTargets
 from megatron_rl.trainer.further_models import POLICY_ONLY, FurtherModels
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
-from megatron_rl.trainer.optimizer import gradients_are_finite
+from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, run_schedule
 from megatron_rl.trainer.preparation import (
     Prepared,
@@ -58,9 +56,7 @@ class Learner:
 
     def __init__(
         self,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
-        schedule: OptimizerParamScheduler,
+        model: LearnedModel,
         *,
         algorithm: AlgorithmConfig,
         temperature: float,
@@ -72,9 +68,7 @@ class Learner:
         """`temperature` and `max_response_tokens` are the sampler's; packed rows are padded to a multiple of
         `row_multiple`. `models` are those that the algorithm's functions need beside the policy.
         """
-        self.chunks = list(chunks)
-        self.optimizer = optimizer
-        self.schedule = schedule
+        self._model = model
         self._algorithm = algorithm
         self._temperature = temperature
         self._max_response_tokens = max_response_tokens
@@ -107,16 +101,22 @@ class Learner:
             for mini in batch.mini_batches
         ]
         further = further_columns(mini_batches, self._models, self._needed)
+        critic, values = self._models.critic, None
+        alone = critic is not None and critic.learns_alone(batch.policy_version)
         if len(mini_batches) == algorithm.num_epochs == 1 and not self._needs_all_logprobs:
             (mini,) = mini_batches
             self._update(mini, self._planned_denominators(mini), totals, further[0])
         elif mini_batches:
             prepared = self._prepared(mini_batches, further, totals)
+            values = None if critic is None else critic.begin_step(mini_batches, self._targets(mini_batches, prepared))
             for _ in range(algorithm.num_epochs):
-                for mini, of_mini, (denominators, micros) in zip(mini_batches, further, prepared, strict=True):
-                    self._update(mini, denominators, totals, of_mini, micros)
-        self._finish_schedule(totals.updates)
-        result = self._result(totals)
+                for number, (denominators, micros) in enumerate(prepared):
+                    if values is not None:
+                        values.update(number)
+                    if not alone:
+                        self._update(mini_batches[number], denominators, totals, further[number], micros)
+        self._model.finish_schedule(configured=self._configured_updates, made=totals.updates)
+        result = self._result(totals, self._of_critic(values))
         self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result
 
@@ -124,6 +124,35 @@ class Learner:
         """Correct with this cap from now on."""
         correction = self._algorithm.correction.model_copy(update={"cap": cap})
         self._algorithm = self._algorithm.model_copy(update={"correction": correction})
+
+    def _of_critic(self, step: CriticStep | None) -> dict[str, float]:
+        """Metrics of the critic's step; without a mini batch it only advances its schedule."""
+        critic = self._models.critic
+        if critic is None:
+            return {}
+        return (step or critic.begin_step((), ())).finish(configured=self._configured_updates)
+
+    def _targets(
+        self, mini_batches: Sequence[LoadedMiniBatch], prepared: Sequence[tuple[Denominators, Sequence[Prepared]]]
+    ) -> list[list[ValueTargets]]:
+        """What the critic learns from each micro batch; every sampled token counts."""
+        return [
+            [
+                ValueTargets(
+                    old_values=known.further["values"],
+                    returns=known.returns,
+                    shares=self._shares(
+                        MeanInputs(
+                            lengths=micro.lengths,
+                            counted=micro.loss_mask,
+                            denominators=self._planned_denominators(mini),
+                        )
+                    ),
+                )
+                for micro, known in zip(mini.micro_batches, micros, strict=False)
+            ]
+            for mini, (_, micros) in zip(mini_batches, prepared, strict=True)
+        ]
 
     def _no_sums(self, max_staleness: int) -> StepSums:
         return StepSums(
@@ -138,15 +167,15 @@ class Learner:
 
     @property
     def _needs_all_logprobs(self) -> bool:
-        """Whether weights or denominators are sums over the whole step, or advantages are of tokens."""
+        """Whether weights or denominators are sums of the whole step, advantages are of tokens, or a critic learns."""
         correction = self._algorithm.correction
-        return correction.batch_normalize or correction.counts_kept_tokens or self._token_advantage is not None
+        needs_tokens = self._token_advantage is not None or self._models.critic is not None
+        return correction.batch_normalize or correction.counts_kept_tokens or needs_tokens
 
-    def _finish_schedule(self, num_updates: int) -> None:
-        """Advance the schedule by the configured optimizer steps that this training step did not make."""
-        configured = self._algorithm.num_epochs * self._algorithm.num_mini_batches
-        if (missing := configured - num_updates) > 0:
-            self.schedule.step(increment=missing)
+    @property
+    def _configured_updates(self) -> int:
+        """Optimizer steps of a training step."""
+        return self._algorithm.num_epochs * self._algorithm.num_mini_batches
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""
@@ -156,7 +185,7 @@ class Learner:
             return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
 
         packed = [micro.packed for micro in micro_batches]
-        return run_schedule(self.chunks, packed, keep, temperature=self._temperature, backward=False)
+        return run_schedule(self._model.chunks, packed, keep, temperature=self._temperature, backward=False)
 
     def _prepared(
         self, mini_batches: Sequence[LoadedMiniBatch], further: Sequence[Sequence[Columns]], totals: StepSums
@@ -165,6 +194,7 @@ class Learner:
 
         Runs a forward over all samples. Before the last stage there are no prepared micro batches.
         """
+        totals.is_prepared = True
         old = [self.logprobs(mini.micro_batches) for mini in mini_batches]
         if not self._is_last:
             return [(self._planned_denominators(mini), []) for mini in mini_batches]
@@ -303,34 +333,25 @@ class Learner:
         for output in outputs:
             totals.add(output.metrics)
         totals.count(grad_norm)
-        return self._result(totals)
+        return self._result(totals, {})
 
     def _optimizer_step(
         self, packed: Sequence[PackedBatch], loss: OnScores[LossOutput], *, temperature: float
     ) -> tuple[list[LossOutput], float | None]:
-        """Forward, backward, clip, step. If any gradient is not finite, the update is skipped and the norm is None."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        """One update, and the times of its micro batches; see `LearnedModel.update`."""
         clock = MicroBatchClock(self._device) if self._is_warm and not self._has_pipeline else None
-        outputs = run_schedule(self.chunks, packed, loss, temperature=temperature, backward=True, clock=clock)
-        progress.mark("gradients")
+        outputs, grad_norm = self._model.update(packed, loss, temperature=temperature, clock=clock)
         if clock is not None:
             for batch, seconds in zip(packed, clock.seconds(), strict=False):  # the last micro batch is not timed
                 self._times.add(np.diff(batch.cu_seqlens.cpu().numpy()), seconds)
         self._is_warm = True
-        if not gradients_are_finite(self.chunks):
-            return outputs, None
-        self.schedule.step(increment=1)
-        progress.mark("optimizer step")
-        _, grad_norm, _ = self.optimizer.step()
-        return outputs, float(grad_norm)
+        return outputs, grad_norm
 
-    def _result(self, totals: StepSums) -> StepResult:
-        metrics = {"actor/lr": float(self.optimizer.param_groups[0]["lr"])} | self._measured() | self._coefficients()
+    def _result(self, totals: StepSums, further: Mapping[str, float]) -> StepResult:
+        metrics = {"actor/lr": self._model.learning_rate, **self._measured(), **self._coefficients(), **further}
         if totals.grad_norms:
             metrics["actor/grad_norm"] = sum(totals.grad_norms) / len(totals.grad_norms)
-        if self._is_last and totals.attempts:
+        if self._is_last and totals.has_sums:
             progress.mark("metrics")
             metrics |= totals.reduced()
         return StepResult(metrics=metrics, num_optimizer_steps=totals.updates, num_skipped_updates=totals.skipped)

@@ -74,8 +74,8 @@ def _columns(
     scores: dict[Column, list[torch.Tensor]] = {}
     if "ref" in needed and models.reference is not None:
         scores["ref"] = models.reference.logprobs(micro_batches)
-    if "values" in needed and models.values is not None:
-        scores["values"] = models.values.values(micro_batches)
+    if "values" in needed and models.critic is not None:
+        scores["values"] = models.critic.values(micro_batches)
     if not all(scores.values()):  # before the last stage
         return [Columns() for _ in micro_batches]
     return [

@@ -7,7 +7,7 @@
 Invariant: the policy's part is completed last, so a complete PATH has complete folders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,10 @@ class Saves:
         saves_reference = parts.reference is not None and parts.is_refreshed
         self._reference = CheckpointWriter(writers) if saves_reference else None
 
-    def begin(self, path: Path, *, background: bool) -> None:
-        """Start writing all parts."""
+    def begin(self, path: Path, coefficients: Mapping[str, float], *, background: bool) -> None:
+        """Start writing all parts, and the coefficients of the loss with the policy."""
         parts = self._parts
-        checkpoint.begin_save(path, parts.policy, self._policy, background=background)
+        checkpoint.begin_save(path, parts.policy, self._policy, coefficients=coefficients, background=background)
         if parts.critic is not None and self._critic is not None:
             checkpoint.begin_save(path / CRITIC, parts.critic, self._critic, background=background)
         if parts.reference is not None and self._reference is not None:
@@ -72,14 +72,14 @@ class Saves:
         """In the order in which their parts are completed."""
         return [writer for writer in (self._critic, self._reference, self._policy) if writer is not None]
 
-    def load(self, path: Path) -> None:
-        """Restore a finished save. A checkpoint without a reference belongs to one that had not changed.
+    def load(self, path: Path) -> object:
+        """Restore a finished save, and return the coefficients that it holds. A checkpoint without a reference belongs to one that had not changed.
 
         Raises:
             ValueError: a part is missing or cannot be read.
         """
         parts = self._parts
-        checkpoint.load(path, parts.policy)
+        coefficients = checkpoint.load(path, parts.policy)
         if parts.critic is not None:
             if not checkpoint.is_complete(path / CRITIC):
                 raise ValueError(
@@ -89,3 +89,4 @@ class Saves:
             checkpoint.load(path / CRITIC, parts.critic)
         if parts.reference is not None and checkpoint.is_complete(path / REFERENCE):
             checkpoint.load_reference(path / REFERENCE, parts.policy, parts.reference)
+        return coefficients

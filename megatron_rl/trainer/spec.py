@@ -24,8 +24,4 @@ class TrainerSpec:
     """Most tokens of a training response."""
     total_updates: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
-    needs_critic: bool = False
-    """Whether the algorithm reads values; otherwise there is no critic."""
-    needs_reference: bool = False
-    """Whether the algorithm reads log-probabilities of the reference policy."""
     seed: int

@@ -26,11 +26,18 @@ class StepSums:
     grad_norms: list[float] = field(default_factory=list)
     updates: int = 0
     skipped: int = 0
+    is_prepared: bool = False
+    """Whether a forward over all samples has measured the mismatch."""
 
     @property
     def attempts(self) -> int:
         """Optimizer steps, skipped ones included."""
         return self.updates + self.skipped
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether there is anything to reduce; the same on all data-parallel ranks."""
+        return self.is_prepared or self.attempts > 0
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
         """Add the metrics of one micro batch."""
@@ -52,7 +59,7 @@ class StepSums:
         names = sorted(values)
         summed, maximised = self.mismatch.vectors()
         by_age = self.by_age.sums
-        sums = torch.cat([torch.stack([values[name] for name in names]), by_age.flatten(), summed])
+        sums = torch.cat([*(values[name][None] for name in names), by_age.flatten(), summed])
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
         sums, maximised = sums.cpu(), maximised.cpu()

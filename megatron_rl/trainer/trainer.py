@@ -22,7 +22,7 @@ from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import probe
-from megatron_rl.trainer.building import build_critic, build_reference, held_shards, model_options
+from megatron_rl.trainer.building import build_further, held_shards, model_options
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
 from megatron_rl.trainer.mismatch_sample import MismatchSample
@@ -76,16 +76,14 @@ class Trainer:
         self._policy = LearnedModel.of(
             models, config.optimizer, dtype=config.dtype, total_updates=spec.total_updates, fp8=config.fp8
         )
-        self._critic = build_critic(spec, position) if spec.needs_critic else None
-        self._reference = build_reference(spec, position, self._policy) if spec.needs_reference else None
+        self._further = build_further(spec, position, self._policy)
         self._learner = self._build_learner()
-        critic = None if self._critic is None else self._critic.model
-        frozen = () if self._reference is None else self._reference.models
-        self._offloader = Offloader(self._policy, critic, frozen)
+        critic = None if self._further.critic is None else self._further.critic.model
+        self._offloader = Offloader(self._policy, critic, self._further.frozen)
         parts = Parts(
             policy=self._policy,
             critic=critic,
-            reference=self._reference,
+            reference=self._further.reference,
             is_refreshed=config.reference.refresh_every > 0,
         )
         self._saves = Saves(parts, writers)
@@ -94,7 +92,7 @@ class Trainer:
         self._staged: int | None = None
         """Version of the last `stage`."""
         self._sample = MismatchSample(
-            chunks=self._learner.chunks,
+            chunks=self._policy.chunks,
             limit_tokens=spec.algorithm.mismatch_sample_tokens,
             max_micro_batch_tokens=spec.config.max_micro_batch_tokens,
             temperature=spec.temperature,
@@ -105,14 +103,13 @@ class Trainer:
 
     def _build_learner(self) -> Learner:
         return Learner(
-            self._policy.chunks,
-            self._policy.optimizer,
-            self._policy.schedule,
+            self._policy,
             algorithm=self.spec.algorithm,
             temperature=self.spec.temperature,
             max_response_tokens=self.spec.max_response_tokens,
             row_multiple=self.row_multiple,
             device=device(),
+            models=self._further,
         )
 
     def plan_publishes(self, required: Sequence[Required]) -> None:
@@ -162,6 +159,10 @@ class Trainer:
 
     def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
         """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only."""
+        every, reference = self.spec.config.reference.refresh_every, self._further.reference
+        if reference is not None and every and batch.policy_version and batch.policy_version % every == 0:
+            progress.mark("refresh reference")
+            reference.refresh()
         self._learner.use_cap(self.spec.algorithm.correction.cap if batch.cap is None else batch.cap)
         parts = self._mismatch_parts(batch, fetch)
         result = self._learner.train(batch, fetch)
@@ -213,7 +214,7 @@ class Trainer:
     def probe(self, token_ids: Sequence[int], *, published: bool = True) -> ProbeResult | None:
         """Log-probabilities of the probe prompt under the weights that the last `stage` published, or under its own."""
         return probe.probe(
-            self._learner.chunks,
+            self._policy.chunks,
             self.publishes.packer.published_values if published else None,
             token_ids,
             row_multiple=self.row_multiple,
@@ -236,7 +237,7 @@ class Trainer:
 
         With `background` files are written from copies, so the trainer may go on. Without it, finish the save first.
         """
-        self._saves.begin(Path(path), background=background)
+        self._saves.begin(Path(path), self._learner.coefficients.state_dict(), background=background)
 
     def save_seconds(self) -> float | None:
         """From the begin of the save to the last file of this rank, whether or not that failed; None before."""
@@ -252,7 +253,7 @@ class Trainer:
 
     def load(self, path: str) -> None:
         """Restore a finished save, possibly under another partition."""
-        self._saves.load(Path(path))
+        self._learner.restore_coefficients(self._saves.load(Path(path)))
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face directory in the trainer's dtype."""

@@ -236,7 +236,7 @@ def probe_twice(position, parallel, spec):
     from megatron_rl.model.parallel import device
 
     second = probe.probe(
-        trainer._learner.chunks,
+        trainer._policy.chunks,
         lambda name: published[name],
         list(range(1, 13)),
         row_multiple=trainer.row_multiple,
