@@ -73,7 +73,9 @@ class Saves:
         return [writer for writer in (self._critic, self._reference, self._policy) if writer is not None]
 
     def load(self, path: Path) -> object:
-        """Restore a finished save, and return the coefficients that it holds. A checkpoint without a reference belongs to one that had not changed.
+        """Restore a finished save, and return the coefficients that it holds.
+
+        A checkpoint without a reference was saved before the reference changed.
 
         Raises:
             ValueError: a part is missing or cannot be read.

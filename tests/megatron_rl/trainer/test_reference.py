@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.config import ParallelConfig, ReferenceConfig
-from tests.megatron_rl.trainer.test_trainer import ALGORITHMS, DP2, TP2, batch_for, trainer_spec
+from megatron_rl.config import AlgorithmConfig, ParallelConfig, ReferenceConfig
+from tests.megatron_rl.trainer.test_trainer import DP2, TP2, batch_for, trainer_spec
 from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import save_model
 
-ALGORITHM = ALGORITHMS["one update"]
+ALGORITHM = AlgorithmConfig.model_validate({"group_size": 4, "prompts_per_step": 4, "kl": {"place": "loss"}})
 PP2 = ParallelConfig(pipeline=2)
 
 
 def reference_spec(directory, parallel, *, place, distributed=False):
     spec = trainer_spec(directory, parallel, ALGORITHM, distributed=distributed)
     config = spec.config.model_copy(update={"reference": ReferenceConfig(place=place, refresh_every=2)})
-    return replace(spec, config=config, needs_reference=True)
+    return replace(spec, config=config)
 
 
 def scores_of(trainer, batch):
@@ -28,7 +28,7 @@ def scores_of(trainer, batch):
     found = []
     for mini in batch.of_rank(trainer.data_rank).mini_batches:
         loaded = load_mini_batch(mini, lambda refs: refs, multiple_of=trainer.row_multiple, device=device())
-        for scores in (trainer._learner.logprobs, trainer._reference.logprobs):
+        for scores in (trainer._learner.logprobs, trainer._further.reference.logprobs):
             found.append([each.numpy() for each in scores(loaded.micro_batches)])
     return found
 
@@ -43,7 +43,7 @@ def train_and_refresh(position, parallel, spec, batch, path):
     before = {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
     found.append(scores_of(trainer, batch))
     assert all(p.equal(before[name]) for name, p in trainer._model.named_parameters())
-    trainer._reference.refresh()
+    trainer._further.reference.refresh()
     save(trainer, path)
     trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
     trainer.offload(("gradients", "optimizer", "weights"))
