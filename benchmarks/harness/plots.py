@@ -35,8 +35,8 @@ class Series:
     values: Sequence[float]
 
 
-def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = False) -> str:
-    """Lines over steps as one `<svg>`; `name` seeds the identifiers in it, so that equal pictures are equal files."""
+def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = False, axis: str = "step") -> str:
+    """Lines over `axis` as one `<svg>`; `name` seeds the identifiers in it, so that equal pictures are equal files."""
 
     def draw(axes: Axes) -> None:
         for colour, line in zip(COLOURS, series, strict=False):
@@ -48,7 +48,7 @@ def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = Fa
             _decades(axes)
         axes.set_ylabel(unit)
 
-    return _render(name, draw, legend=len(series) > 1)
+    return _render(name, draw, legend=len(series) > 1, axis=axis)
 
 
 def _decades(axes: Axes) -> None:
@@ -59,7 +59,7 @@ def _decades(axes: Axes) -> None:
     axes.minorticks_off()
 
 
-def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
+def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, axis: str) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -68,7 +68,7 @@ def _render(name: str, draw: Callable[[Axes], None], *, legend: bool) -> str:
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_xlabel("step")
+        axes.set_xlabel(axis)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if legend:
             axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

@@ -36,7 +36,7 @@ def vocabulary() -> list[str]:
     return unique + [f"<|reserved_{index}|>" for index in range(VOCAB_SIZE - len(unique))]
 
 
-def make_tokenizer(out: Path) -> None:
+def make_tokenizer(out: Path, *, max_positions: int = MAX_POSITIONS) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`.
 
     A unigram model with one score per token prefers the fewest tokens; numbers, words and signs are split first, so
@@ -59,7 +59,7 @@ def make_tokenizer(out: Path) -> None:
         "eos_token": END,
         "unk_token": UNKNOWN,
         "bos_token": None,
-        "model_max_length": MAX_POSITIONS,
+        "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

@@ -1,0 +1,1 @@
+"""How much sooner a model is trained, from launch to a fixed accuracy, against stacks that a user knows."""

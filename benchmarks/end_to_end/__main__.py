@@ -1,0 +1,92 @@
+"""How much sooner a model is trained: seconds from launch to a fixed held-out accuracy, against known stacks.
+
+`python -m benchmarks.end_to_end --json OUT [--peers DIR] [--seeds 11 12 13] [--only ARM ..] [--resume] [--quick]`.
+
+The regime is that of real RL, scaled to two cores: a model of a million parameters with a context of 2,304 tokens,
+answers with a mean near 250 tokens and a tail to 2,000 (`benchmarks.end_to_end.chains`), 48 prompts, 4 x 8 responses a
+step, five epochs. Decoding is bound by the fixed cost of a forward, as on GPUs. The benchmark ends with an error unless
+the base spends 70 to 90 % of its steps in rollout.
+
+Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompts, held-out problems, batch and learning
+rate. Their order is reversed with every seed, so slow drifts of the machine affect all alike. Trainer and engine have a
+core each; peers have both cores, in environments made by `python -m benchmarks.end_to_end.peers --setup DIR`. An arm
+whose INT8 kernel is not exact on this CPU, and a peer without an environment, is left out and listed as not measured.
+
+Rows: one per run, one per evaluation, and one per pair of arms with differences over the seeds. `--quick` runs the base
+and the fastest arm for two steps on short answers; its figures mean nothing. Beside OUT, `OUT.accuracy.svg` shows
+accuracy over seconds.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.end_to_end import inputs, picture
+from benchmarks.end_to_end.arms import ARMS, BASE, QUICK_ARMS
+from benchmarks.end_to_end.judged import check_regime, completed, differences, goals
+from benchmarks.end_to_end.peers.setup import python_of
+from benchmarks.end_to_end.run_arm import FULL, QUICK, Place, run
+from benchmarks.harness.record import Row, arguments, rows_before, write
+
+NOT_MEASURED = ("any GPU", "a model of more than a million parameters", "several engines, or nodes")
+_INT8_CHECK = "rollout.worker.exact_int8"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing and write the record. SystemExit if a run fails or the regime is another."""
+    parser = arguments("Seconds to a fixed held-out accuracy: this project by its features, and peers.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(inputs.SEEDS))
+    parser.add_argument("--only", nargs="+", choices=list(ARMS), default=[], metavar="ARM", help="run these arms only")
+    parser.add_argument("--peers", type=Path, default=Path("runs/bench/peers"), help="the peers' environments")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench/end_to_end"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
+    options = parser.parse_args(argv)
+    size = QUICK if options.quick else FULL
+    left_out = {} if options.quick else unfit(options.peers)
+    wanted = options.only or [*(QUICK_ARMS if options.quick else ARMS)]
+    arms = [arm for arm in wanted if arm not in left_out]
+    warm = inputs.warm_start(options.work, quick=options.quick)
+    place = Place(warm=warm, work=options.work, peers=options.peers)
+    rows: list[Row] = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
+    for number, seed in enumerate(options.seeds[:1] if options.quick else options.seeds):
+        for arm in arms[::-1] if number % 2 else arms:
+            if any((row["what"], row["arm"], row["seed"]) == ("run", arm, seed) for row in rows):
+                continue
+            whole, *points = run(arm, ARMS[arm], seed, place, size)
+            rows += [completed(whole, points), *points]
+            write(options.json, rows=rows, not_measured=[*NOT_MEASURED, *left_out.values()])
+            rows = list(rows_before(options.json, resume=True))  # with the commit of this run
+            print(f"seed {seed}, {arm}: {whole['step_s']} s a step, {whole['seconds']} s in all", flush=True)
+            if arm == BASE and not options.quick:
+                check_regime(whole)
+    judged = [] if options.quick else [*differences(rows)]
+    write(
+        options.json,
+        rows=[*rows, *judged],
+        goals=[*goals(judged)],
+        not_measured=[*NOT_MEASURED, *left_out.values()],
+    )
+    options.json.with_suffix(".accuracy.svg").write_text(picture.accuracy(rows), encoding="utf-8")
+    return 0
+
+
+def unfit(peers: Path) -> dict[str, str]:
+    """Arms that cannot be measured on this machine, and why."""
+    found = {}
+    for name, arm in ARMS.items():
+        if arm.peer is not None and not python_of(peers, arm.peer).exists():
+            found[name] = f"{name}: {peers} has no environment of it"
+        if arm.keys.get("engine.format") == "int8" and not int8_is_exact():
+            found[name] = f"{name}: the INT8 kernel of this CPU is not exact"
+    return found
+
+
+def int8_is_exact() -> bool:
+    """Whether vLLM's INT8 kernel multiplies exactly on this CPU."""
+    done = subprocess.run([sys.executable, "-m", _INT8_CHECK], capture_output=True, text=True, check=True)
+    return "equal exact sums" in done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

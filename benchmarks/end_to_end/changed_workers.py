@@ -1,0 +1,34 @@
+"""Worker and proposer of changed engines; vLLM imports them by name (`benchmarks.end_to_end.changed_engine`)."""
+
+from typing import TYPE_CHECKING
+
+from rollout.worker.proposer import HistoryProposer, RowDrafter
+from rollout.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from history.drafting.forward_cost import ForwardCostModel
+
+
+class StockSamplerWorker(Worker):
+    """The product's worker with vLLM's own sampler."""
+
+    def compile_or_warm_up_model(self) -> object:
+        """Remove the product's sampler again."""
+        done = super().compile_or_warm_up_model()
+        del self.model_runner._sample
+        return done
+
+
+class RinglessProposer(HistoryProposer):
+    """The product's proposer without the ring."""
+
+    def make_drafter(self, cost_model: "ForwardCostModel") -> RowDrafter:
+        """The product's drafter; it never searches the ring."""
+        drafter = super().make_drafter(cost_model)
+        drafter._decide_ring_use = lambda gained, accepted: _close(drafter)  # type: ignore[attr-defined]
+        _close(drafter)
+        return drafter
+
+
+def _close(drafter: RowDrafter) -> None:
+    drafter._state.uses_ring[0] = 0  # type: ignore[attr-defined]

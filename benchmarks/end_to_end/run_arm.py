@@ -1,0 +1,210 @@
+"""Runs one arm with one seed, and reads seconds and accuracy from the files that it wrote.
+
+Time begins when the arm's process is launched. Evaluations count: an accuracy is known at the end of its evaluation.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.end_to_end import inputs, peers
+from benchmarks.end_to_end.arms import Arm, keys
+from benchmarks.end_to_end.model import CONTEXT
+from benchmarks.end_to_end.peers.setup import python_of
+from benchmarks.end_to_end.peers.task import Settings
+from benchmarks.harness.process_tree import watch
+from benchmarks.harness.record import Row
+
+RL = Path("benchmarks/end_to_end/rl.yaml")
+HELD_OUT = "held_out"
+STEPS_PER_EPOCH = 12
+PEER_SETTINGS: Mapping[str, Mapping[str, int]] = {
+    "plain_loop": {"threads": 2, "micro_batch_tokens": 8192, "samples_at_once": 32},
+    "trl_grpo": {"threads": 2, "micro_batch_tokens": 8192, "samples_at_once": 8},
+}
+"""What was tuned for each peer; other settings are the same for all stacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is run."""
+
+    num_steps: int = 60
+    evaluate_every: int = 10
+    num_held_out: int = inputs.NUM_HELD_OUT
+    most_tokens: int = 2000
+    """Of a training response."""
+    most_held_out_tokens: int = 640
+    learning_rate: float = 3e-4
+    warmup_steps: int = 4
+
+
+FULL = Size()
+QUICK = Size(num_steps=2, evaluate_every=1, num_held_out=4, most_tokens=64, most_held_out_tokens=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an arm runs."""
+
+    warm: Path
+    """Directory of the model that every stack starts from."""
+    work: Path
+    peers: Path
+    """Folder of the peers' environments."""
+
+
+def run(name: str, arm: Arm, seed: int, place: Place, size: Size) -> list[Row]:
+    """Rows of a run: one with its seconds, and one for each evaluation.
+
+    Raises:
+        SystemExit: the run failed; the message has the end of its output.
+    """
+    run_dir = place.work / f"seed-{seed}-{name.replace(' ', '-').replace(',', '')}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    train, held_out = inputs.prompts_of(place.work, seed)
+    command = (
+        product_command(arm, seed, run_dir, place, size, train, held_out)
+        if arm.peer is None
+        else peer_command(arm.peer, seed, run_dir, place, size, train, held_out)
+    )
+    log = run_dir.with_suffix(".log")
+    launched = time.time()
+    code, seconds, _ = watch(["env", *environment(arm), *command], log=log)
+    if code:
+        raise SystemExit(f"{name}, seed {seed}: exit code {code}; the end of {log}:\n{log.read_text()[-3000:]}")
+    steps, evaluations = (read_product if arm.peer is None else read_peer)(run_dir)
+    about: Row = {"seed": seed, "arm": name}
+    points: list[Row] = [
+        {"what": "evaluation", **about, "step": step, "seconds": round(end - launched, 2), "accuracy": accuracy}
+        for step, accuracy, _, end in evaluations
+    ]
+    spent = sum(end - start for _, _, start, end in evaluations)
+    whole: Row = {
+        "what": "run",
+        **about,
+        "seconds": round(seconds, 1),
+        "start_s": round(min(start for _, _, start, _ in evaluations) - launched, 1),
+        "evaluate_s": round(spent, 1),
+        **split(steps),
+    }
+    return [whole, *points]
+
+
+def environment(arm: Arm) -> list[str]:
+    """Variables of the process: threads of a peer, which has all cores; this project's processes set their own."""
+    threads = 1 if arm.peer is None else PEER_SETTINGS[arm.peer]["threads"]
+    return [f"OMP_NUM_THREADS={threads}"]
+
+
+def product_command(
+    arm: Arm, seed: int, run_dir: Path, place: Place, size: Size, train: Path, held_out: Path
+) -> list[str]:
+    """The command line of an arm of this project."""
+    program = ["launcher"] if arm.change is None else ["benchmarks.end_to_end.changed_engine", arm.change]
+    return [
+        *(sys.executable, "-m", *program, "run", str(RL), f"model={place.warm}", f"run_dir={run_dir}", f"seed={seed}"),
+        *(f"data.train.0.path={train}", f"num_steps={size.num_steps}", *keys(arm)),
+        f"sampling.max_response_tokens={size.most_tokens}",
+        f"trainer.optimizer.learning_rate={size.learning_rate}",
+        f"trainer.optimizer.warmup_steps={size.warmup_steps}",
+        f"evaluation.every={size.evaluate_every}",
+        f"evaluation.sets.{HELD_OUT}.path={held_out}",
+        f"evaluation.sets.{HELD_OUT}.limit={size.num_held_out}",
+        f"evaluation.sets.{HELD_OUT}.max_response_tokens={size.most_held_out_tokens}",
+    ]
+
+
+def peer_command(
+    peer: str, seed: int, run_dir: Path, place: Place, size: Size, train: Path, held_out: Path
+) -> list[str]:
+    """The command line of a peer; its settings are written beside its results."""
+    settings = Settings(
+        model=str(place.warm.resolve()),
+        train=str(train.resolve()),
+        held_out=str(held_out.resolve()),
+        out=str(run_dir.resolve()),
+        seed=seed,
+        num_steps=size.num_steps,
+        prompts_per_step=4,
+        group_size=8,
+        num_held_out=size.num_held_out,
+        most_tokens=size.most_tokens,
+        most_held_out_tokens=size.most_held_out_tokens,
+        evaluate_every=size.evaluate_every,
+        learning_rate=size.learning_rate,
+        warmup_steps=size.warmup_steps,
+        context=CONTEXT,
+        most_requests=96,
+        kv_cache_bytes=1 << 29,
+        **PEER_SETTINGS[peer],
+    )
+    settings.write(run_dir / "settings.json")
+    return [str(python_of(place.peers, peer)), "-m", f"{peers.__name__}.{peer}", str(run_dir / "settings.json")]
+
+
+Evaluation = tuple[int, float, float, float]
+"""Finished steps, accuracy, start and end as wall clock."""
+
+
+def read_product(run_dir: Path) -> tuple[list[dict[str, float]], list[Evaluation]]:
+    """Metrics of the steps, under the names of `split`, and the evaluations of a run of this project."""
+    names = {
+        "step_s": "timing_s/step",
+        "rollout_s": "timing_s/rollout",
+        "train_s": "timing_s/train",
+        "publish_s": "timing_s/publish",
+        "reward": "reward/mean",
+        "tokens": "response_length/mean",
+        "tokens_per_forward": "history/tokens_per_forward",
+        "idle": "timeline/idle_share",
+        "mean_staleness": "batch/mean_staleness",
+    }
+    steps = [
+        {short: float(row[name]) for short, name in names.items() if name in row}
+        for row in _read(run_dir / "metrics.jsonl")
+    ]
+    rows = [row for row in _read(run_dir / "evaluation.jsonl") if row["data_source"] == "all"]
+    spans = [span for span in _read(run_dir / "events.jsonl") if span["activity"] == "evaluate"]
+    rows = sorted(rows, key=lambda row: int(row["step"]))
+    spans = sorted(spans, key=lambda span: float(span["start_s"]))
+    return steps, [
+        (int(row["step"]), float(row["average"]), float(span["start_s"]), float(span["end_s"]))
+        for row, span in zip(rows, spans, strict=True)
+    ]
+
+
+def read_peer(run_dir: Path) -> tuple[list[dict[str, float]], list[Evaluation]]:
+    """The same of a peer's run."""
+    steps = [{name: float(value) for name, value in row.items()} for row in _read(run_dir / "metrics.jsonl")]
+    return steps, [
+        (int(row["step"]), float(row["average"]), float(row["start_s"]), float(row["end_s"]))
+        for row in _read(run_dir / "evaluation.jsonl")
+    ]
+
+
+def split(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the steps; of tokens per forward also over the first epoch and over later ones."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(key for row in steps for key in row if key != "step"):
+        found[name] = _mean(steps, name)
+    if "tokens_per_forward" in found:
+        found["tokens_per_forward_first"] = _mean(steps[:STEPS_PER_EPOCH], "tokens_per_forward")
+        found["tokens_per_forward_later"] = _mean(steps[STEPS_PER_EPOCH:] or steps, "tokens_per_forward")
+    if "rollout_s" in found:
+        found["rollout_share"] = round(found["rollout_s"] / found["step_s"], 4)
+    return found
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return round(statistics.fmean(row[name] for row in steps if name in row), 4)
+
+
+def _read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,113 @@
+"""Seconds to an accuracy, differences within seeds and goals, on rows with known answers."""
+
+import itertools
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks.end_to_end import picture
+from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, TRL, keys
+from benchmarks.end_to_end.changed_engine import neighbour
+from benchmarks.end_to_end.judged import check_regime, completed, differences, goals, never_falling, seconds_to
+from benchmarks.end_to_end.run_arm import FULL, RL, Place, product_command
+from benchmarks.harness.record import Row
+from launcher.checks.combinations import run_combinations
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+
+SPEEDS = {BASE: 1.0, OURS: 2.0, TRL: 0.8, PLAIN_LOOP: 1.6}
+
+
+def runs(slower: float = 1.0) -> list[Row]:
+    """Three seeds of different lengths; accuracy rises from 0.4 to 0.9 in every arm."""
+    rows: list[Row] = []
+    for seed, arm in itertools.product((11, 12, 13), ARMS):
+        step = seed / SPEEDS.get(arm, 1.0) * (slower if arm == OURS else 1.0)
+        points: list[Row] = [
+            {"what": "evaluation", "seed": seed, "arm": arm, "step": n, "seconds": n * step, "accuracy": 0.4 + n / 120}
+            for n in range(0, 61, 10)
+        ]
+        whole: Row = {"what": "run", "seed": seed, "arm": arm, "step_s": step, "rollout_share": 0.8}
+        rows += [completed(whole, points), *points]
+    return rows
+
+
+def test_fitted_accuracies_never_fall_and_are_the_nearest_such() -> None:
+    values = [0.3, 0.5, 0.4, 0.9, 0.6]
+    fitted = never_falling(values)
+    assert fitted == pytest.approx([0.3, 0.45, 0.45, 0.75, 0.75])
+    grid = [number / 20 for number in range(21)]
+    best = min(
+
+            sum((x - y) ** 2 for x, y in zip(values, each, strict=True))
+            for each in itertools.combinations_with_replacement(grid, 5)
+
+    )
+    assert sum((x - y) ** 2 for x, y in zip(values, fitted, strict=True)) == pytest.approx(best)
+
+
+def test_seconds_to_an_accuracy_lie_on_lines_between_evaluations() -> None:
+    assert seconds_to(0.7, [(10, 0.5), (20, 0.6), (40, 0.8)]) == pytest.approx(30)
+    assert seconds_to(0.5, [(10, 0.5), (20, 0.6)]) == 10
+    assert seconds_to(0.7, [(10, 0.5), (20, 0.6)]) == math.inf
+    assert seconds_to(0.7, [(40, 0.8), (10, 0.8), (20, 0.4)]) == pytest.approx(20 + 20 * (0.1 / 0.2))
+
+
+def test_differences_are_within_seeds_and_goals_follow() -> None:
+    found = {(row["arm"], row["against"]): row for row in differences(runs())}
+    assert found[OURS, BASE]["speed"] == pytest.approx(2, abs=0.01)
+    assert found[OURS, BASE]["speed_low"] == pytest.approx(2, abs=0.02)
+    assert found[OURS, TRL]["speed"] == pytest.approx(2.5, abs=0.01)
+    assert found[OURS, PLAIN_LOOP]["step_speed"] == pytest.approx(1.25)
+    assert (OTHER_HISTORY, NO_HISTORY) in found and found[TRL, BASE]["accuracy_points"] == 0
+    assert all(goal.met for goal in goals([*differences(runs())]))
+    assert {goal.name.partition(":")[0] for goal in goals([*differences(runs(slower=1.5))]) if not goal.met} == {
+        f"{OURS} over {other}" for other in (BASE, TRL, PLAIN_LOOP)
+    }
+
+
+def test_a_speed_that_was_not_reached_meets_no_goal() -> None:
+    rows = [{key: value for key, value in row.items() if key != "seconds_to_accuracy"} for row in runs()]
+    judged = [*differences(rows)]
+    assert {row["reached"] for row in judged} == {0}
+    assert sum(not goal.met for goal in goals(judged)) == 3
+
+
+@pytest.mark.parametrize("share", [0.69, 0.91])
+def test_another_regime_ends_the_benchmark(share: float) -> None:
+    row: Row = {"arm": BASE, "seed": 11, "rollout_share": share}
+    with pytest.raises(SystemExit, match=f"{share:.0%} of its steps are rollout"):
+        check_regime(row)
+    check_regime({**row, "rollout_share": 0.7})
+
+
+def test_every_arm_is_a_configuration_that_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("arms")
+    place = Place(warm=folder / "warm", work=folder, peers=folder)
+    for name, arm in ARMS.items():
+        if arm.peer is None:
+            command = product_command(
+                arm, 11, folder / "run", place, FULL, folder / "train.jsonl", folder / "held.jsonl"
+            )
+            config = load(RunConfig, RL, command[command.index(str(RL)) + 1 :])
+            assert run_combinations(config) == []
+            assert config.history.drafts == ("history.drafts=true" in keys(arm)), name
+            assert (config.placement.mode, config.engine.cpu_cores, config.trainer.cpu_threads) == (
+                "disaggregated",
+                1,
+                1,
+            )
+            assert config.num_steps * config.algorithm.prompts_per_step == 5 * 48
+
+
+def test_neighbours_swap_their_histories() -> None:
+    ids = [f"train/{number}" for number in range(48)]
+    assert sorted(map(neighbour, ids)) == sorted(ids)
+    assert all(neighbour(each) != each and neighbour(neighbour(each)) == each for each in ids)
+
+
+def test_the_picture_has_a_line_for_each_arm() -> None:
+    svg = picture.accuracy(runs())
+    texts = [element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
+    assert {OURS, BASE, TRL, PLAIN_LOOP, "seconds", "accuracy"} <= set(texts)
