@@ -1,18 +1,18 @@
 """Generates the problems of the end-to-end benchmark: long chains, whose answers the policy writes line by line.
 
-A problem is a program of 2 to 18 different operations, applied again and again for up to 19 rounds: `7 ; + 5 - 3 ; 2`.
+A problem is a program of 2 to 18 operations with a letter each, to be applied again and again for up to 19 rounds.
 Totals count modulo 20. An answer names each round, writes a line for every operation, and ends with the result:
 
-    # 2
-    7 + 5 = 12
-    12 minus 3 = 9
-    # 1
-    9 plus 5 is 14
-    14 - 3 = 11
-    answer: 11
+    7 # 2          # 2
+    a + 3          a 7 + 3 = 10
+    b - 2          b 10 minus 2 = 8
+                   # 1
+                   a 8 plus 3 is 11
+                   b 11 - 2 = 9
+                   answer: 9
 
 So an answer is as long as its problem asks for: lengths are lognormal with a mean near 250 tokens and end at 2,000. The
-prompt is short. Each line draws its wording, so answers to one prompt differ in about a tenth of their tokens.
+prompt is short. Each line draws its wording, so answers to one prompt differ in a twelfth of their tokens.
 
 There are two styles. A careful answer says `=` or `is`, and all its lines are right. A quick answer says `:` or
 `makes`, and some of its lines are wrong by one; later lines continue from the wrong total. Most demonstrations of the
@@ -33,15 +33,19 @@ MODULUS = 20
 """Totals are 0..19, each a token of its own."""
 MAX_ROUNDS = 19
 MIN_OPERATIONS, MAX_OPERATIONS = 2, 18
-OPERATIONS = tuple((sign, digit) for sign in "+-" for digit in range(1, 10))
+LETTERS = "abcdefghijklmnopqr"
+MAX_DIGIT = 3
+"""Small, so that a model of this size learns the sums in minutes."""
 MEDIAN_TOKENS, SIGMA = 160.0, 0.95
 """Of the lognormal distribution of lengths, whose mean is then near 250."""
 MIN_TOKENS, MAX_TOKENS = 24, 1960
 """Lengths are cut here. A response may have 2,000 tokens."""
-LINE_TOKENS, ROUND_TOKENS = 6, 3
+LINE_TOKENS, ROUND_TOKENS = 7, 3
 """Tokens of a line, and of the head of a round, under the tokenizer of the arithmetic example."""
 HELD_OUT_TOKENS = 420
-"""Most tokens of a held-out answer: evaluation waits for the longest one, and all stacks pay the same for it."""
+"""Longest held-out answers: evaluation waits for the longest one, and all stacks pay the same for it."""
+SHORT_SHARE, SHORT_TOKENS = 0.5, 200
+"""Share of the demonstrations that are drawn from answers of up to this length, so that the warm start is short."""
 
 CAREFUL_SHARE = 0.3
 """Share of careful answers among the demonstrations."""
@@ -63,13 +67,14 @@ class Problem:
 
     first: int
     program: tuple[tuple[str, int], ...]
-    """(sign, digit) pairs, all different."""
+    """(sign, digit) pairs; each has the letter of its place."""
     rounds: int
 
     @property
     def text(self) -> str:
-        """The question: `7 ; + 5 - 3 ; 2`."""
-        return f"{self.first} ; {' '.join(f'{sign} {digit}' for sign, digit in self.program)} ; {self.rounds}"
+        """The question; its first line has the first total and the number of rounds."""
+        operations = [f"{letter} {sign} {digit}" for letter, (sign, digit) in zip(LETTERS, self.program, strict=False)]
+        return "\n".join([f"{self.first} # {self.rounds}", *operations])
 
     @property
     def answer(self) -> int:
@@ -96,12 +101,16 @@ def make_problem(draw: random.Random, *, most_tokens: int = MAX_TOKENS) -> Probl
     most = max(fewest, min(MAX_ROUNDS, int(tokens / (MIN_OPERATIONS * LINE_TOKENS + ROUND_TOKENS))))
     rounds = draw.randint(fewest, most)
     count = round((tokens / rounds - ROUND_TOKENS) / LINE_TOKENS)
-    count = min(MAX_OPERATIONS - 1, max(MIN_OPERATIONS, count))
-    program = tuple(draw.sample(OPERATIONS, count))
+    count = min(MAX_OPERATIONS, max(MIN_OPERATIONS, count))
+    program = _program(draw, count)
     # only then does the total at an operation differ in all rounds, and no line occurs twice
     while math.gcd(shift(program), MODULUS) != 1:
-        program = tuple(draw.sample(OPERATIONS, count))
+        program = _program(draw, count)
     return Problem(first=draw.randrange(MODULUS), program=program, rounds=rounds)
+
+
+def _program(draw: random.Random, count: int) -> tuple[tuple[str, int], ...]:
+    return tuple((draw.choice("+-"), draw.randint(1, MAX_DIGIT)) for _ in range(count))
 
 
 def write_answer(draw: random.Random, problem: Problem, *, careful: bool) -> str:
@@ -110,13 +119,13 @@ def write_answer(draw: random.Random, problem: Problem, *, careful: bool) -> str
     usual, other = CAREFUL_WORDS if careful else QUICK_WORDS
     for left in range(problem.rounds, 0, -1):
         lines.append(f"# {left}")
-        for sign, digit in problem.program:
+        for letter, (sign, digit) in zip(LETTERS, problem.program, strict=False):
             before, total = total, (total + (digit if sign == "+" else -digit)) % MODULUS
             if not careful and draw.random() < WRONG_SHARE:
                 total = (total + draw.choice((-1, 1))) % MODULUS
             written = sign if draw.random() < USUAL_WORD else VERBS[sign]
             word = usual if draw.random() < USUAL_WORD else other
-            lines.append(f"{before} {written} {digit} {word} {total}")
+            lines.append(f"{letter} {before} {written} {digit} {word} {total}")
     return "\n".join([*lines, f"{ANSWER_MARK} {total}"])
 
 
@@ -147,11 +156,14 @@ def write_sets(out: Path, *, seed: int, num_train: int, num_held_out: int) -> No
 
 
 def write_warm_start(path: Path, *, seed: int, count: int, but_not: Iterable[Path] = ()) -> None:
-    """Write demonstrations; none is of a problem that occurs in the sets `but_not`."""
+    """Write demonstrations, short ones among them; none has a problem that occurs in the sets `but_not`."""
     draw = random.Random(f"demonstrations {seed}")
     taken = {json.loads(line)["prompt"][0]["content"] for each in but_not for line in _lines(each)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_jsonl(path, [warm_start_row(draw, problem) for problem in _different(draw, count, taken, MAX_TOKENS)])
+    short = round(SHORT_SHARE * count)
+    problems = _different(draw, short, taken, SHORT_TOKENS) + _different(draw, count - short, taken, MAX_TOKENS)
+    draw.shuffle(problems)
+    _write_jsonl(path, [warm_start_row(draw, problem) for problem in problems])
 
 
 def _different(draw: random.Random, count: int, taken: set[str], most_tokens: int) -> list[Problem]:

@@ -12,6 +12,8 @@ from benchmarks.end_to_end.changed_engine import neighbour
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals, never_falling, seconds_to
 from benchmarks.end_to_end.run_arm import FULL, RL, Place, product_command
 from benchmarks.harness.record import Row
+from benchmarks.harness.record_file import Record
+from benchmarks.harness.record_views.end_to_end import END_TO_END
 from launcher.checks.combinations import run_combinations
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
@@ -39,10 +41,8 @@ def test_fitted_accuracies_never_fall_and_are_the_nearest_such() -> None:
     assert fitted == pytest.approx([0.3, 0.45, 0.45, 0.75, 0.75])
     grid = [number / 20 for number in range(21)]
     best = min(
-
-            sum((x - y) ** 2 for x, y in zip(values, each, strict=True))
-            for each in itertools.combinations_with_replacement(grid, 5)
-
+        sum((x - y) ** 2 for x, y in zip(values, each, strict=True))
+        for each in itertools.combinations_with_replacement(grid, 5)
     )
     assert sum((x - y) ** 2 for x, y in zip(values, fitted, strict=True)) == pytest.approx(best)
 
@@ -105,6 +105,24 @@ def test_neighbours_swap_their_histories() -> None:
     ids = [f"train/{number}" for number in range(48)]
     assert sorted(map(neighbour, ids)) == sorted(ids)
     assert all(neighbour(each) != each and neighbour(neighbour(each)) == each for each in ids)
+
+
+def test_every_row_is_in_a_table_of_the_view_and_its_answer_names_the_speeds() -> None:
+    rows = [*runs(), *differences(runs())]
+    assert [row for row in rows if not any(table.selects(row) for table in END_TO_END.tables)] == []
+    record = Record(
+        name="end_to_end",
+        command="",
+        date="",
+        inputs=(),
+        versions={},
+        machine={},
+        stolen_share=None,
+        rows=tuple(rows),
+        goals=(),
+        not_measured=(),
+    )
+    assert "2 times as soon as synchronously in BF16, 1.25 times" in END_TO_END.answer.of(record)
 
 
 def test_the_picture_has_a_line_for_each_arm() -> None:

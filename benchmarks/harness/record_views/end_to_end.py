@@ -1,0 +1,84 @@
+"""View of whole trainings: seconds to a fixed accuracy, against stacks that a user knows."""
+
+from benchmarks.end_to_end.arms import BASE, OURS, PLAIN_LOOP, TRL
+from benchmarks.end_to_end.judged import ACCURACY
+from benchmarks.harness.record_answers import Answer, median
+from benchmarks.harness.record_tables import Column, Table
+from benchmarks.harness.record_views.view import View, percent
+
+
+def _against(other: str) -> dict[str, tuple[str, ...]]:
+    return {"what": ("difference",), "arm": (OURS,), "against": (other,)}
+
+
+_SPEED = "speed"
+END_TO_END = View(
+    question=f"How much sooner does a model reach a held-out accuracy of {ACCURACY:.0%}, counted from launch?",
+    answer=Answer(
+        text=(
+            "With drafts and overlap {base} times as soon as synchronously in BF16, {plain} times as soon as a plain "
+            "loop around vLLM, and {trl} times as soon as TRL."
+        ),
+        figures={
+            "base": median(_SPEED, _against(BASE)),
+            "plain": median(_SPEED, _against(PLAIN_LOOP)),
+            "trl": median(_SPEED, _against(TRL)),
+        },
+    ),
+    tables=(
+        Table(
+            title="Differences by arm and reference; means and 95 % intervals over the seeds",
+            lines={"arm": "arm", "against": "against"},
+            where={"what": ("difference",)},
+            columns=(
+                Column(field="speed", title="speed to the accuracy, x"),
+                Column(field="speed_low", title="speed, lower end"),
+                Column(field="speed_high", title="speed, upper end"),
+                Column(field="step_speed", title="speed of a step, x"),
+                Column(field="step_speed_low", title="step, lower end"),
+                Column(field="step_speed_high", title="step, upper end"),
+                Column(field="accuracy_points", title="accuracy at the end, points"),
+                Column(field="accuracy_points_low", title="accuracy, lower end"),
+                Column(field="accuracy_points_high", title="accuracy, upper end"),
+                Column(field="reached", title="seeds that reached the accuracy"),
+            ),
+        ),
+        Table(
+            title="Runs by arm, medians over the seeds",
+            lines={"arm": "arm"},
+            where={"what": ("run",)},
+            columns=(
+                Column(field="seconds_to_accuracy", title="to the accuracy, s"),
+                Column(field="seconds", title="whole run, s"),
+                Column(field="start_s", title="start, s"),
+                Column(field="evaluate_s", title="evaluations, s"),
+                Column(field="step_s", title="step, s"),
+                Column(field="rollout_s", title="rollout, s"),
+                Column(field="train_s", title="training, s"),
+                Column(field="publish_s", title="publish, s"),
+                percent("rollout_share", "rollout"),
+                Column(field="tokens", title="response tokens"),
+                Column(field="tokens_per_forward_first", title="tokens per forward, first epoch"),
+                Column(field="tokens_per_forward_later", title="later epochs"),
+                Column(field="mean_staleness", title="mean staleness"),
+                percent("accuracy_first", "accuracy before"),
+                percent("accuracy_last", "accuracy at the end"),
+            ),
+        ),
+        Table(
+            title="Held-out accuracy by finished steps, %; medians over the seeds",
+            lines={"arm": "arm"},
+            where={"what": ("evaluation",)},
+            across="step",
+            columns=(percent("accuracy", "accuracy"),),
+        ),
+    ),
+    notes=(
+        "Seconds count from the launch of the command, with start and evaluations, which all stacks do alike.",
+        "The accuracy at the end is the mean of the last two evaluations. Held-out responses are sampled.",
+        "Trainer and engine have a core each. Peers use both cores, in turns, in environments of their own.",
+        "Where a run did not reach the accuracy, the comparison has no speed, and its goal counts as missed.",
+        "`other history` gives each prompt the history of another one and `no history` gives it none; both draft "
+        "without the ring, which on data this small would hold all earlier responses.",
+    ),
+)
