@@ -4,8 +4,10 @@ Time begins when the arm's process is launched. Evaluations count: an accuracy i
 """
 
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,6 @@ from benchmarks.end_to_end.arms import Arm, keys
 from benchmarks.end_to_end.model import CONTEXT
 from benchmarks.end_to_end.peers.setup import python_of
 from benchmarks.end_to_end.peers.task import Settings
-from benchmarks.harness.process_tree import watch
 from benchmarks.harness.record import Row
 
 RL = Path("benchmarks/end_to_end/rl.yaml")
@@ -68,15 +69,12 @@ def run(name: str, arm: Arm, seed: int, place: Place, size: Size) -> list[Row]:
     run_dir = place.work / f"seed-{seed}-{name.replace(' ', '-').replace(',', '')}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    train, held_out = inputs.prompts_of(place.work, seed)
-    command = (
-        product_command(arm, seed, run_dir, place, size, train, held_out)
-        if arm.peer is None
-        else peer_command(arm.peer, seed, run_dir, place, size, train, held_out)
-    )
+    command = (peer_command if arm.peer else product_command)(arm, seed, run_dir, place, size)
     log = run_dir.with_suffix(".log")
     launched = time.time()
-    code, seconds, _ = watch(["env", *environment(arm), *command], log=log)
+    with log.open("wb") as output:
+        code = subprocess.call(command, env=environment(arm), stdout=output, stderr=subprocess.STDOUT)
+    seconds = time.time() - launched
     if code:
         raise SystemExit(f"{name}, seed {seed}: exit code {code}; the end of {log}:\n{log.read_text()[-3000:]}")
     steps, evaluations = (read_product if arm.peer is None else read_peer)(run_dir)
@@ -97,16 +95,15 @@ def run(name: str, arm: Arm, seed: int, place: Place, size: Size) -> list[Row]:
     return [whole, *points]
 
 
-def environment(arm: Arm) -> list[str]:
+def environment(arm: Arm) -> dict[str, str]:
     """Variables of the process: threads of a peer, which has all cores; this project's processes set their own."""
     threads = 1 if arm.peer is None else PEER_SETTINGS[arm.peer]["threads"]
-    return [f"OMP_NUM_THREADS={threads}"]
+    return {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
-def product_command(
-    arm: Arm, seed: int, run_dir: Path, place: Place, size: Size, train: Path, held_out: Path
-) -> list[str]:
+def product_command(arm: Arm, seed: int, run_dir: Path, place: Place, size: Size) -> list[str]:
     """The command line of an arm of this project."""
+    train, held_out = inputs.prompts_of(place.work, seed)
     program = ["launcher"] if arm.change is None else ["benchmarks.end_to_end.changed_engine", arm.change]
     return [
         *(sys.executable, "-m", *program, "run", str(RL), f"model={place.warm}", f"run_dir={run_dir}", f"seed={seed}"),
@@ -121,10 +118,10 @@ def product_command(
     ]
 
 
-def peer_command(
-    peer: str, seed: int, run_dir: Path, place: Place, size: Size, train: Path, held_out: Path
-) -> list[str]:
+def peer_command(arm: Arm, seed: int, run_dir: Path, place: Place, size: Size) -> list[str]:
     """The command line of a peer; its settings are written beside its results."""
+    assert arm.peer is not None
+    train, held_out = inputs.prompts_of(place.work, seed)
     settings = Settings(
         model=str(place.warm.resolve()),
         train=str(train.resolve()),
@@ -143,10 +140,11 @@ def peer_command(
         context=CONTEXT,
         most_requests=96,
         kv_cache_bytes=1 << 29,
-        **PEER_SETTINGS[peer],
+        **PEER_SETTINGS[arm.peer],
     )
     settings.write(run_dir / "settings.json")
-    return [str(python_of(place.peers, peer)), "-m", f"{peers.__name__}.{peer}", str(run_dir / "settings.json")]
+    program = ["-m", f"{peers.__name__}.{arm.peer}", str(run_dir / "settings.json")]
+    return [str(python_of(place.peers, arm.peer)), *program]
 
 
 Evaluation = tuple[int, float, float, float]

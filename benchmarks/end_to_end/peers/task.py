@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Protocol
 
 _MARKED = re.compile(r"answer:\s*(-?\d+)[ .]*$", re.MULTILINE)
@@ -111,7 +111,7 @@ def advantages(group: Sequence[Response]) -> list[tuple[Response, float]]:
     rewards = [sample.reward for sample in group]
     if max(rewards) == min(rewards):
         return []
-    mean, deviation = fmean(rewards), pstdev(rewards)
+    mean, deviation = fmean(rewards), stdev(rewards)
     return [(sample, (sample.reward - mean) / (deviation + 1e-6)) for sample in group]
 
 

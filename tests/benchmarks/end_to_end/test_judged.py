@@ -87,9 +87,7 @@ def test_every_arm_is_a_configuration_that_runs(tmp_path_factory: pytest.TempPat
     place = Place(warm=folder / "warm", work=folder, peers=folder)
     for name, arm in ARMS.items():
         if arm.peer is None:
-            command = product_command(
-                arm, 11, folder / "run", place, FULL, folder / "train.jsonl", folder / "held.jsonl"
-            )
+            command = product_command(arm, 1000, folder / "run", place, FULL)
             config = load(RunConfig, RL, command[command.index(str(RL)) + 1 :])
             assert run_combinations(config) == []
             assert config.history.drafts == ("history.drafts=true" in keys(arm)), name
