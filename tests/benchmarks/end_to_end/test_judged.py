@@ -76,10 +76,10 @@ def test_a_speed_that_was_not_reached_meets_no_goal() -> None:
 
 @pytest.mark.parametrize("share", [0.69, 0.91])
 def test_another_regime_ends_the_benchmark(share: float) -> None:
-    row: Row = {"arm": BASE, "seed": 11, "rollout_share": share}
+    row: Row = {"what": "run", "arm": BASE, "seed": 11, "rollout_share": share}
     with pytest.raises(SystemExit, match=f"{share:.0%} of its steps are rollout"):
-        check_regime(row)
-    check_regime({**row, "rollout_share": 0.7})
+        check_regime([*runs(), row])
+    check_regime([*runs(), {**row, "arm": OURS}])
 
 
 def test_every_arm_is_a_configuration_that_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
