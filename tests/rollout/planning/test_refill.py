@@ -21,7 +21,7 @@ ENGINES = [EngineLoad(num_seats=8)] * 2
 
 
 class Draws:
-    """Numbers groups in the order in which they are admitted."""
+    """Numbers groups in the order in which they are admitted; keeps their versions and expected steps."""
 
     def __init__(self):
         self.steps = {}
@@ -30,7 +30,7 @@ class Draws:
         first = len(self.steps)
         ids = [GroupId(first + index) for index in range(len(steps))]
         if is_admitted:
-            self.steps |= dict(zip(ids, steps, strict=True))
+            self.steps |= {one: (version, step) for one, step in zip(ids, steps, strict=True)}
         return [
             GroupForecast(group_id=one, step=step, num_responses=4, tokens=9.0)
             for one, step in zip(ids, steps, strict=True)
@@ -122,7 +122,7 @@ def test_every_batch_is_full_and_no_group_is_lost_repeated_or_too_old(seed, shar
         groups_per_step=size,
         max_staleness=bound,
     )
-    assert max(run.draws.steps.values()) < num_steps
+    assert all(version <= step <= min(version + overlap, num_steps - 1) for version, step in run.draws.steps.values())
 
 
 @settings(max_examples=60, deadline=None)
