@@ -12,6 +12,7 @@ from megatron_rl.algorithm_settings import (
     FILTERS,
     LOSSES,
     SHAPINGS,
+    AdvantageChoice,
     ClippedSurrogate,
     Grpo,
     TokenMean,
@@ -53,7 +54,7 @@ class EntropyConfig(Config):
     coefficient: float = Field(default=0.0, ge=0)
     """Coefficient of the mean token entropy in the objective; where it begins if it adapts."""
     target: float = Field(default=0.0, ge=0)
-    """Entropy in nats below which the bonus counts (arXiv 2505.22312, section 4). The coefficient grows after a step
+    """Entropy in nats below which the bonus counts (arXiv 2505.22312). The coefficient grows after a step
     below it and shrinks after a step above it. 0: the bonus always counts and its coefficient is fixed."""
     change: float = Field(default=5e-3, gt=0)
     """By how much an adaptive coefficient changes after a step. It stays between 0 and `max_coefficient`."""
@@ -120,6 +121,12 @@ class AlgorithmConfig(Config):
     def max_groups(self) -> int:
         """Most groups that are sampled for a step."""
         return self.prompts_per_step + int(self.max_refill * self.prompts_per_step)
+
+    @property
+    def needs_all_logprobs(self) -> bool:
+        """Whether weights, denominators or built-in advantages wait for the old log-probabilities of the whole step."""
+        on_trainer = isinstance(self.advantage, AdvantageChoice) and self.advantage.on_trainer
+        return self.correction.batch_normalize or self.correction.counts_kept_tokens or on_trainer
 
     @property
     def stages(self) -> dict[str, Choice]:

@@ -130,7 +130,7 @@ class Rloo(AdvantageChoice):
 
 
 class Opo(AdvantageChoice):
-    """Rewards minus their mean weighted by lengths (arXiv 2505.23585, section 3)."""
+    """Rewards minus their mean weighted by lengths (arXiv 2505.23585)."""
 
     path: ClassVar[str] = f"{_PACKAGE}.advantages.opo"
     name: Literal["opo"] = "opo"
@@ -239,7 +239,7 @@ class Cispo(LossChoice):
 
 
 class Sapo(LossChoice):
-    """A smooth gate instead of a clip (arXiv 2511.20347, equation 5)."""
+    """A smooth gate instead of a clip (arXiv 2511.20347)."""
 
     path: ClassVar[str] = f"{_PACKAGE}.losses.sapo"
     name: Literal["sapo"] = "sapo"
@@ -251,7 +251,7 @@ class Sapo(LossChoice):
 
 
 class Gmpo(LossChoice):
-    """Geometric mean of the clipped ratios of a sequence (arXiv 2507.20673, equation 4)."""
+    """Geometric mean of the clipped ratios of a sequence (arXiv 2507.20673)."""
 
     path: ClassVar[str] = f"{_PACKAGE}.sequence_losses.gmpo"
     aggregation: ClassVar[str] = "sequence_mean"
@@ -264,9 +264,7 @@ class Gmpo(LossChoice):
 
 
 class Dppo(LossChoice):
-    """Leaves tokens out whose probability has moved too far in the direction of their advantage (arXiv 2602.04879,
-    section 4).
-    """
+    """Leaves tokens out whose probability has moved too far in the direction of their advantage (arXiv 2602.04879)."""
 
     path: ClassVar[str] = f"{_PACKAGE}.losses.dppo"
     name: Literal["dppo"] = "dppo"

@@ -83,10 +83,8 @@ class _Passes:
 
 def _passes(run: PlannedRun, num_updates: int) -> _Passes:
     epochs = run.config.algorithm.num_epochs
-    correction = run.config.algorithm.correction
-    learns_values = run.further.critic is not None
-    needs_all = num_updates > 1 or learns_values or correction.batch_normalize or correction.counts_kept_tokens
-    old_logprobs = 1.0 if needs_all else 0.0
+    waits = run.config.algorithm.needs_all_logprobs or run.further.critic is not None
+    old_logprobs = 1.0 if num_updates > 1 or waits else 0.0
     again = 1.0 if run.config.trainer.recompute == "full" else 0.0
     return _Passes(layers=epochs * (3.0 + again) + old_logprobs, output=epochs * 4.0 + old_logprobs)
 

@@ -3,7 +3,7 @@
 Both are functions of the metrics of earlier steps alone, which all ranks agree on, and are saved with the checkpoint.
 
 * KL (arXiv 1909.08593, section 2.2): multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon.
-* Entropy (arXiv 2505.22312, section 4): raised by a constant after a step below the target, lowered after one above it.
+* Entropy (arXiv 2505.22312): raised by a constant after a step below the target, lowered after one above it.
   The bonus counts in a step only if the step before was at or below the target.
 """
 

@@ -3,7 +3,7 @@
 d = ref_logprobs - logprobs. For tokens that the policy has sampled, the mean of each estimator is the divergence
 KL(policy || reference), or close to it (k2). As a term of a loss, k2 has the gradient of the divergence on policy, and
 `k3_unbiased` on and off policy; k3 and k1 have others (http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv
-2512.02556, section 3.1).
+2512.02556).
 """
 
 from torch import Tensor

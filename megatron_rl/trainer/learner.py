@@ -168,9 +168,8 @@ class Learner:
     @property
     def _needs_all_logprobs(self) -> bool:
         """Whether weights or denominators are sums of the whole step, advantages are of tokens, or a critic learns."""
-        correction = self._algorithm.correction
         needs_tokens = self._token_advantage is not None or self._models.critic is not None
-        return correction.batch_normalize or correction.counts_kept_tokens or needs_tokens
+        return self._algorithm.needs_all_logprobs or needs_tokens
 
     @property
     def _configured_updates(self) -> int:

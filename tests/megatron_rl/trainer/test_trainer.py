@@ -114,6 +114,7 @@ def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
 ALGORITHMS = {
     "one update": AlgorithmConfig(group_size=4, prompts_per_step=4),
     "two mini batches, two epochs, normalised sequence TIS": AlgorithmConfig(
+        advantage={"name": "discounted_returns", "gamma": 0.9},
         group_size=4,
         prompts_per_step=4,
         num_mini_batches=2,
