@@ -18,6 +18,8 @@ from rollout.processes import VARIABLE
 
 CHANGE = "END_TO_END_CHANGE"
 """Environment variable with the change, for the processes that Ray starts."""
+SIGN = "this engine is changed by benchmarks.end_to_end"
+"""Line in the log of a changed engine."""
 _WORKERS = "benchmarks.end_to_end.changed_workers"
 
 

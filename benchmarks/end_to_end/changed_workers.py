@@ -1,7 +1,11 @@
-"""Worker and proposer of changed engines; vLLM imports them by name (`benchmarks.end_to_end.changed_engine`)."""
+"""Worker and proposer of changed engines; vLLM imports them by name (`benchmarks.end_to_end.changed_engine`).
+
+Each writes `SIGN` to the engine's log when it is in use, so that no run counts as changed that was not.
+"""
 
 from typing import TYPE_CHECKING
 
+from benchmarks.end_to_end.changed_engine import SIGN
 from rollout.worker.proposer import HistoryProposer, RowDrafter
 from rollout.worker.worker import Worker
 
@@ -16,6 +20,7 @@ class StockSamplerWorker(Worker):
         """Remove the product's sampler again."""
         done = super().compile_or_warm_up_model()
         del self.model_runner._sample
+        print(SIGN, flush=True)
         return done
 
 
@@ -27,6 +32,7 @@ class RinglessProposer(HistoryProposer):
         drafter = super().make_drafter(cost_model)
         drafter._decide_ring_use = lambda gained, accepted: _close(drafter)  # type: ignore[attr-defined]
         _close(drafter)
+        print(SIGN, flush=True)
         return drafter
 
 

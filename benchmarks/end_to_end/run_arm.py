@@ -5,6 +5,7 @@ Time begins when the arm's process is launched. Evaluations count: an accuracy i
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.end_to_end import inputs, peers
 from benchmarks.end_to_end.arms import Arm, keys
+from benchmarks.end_to_end.changed_engine import SIGN
 from benchmarks.end_to_end.model import CONTEXT
 from benchmarks.end_to_end.peers.setup import python_of
 from benchmarks.end_to_end.peers.task import Settings
@@ -66,7 +68,7 @@ def run(name: str, arm: Arm, seed: int, place: Place, size: Size) -> list[Row]:
     Raises:
         SystemExit: the run failed; the message has the end of its output.
     """
-    run_dir = place.work / f"seed-{seed}-{name.replace(' ', '-').replace(',', '')}"
+    run_dir = place.work / f"seed-{seed}-{re.sub('[^A-Za-z0-9]+', '-', name)}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = (peer_command if arm.peer else product_command)(arm, seed, run_dir, place, size)
@@ -77,6 +79,8 @@ def run(name: str, arm: Arm, seed: int, place: Place, size: Size) -> list[Row]:
     seconds = time.time() - launched
     if code:
         raise SystemExit(f"{name}, seed {seed}: exit code {code}; the end of {log}:\n{log.read_text()[-3000:]}")
+    if arm.change is not None and SIGN not in (run_dir / "logs" / "engine-0.log").read_text(encoding="utf-8"):
+        raise SystemExit(f"{name}, seed {seed}: the engine's log has no line {SIGN!r}, so it ran unchanged")
     steps, evaluations = (read_product if arm.peer is None else read_peer)(run_dir)
     about: Row = {"seed": seed, "arm": name}
     points: list[Row] = [

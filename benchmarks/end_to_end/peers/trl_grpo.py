@@ -2,8 +2,8 @@
 
 `python -m benchmarks.end_to_end.peers.trl_grpo SETTINGS` runs in the environment of `trl_grpo.txt` and imports nothing
 of this project but `task.py` beside it. TRL samples with `generate` of Transformers. Its vLLM mode does not run on a
-CPU build of vLLM: the server mode sends weights over NCCL, and the colocated mode calls `load_weights` on a loaded
-model, whose CPU kernels have packed the old weights. Chosen in TRL's favour:
+CPU build of vLLM: the server mode sends weights over NCCL. The colocated mode calls `load_weights` on the loaded model,
+which fails there, because kernels for CPUs have packed the weights and freed them. Chosen in TRL's favour:
 
 * BF16 autocast is off, since FP32 is as fast for a model of this size; sampling uses the whole step as one batch.
 * Token-level loss without a reference model, one optimizer step a batch, so no second pass for old log-probabilities.
