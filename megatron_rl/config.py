@@ -62,13 +62,20 @@ class OptimizerConfig(Config):
     """Use Megatron's distributed optimizer, which shards its states over data-parallel ranks."""
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's Adam and its learning-rate schedule, as `trainer.optimizer`."""
+
+    learning_rate: float = Field(default=1e-5, ge=0)
+    """Peak learning rate; usually above the policy's."""
+
+
 class CriticConfig(Config):
     """The critic of PPO: a second model, with the trainer's partition and dtype (never FP8)."""
 
     model: str = ""
     """Hugging Face directory of the critic's first weights; its output layer is replaced by a head of zeros. Empty:
     the policy's."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """Adam and its learning-rate schedule."""
     clip_value: float = Field(default=0.5, ge=0)
     """Values are clipped at this distance from those before the step's first update. 0 turns clipping off."""

@@ -112,6 +112,21 @@ _TRAINING: tuple[Row, ...] = (
     ("actor/lr", "learning rate", "last", "Learning rate of the last optimizer step.", ""),
     ("actor/optimizer_steps", "updates", "sum", "Optimizer steps.", ""),
     ("actor/skipped_updates", "updates", "sum", "Updates without a finite gradient, which are skipped.", "0"),
+    ("critic/vf_loss", "as `algorithm.aggregation`", "mean over optimizer steps", "Loss of the critic.", "falls"),
+    ("critic/vf_clipfrac", "share", "mean over tokens and optimizer steps", "Tokens that the value loss clips.", ""),
+    ("critic/vpred_mean", "reward", "mean over tokens and optimizer steps", "Values while the critic learns.", ""),
+    ("critic/values/mean", "reward", "mean over tokens", "Values before the step's first update.", ""),
+    ("critic/returns/mean", "reward", "mean over tokens", "Returns that the critic learns to predict.", ""),
+    (
+        "critic/vf_explained_var",
+        "ratio",
+        "over the tokens of the step",
+        "Share of the variance of returns that the values explain.",
+        "towards 1",
+    ),
+    ("critic/grad_norm", "gradient norm", "mean over optimizer steps", "Norm of the critic's gradient.", ""),
+    ("critic/lr", "learning rate", "last", "Learning rate of the critic's last optimizer step.", ""),
+    ("critic/skipped_updates", "updates", "sum", "Updates of the critic without a finite gradient.", "0"),
     ("sft/loss", "nats per token", "mean over tokens", "Cross-entropy of supervised training (`sft` only).", "falls"),
 )
 

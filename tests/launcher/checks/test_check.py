@@ -58,10 +58,22 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`algorithm.correction.preset` = bypass_pg_is with `algorithm.loss` = clipped_surrogate", "reinforce"],
         ),
         (
-            ["algorithm.advantage=gae"],
-            ["`algorithm.advantage` = gae needs a critic (column `values`), and none is configured"],
+            ["trainer.critic.warmup_steps=2"],
+            ["`trainer.critic` is set, but no function of the algorithm reads values"],
         ),
-        (["algorithm.kl.place=loss"], ["`algorithm.kl.place` = loss needs a reference policy", "set place to none"]),
+        (
+            ["algorithm.advantage=gae", "trainer.critic.warmup_steps=9", "num_steps=9"],
+            ["`trainer.critic.warmup_steps` = 9 with `num_steps` = 9", "the policy would never learn"],
+        ),
+        (
+            ["algorithm.advantage=gae", "trainer.critic.model=nowhere"],
+            ["nowhere"],
+        ),
+        (["trainer.reference.place=device"], ["`trainer.reference` is set, but nothing reads the reference policy"]),
+        (
+            ["algorithm.kl.place=loss", "trainer.reference.refresh_every=5", "trainer.fp8=blockwise_param"],
+            ["`trainer.reference.refresh_every` = 5 with `trainer.fp8` = blockwise_param"],
+        ),
         (
             ["algorithm.kl.place=reward"],
             ["`algorithm.kl.place` = reward with `algorithm.advantage` = grpo", "discounted_returns or gae"],
@@ -80,10 +92,6 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (
             ["algorithm.entropy.coefficient=0.2", "algorithm.entropy.target=1"],
             ["`algorithm.entropy.coefficient` = 0.2 is above `algorithm.entropy.max_coefficient` = 0.1"],
-        ),
-        (
-            ["algorithm.loss=tests.megatron_rl.algorithm.own_functions.declared"],
-            ["own_functions.declared needs a reference policy (column `ref`), and none is configured"],
         ),
         (
             ["algorithm.advantage=tests.megatron_rl.algorithm.own_functions.one_parameter"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.value_loss import ValueInputs, value_loss
-from megatron_rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config import AlgorithmConfig, CriticConfig, CriticOptimizerConfig, ParallelConfig
 from tests.megatron_rl.trainer.test_trainer import DP2, batch_for, trainer_spec
 from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import save_model
@@ -20,7 +20,7 @@ BEFORE_SAVE, AFTER_SAVE = 4, 2
 
 def critic_spec(directory, parallel, *, distributed=False):
     spec = trainer_spec(directory, parallel, ALGORITHM)
-    optimizer = OptimizerConfig(learning_rate=3e-3, distributed=distributed)
+    optimizer = CriticOptimizerConfig(learning_rate=3e-3, distributed=distributed)
     config = spec.config.model_copy(update={"critic": CriticConfig(optimizer=optimizer, clip_value=0.0)})
     return replace(spec, config=config)
 

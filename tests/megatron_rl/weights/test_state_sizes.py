@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megatron_rl.config import CriticConfig, CriticOptimizerConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_rl.model.spec import Experts, read_model_spec
 from megatron_rl.weights.state_sizes import critic_state, rank_state, stage_parameters
 from tests.support.model_specs import qwen_spec
@@ -88,7 +88,7 @@ def test_the_state_of_every_rank_has_the_bytes_of_its_tensors(ranks, tmp_path, m
 def test_sizes_of_a_critic_are_those_of_its_tensors(ranks, tmp_path, model, distributed):
     config_of(model).save_pretrained(tmp_path)
     spec, parallel = read_model_spec(tmp_path), PARTITIONS[model][0]
-    optimizer = OptimizerConfig(learning_rate=1e-3, distributed=distributed)
+    optimizer = CriticOptimizerConfig(learning_rate=1e-3, distributed=distributed)
     trainer = TrainerConfig(parallel=parallel, optimizer=optimizer, critic=CriticConfig(optimizer=optimizer))
     for rank, found in enumerate(ranks.run(allocated_critic, tmp_path, trainer, parallel=parallel)):
         expected = critic_state(
