@@ -22,6 +22,7 @@ from rollout.tracing.timeline import Part
 from tests.support.runs.synthetic_run import ORIGIN_S
 
 ROOT = Path(__file__).resolve().parents[3]
+PREFIXES = ("reward", "response_length", "prompt_length", "batch", "actor", "sft", "publish", "engine", "planner")
 PREFIXES += ("trainer", "history", "perf", "timing_s", "timeline", "rollout_corr", "cluster", "checkpoint")
 PREFIXES += ("refill", "guard", "critic")
 NAME = re.compile(rf"({'|'.join(PREFIXES)})/[a-z0-9_{{}}/]+")
