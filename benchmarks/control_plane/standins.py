@@ -15,7 +15,7 @@ import ray
 from history.drafting.stats import DraftStats
 from history.store.actors import ReaderReport, ShardReport
 from history.store.prompt_store import StoreStats
-from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from rollout.engine.state import UpdateTimes
 from rollout.processes import ProcessId

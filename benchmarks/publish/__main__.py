@@ -43,7 +43,7 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.stages import PlugIn
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from megatron_rl.weights.shards import rank_shards
 from rollout.config import EngineConfig, Format

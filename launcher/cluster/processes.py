@@ -24,7 +24,7 @@ from launcher.cluster.text_processes import TextProcesses, start_text_processes
 from launcher.config.schema import ClusterConfig
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from rollout.config import RewardConfig
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec

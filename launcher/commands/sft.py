@@ -20,7 +20,7 @@ from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.weights.format import WeightFormat
 

@@ -2,7 +2,7 @@
 
 from launcher.commands.history import draft_spec
 from launcher.config.schema import RunConfig
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from rollout.engine.spec import EngineSpec
 from rollout.types import SamplingSpec
 from rollout.weights.format import WeightFormat

@@ -27,7 +27,7 @@ from megatron_rl.controller.publisher import Publisher
 from megatron_rl.controller.step_metrics import step_metrics
 from megatron_rl.controller.stopping import EngineFormatError, RolloutInterruptedError, StopRequestedError
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.messages import StepResult
 from rollout.evaluation import EvaluationRow
 from rollout.failures import PlacedError
 from rollout.planning.planner import Due, Planner

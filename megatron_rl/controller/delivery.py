@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.results import StagedWeights
+from megatron_rl.trainer.messages import StagedWeights
 from rollout.engine.state import UpdateTimes
 from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineGroup

@@ -22,7 +22,7 @@ from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.results import ProbeResult
+from megatron_rl.trainer.messages import ProbeResult
 from megatron_rl.weights.quantization_stats import sum_stats
 from megatron_rl.weights.reshard_plan import ReshardPlan
 from rollout.failures import CallError, Place

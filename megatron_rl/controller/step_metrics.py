@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 
 from megatron_rl.batching.batch import BatchCounts
 from megatron_rl.controller.publish_report import PublishReport
-from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.messages import StepResult
 from rollout.types import FinishReason, ScoredGroup, ScoreStatus
 
 

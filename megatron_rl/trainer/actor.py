@@ -11,8 +11,7 @@ import ray
 
 from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
-from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal

@@ -10,9 +10,9 @@ from megatron_rl.model.value_model import build_value
 from megatron_rl.quantization.fp8_parameters import forget_first_weights
 from megatron_rl.trainer.critic import Critic
 from megatron_rl.trainer.further_models import FurtherModels
+from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.reference import DeviceReference, HostReference, Reference
-from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_load
 from megatron_rl.weights.shards import Shard, rank_shards, trunk_shards
 from rollout import progress

@@ -22,9 +22,8 @@ from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.actor import TrainerActor
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
 from megatron_rl.trainer.rank_watch import RankWatch
-from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
-from megatron_rl.trainer.spec import TrainerSpec
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of, ranges
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes

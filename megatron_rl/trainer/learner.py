@@ -35,6 +35,7 @@ from megatron_rl.model.packed_batch import PackedBatch
 from megatron_rl.trainer.critic import CriticStep, ValueTargets
 from megatron_rl.trainer.further_models import POLICY_ONLY, FurtherModels
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
+from megatron_rl.trainer.messages import StepResult
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, run_schedule
 from megatron_rl.trainer.preparation import (
@@ -46,7 +47,6 @@ from megatron_rl.trainer.preparation import (
     token_advantage,
     with_token_advantages,
 )
-from megatron_rl.trainer.results import StepResult
 from megatron_rl.trainer.step_sums import StepSums
 from rollout import progress
 

@@ -19,8 +19,8 @@ from megatron_rl.model.build import PolicyModel
 from megatron_rl.model.fp8_compute import without_fp8
 from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.model.packed_batch import pack_batch
+from megatron_rl.trainer.messages import ProbeResult
 from megatron_rl.trainer.pipeline import run_schedule
-from megatron_rl.trainer.results import ProbeResult
 
 PublishedValues = Callable[[str], torch.Tensor]
 """Published value of a parameter, by its name inside the chunk."""

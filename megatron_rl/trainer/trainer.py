@@ -25,12 +25,11 @@ from megatron_rl.trainer import probe
 from megatron_rl.trainer.building import build_further, held_shards, model_options
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
 from megatron_rl.trainer.mismatch_sample import MismatchSample
 from megatron_rl.trainer.offload import Offloader, Part
 from megatron_rl.trainer.optimizer import LearnedModel
-from megatron_rl.trainer.results import ProbeResult, StagedWeights, StepResult
 from megatron_rl.trainer.saves import Parts, Saves
-from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.weights import hf_export, hf_load
 from megatron_rl.weights.packer import WeightPacker
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard

@@ -9,7 +9,7 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.controller import Controller, LoopSettings
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.stopping import StopRequestedError
-from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.messages import StepResult
 from rollout.types import WorkerEvents
 from tests.support.scored_groups import scored_group
 

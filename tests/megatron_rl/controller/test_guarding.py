@@ -8,7 +8,7 @@ from megatron_rl.algorithm.guard import Action, GuardState, InForce
 from megatron_rl.controller.guarding import Guard
 from megatron_rl.controller.stopping import EngineFormatError
 from megatron_rl.guard_config import GuardConfig
-from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.messages import StepResult
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from tests.megatron_rl.controller.test_controller import Log, controller, publish_report
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.controller.delivery import DeliveryReport, StreamingDelivery
 from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import Experts, ModelSpec
-from megatron_rl.trainer.results import ProbeResult, StagedWeights
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.engine.state import UpdateTimes

@@ -15,7 +15,7 @@ from history.lengths.book import LengthBook
 from megatron_rl.batching.selection import has_signal
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.stopping import StopRequestedError
-from megatron_rl.trainer.results import StepResult
+from megatron_rl.trainer.messages import StepResult
 from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
 from rollout.planning.planner import Planner

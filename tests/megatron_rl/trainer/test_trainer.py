@@ -22,7 +22,7 @@ from megatron_rl.config import (
     RejectionConfig,
     TrainerConfig,
 )
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.sft_rows import SftRows
 from rollout.types import ColumnsRef, WeightVersion
 from rollout.weights.format import WeightFormat

@@ -15,7 +15,7 @@ from megatron_rl.controller.publisher import Publisher
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.spec import TrainerSpec
+from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.config import EngineConfig
 from rollout.engine.spec import EngineSpec

@@ -1,4 +1,4 @@
-"""Results that trainer ranks send to the controller: small, picklable, without tensors."""
+"""What the controller and trainer ranks send to each other: small, picklable, without tensors. Pure: no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,30 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.weights.quantization_stats import QuantizationStats
+from rollout.weights.format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """All settings of a trainer rank; equal on all ranks."""
+
+    model: str
+    """Hugging Face directory that training starts from."""
+    run_id: str
+    config: TrainerConfig
+    algorithm: AlgorithmConfig
+    publish: PublishConfig
+    format: WeightFormat
+    """Format of the engines."""
+    temperature: float
+    """Sampling temperature of training responses."""
+    max_response_tokens: int
+    """Most tokens of a training response."""
+    total_updates: int
+    """Optimizer steps of the whole run, for the learning-rate schedule."""
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
