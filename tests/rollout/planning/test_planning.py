@@ -261,6 +261,37 @@ def test_flexible_batches_hold_every_group_once_within_the_staleness_bound(overl
     check_batches(batches, started, groups_per_step=groups, max_staleness=overlap + more)
 
 
+def with_changing_overlap(kind, most):
+    """Admission whose overlap changes with every version, as the guard may change it."""
+
+    class Changing(kind):
+        def due(self, version):
+            self.overlap = random.Random(version).randint(0, most)
+            return super().due(version)
+
+    return Changing
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from((FixedBatches, FlexibleBatches)),
+    overlap=st.integers(1, 3),
+    groups=st.integers(1, 7),
+    engines=st.integers(1, 4),
+    seed=st.integers(0, 999),
+)
+def test_an_overlap_that_changes_from_step_to_step_breaks_no_invariant(kind, overlap, groups, engines, seed):
+    flexible = {"groups_per_step": groups, "max_staleness": overlap} if kind is FlexibleBatches else {}
+    admission = with_changing_overlap(kind, overlap)(
+        draw=draw_of(groups, seed), num_steps=9, overlap=overlap, **flexible
+    )
+    policy = "flexible" if flexible else "adaptive"
+    batches, started = run(
+        admission, policy=policy, num_steps=9, groups_per_step=groups, num_engines=engines, seed=seed
+    )
+    check_batches(batches, started, groups_per_step=groups, max_staleness=overlap)
+
+
 def test_a_flexible_batch_waits_for_a_group_that_would_become_too_stale():
     admission = FlexibleBatches(draw=draw_of(2, 0), num_steps=9, groups_per_step=2, overlap=1, max_staleness=1)
     first = [group.group_id for group in admission.due(0)]

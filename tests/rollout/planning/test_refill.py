@@ -125,6 +125,33 @@ def test_every_batch_is_full_and_no_group_is_lost_repeated_or_too_old(seed, shar
     assert all(version <= step <= min(version + overlap, num_steps - 1) for version, step in run.draws.steps.values())
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([1.0, 0.4]),
+    size=st.integers(1, 8),
+    overlaps=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+)
+def test_an_overlap_that_changes_from_step_to_step_breaks_no_invariant(seed, share, size, overlaps):
+    run = Run(seed, share, num_steps=8, groups_per_step=size, max_groups=1000 * size, overlap=2, max_staleness=2)
+    batches, all_outdated = [], []
+    for version, overlap in enumerate(overlaps):
+        run.batches.overlap = overlap
+        batch, outdated = run.step(version)
+        batches.append(batch)
+        all_outdated += outdated
+        for _ in range(run.generator.randrange(3 * size)):  # the trainer works
+            run.happen(version)
+    check_refilled(
+        batches,
+        all_outdated,
+        started=run.started,
+        with_signal=run.signal,
+        groups_per_step=size,
+        max_staleness=2,
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
