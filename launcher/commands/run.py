@@ -25,6 +25,7 @@ from launcher.run_dir.stop_request import answer_request
 from megatron_rl.algorithm.guard import Action
 from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
 from rollout.evaluation import EvaluationRow
+from rollout.failures import ProcessLostError
 
 
 def run(checked: CheckedRun) -> None:
@@ -60,12 +61,20 @@ def run(checked: CheckedRun) -> None:
 
 
 def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
-    """Run the remaining steps, and evaluate both ends. Where the guard changes weight formats, start all anew."""
+    """Run the remaining steps, and evaluate both ends. Where the guard changes weight formats, start all anew.
+
+    Raises:
+        ProcessLostError: the guard changes weight formats, and the run has lost a node.
+    """
     actions = ladder_of(checked, shown.progress.say)
     while True:
         try:
             _run_engines(guarded(checked, actions, resume.guard), directory, shown, resume, actions)
         except EngineFormatError as change:
+            if change.num_lost_nodes:
+                raise ProcessLostError(
+                    f"{change}, and {change.num_lost_nodes} of the run's nodes are lost; its next start continues there"
+                ) from change
             shown.progress.say(f"engines and trainer start again after step {change.step}, with other weight formats")
             resume = resume_point(directory)
         else:

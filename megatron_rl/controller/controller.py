@@ -296,7 +296,7 @@ class Controller:
             self.recorder.finish_save()
         elif self.guard is not None and self.guard.needs_other_engines:
             self._save_finished(finished_steps)
-            raise EngineFormatError(finished_steps)
+            raise EngineFormatError(finished_steps, num_lost_nodes=self.restarter.num_lost_nodes)
 
     def _save(self, finished_steps: int) -> None:
         with self.phases.checkpoint():

@@ -12,9 +12,11 @@ class StopRequestedError(Exception):
 class EngineFormatError(Exception):
     """Engines must start again with other formats of their weights; the newest checkpoint is of `step`."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, num_lost_nodes: int) -> None:
         super().__init__(f"engines need other weight formats after step {step}")
         self.step = step
+        self.num_lost_nodes = num_lost_nodes
+        """Nodes that the run has lost; its first nodes are then no place for a new start."""
 
 
 class RolloutInterruptedError(Exception):

@@ -21,6 +21,7 @@ from launcher.run_dir.status import StatusFile
 from megatron_rl.algorithm.guard import Action, GuardState
 from megatron_rl.controller.stopping import EngineFormatError
 from rollout.data.order import OrderState
+from rollout.failures import ProcessLostError
 
 Write = Callable[[str], Path]
 ACT = ("algorithm.guard.mode=act", "engine.format=int8", "planner.overlap=1", "planner.max_staleness=1")
@@ -73,7 +74,7 @@ def test_engines_that_do_not_fit_are_no_action(write_config: Write, node: NodeRe
 def test_a_change_of_formats_goes_on_from_its_checkpoint_with_the_engines_of_the_level(
     write_config: Write, node: NodeResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, starts = checked(write_config, node, *ACT), []
+    run, starts, num_lost_nodes = checked(write_config, node, *ACT), [], 0
 
     def start(
         placed: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint, actions: Sequence[Action]
@@ -87,10 +88,14 @@ def test_a_change_of_formats_goes_on_from_its_checkpoint_with_the_engines_of_the
             }
             (folder / "state.json").write_text(json.dumps(state))
             directory.finish_checkpoint(3, 1)
-            raise EngineFormatError(3)
+            raise EngineFormatError(3, num_lost_nodes=num_lost_nodes)
 
     monkeypatch.setattr(module, "_run_engines", start)
     with RunDirectory(tmp_path / "run") as directory:
         shown = Shown(progress=RunProgress(5), status=StatusFile(run_dir=directory.path, num_steps=5))
         module._run(run, directory, shown, resume_point(directory))
-    assert starts == [(0, ()), (3, ("*.layers.1.*",))]
+        assert starts == [(0, ()), (3, ("*.layers.1.*",))]
+        num_lost_nodes = 1
+        starts.clear()
+        with pytest.raises(ProcessLostError, match="after step 3, and 1 of the run's nodes are lost"):
+            module._run(run, directory, shown, ResumePoint())
