@@ -44,7 +44,7 @@ def guarded(checked: CheckedRun, actions: Sequence[Action], state: GuardState) -
     """The run with the engines of the guard's level."""
     if checked.config.algorithm.guard.mode != "act":
         return checked
-    config = engines_of(checked.config, in_force(actions, state))
+    config = engines_of(checked.config, in_force(actions, state.in_mode("act")))
     return checked if config is checked.config else check_run(config, checked.nodes)
 
 

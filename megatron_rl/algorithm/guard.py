@@ -98,8 +98,15 @@ class GuardState:
     """Whether the last action was a step down."""
     num_actions: int = 0
     """Steps up and down since the run's first step."""
+    is_advice: bool = False
+    """Whether the actions were only advised."""
     layers: tuple[int, ...] = ()
     """Layers that `bf16_layers` has chosen, worst SQNR first; a lower level uses the first of them."""
+
+    def in_mode(self, mode: str) -> "GuardState":
+        """This state if it was reached in that mode; else the first state, because advice has changed nothing."""
+        is_advice = mode == "advise"
+        return self if self.is_advice == is_advice else GuardState(is_advice=is_advice)
 
     def to_json(self) -> dict[str, object]:
         """For a checkpoint."""
@@ -124,6 +131,7 @@ class GuardState:
             hold=int(str(row["hold"])),
             went_down=bool(row["went_down"]),
             num_actions=int(str(row["num_actions"])),
+            is_advice=bool(row["is_advice"]),
             layers=tuple(layers),
         )
 

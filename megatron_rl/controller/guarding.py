@@ -26,10 +26,14 @@ class Guard:
     def __init__(
         self, config: GuardConfig, actions: Sequence[Action], state: GuardState, *, report: Callable[[str], None]
     ) -> None:
-        """`actions` is the run's ladder, and `state` that of the checkpoint. `report` records the line of an action."""
+        """`actions` is the run's ladder, and `state` that of the checkpoint. `report` records the line of an action.
+
+        A state of another mode is not continued.
+        """
         self._config = config
         self._actions = tuple(actions)
         self._report = report
+        state = state.in_mode(config.mode)
         self.state = replace(state, level=min(state.level, len(actions)))
         """Belongs to a checkpoint."""
         self._of_engines = self.in_force

@@ -59,6 +59,7 @@ def test_the_engines_of_a_level_differ_only_in_their_formats(write_config: Write
     last = guarded(run, actions, GuardState(level=5, layers=(2,)))
     assert last.format.name == "bf16"
     assert last.config.model_copy(update={"engine": run.config.engine}) == run.config
+    assert guarded(run, actions, GuardState(level=5, is_advice=True)) is run
     advised = checked(write_config, node, *ACT, "algorithm.guard.mode=advise")
     assert guarded(advised, actions, GuardState(level=5)) is advised
 

@@ -109,7 +109,7 @@ def test_the_sample_size_of_a_run_without_correction_is_that_of_its_ratios():
 
 
 def test_a_state_survives_its_file():
-    state = GuardState(level=2, bad=1, healthy=0, hold=4, went_down=True, num_actions=7, layers=(3, 0))
+    state = GuardState(level=2, bad=1, healthy=0, hold=4, went_down=True, num_actions=7, is_advice=True, layers=(3, 0))
     assert GuardState.from_json(json.loads(json.dumps(state.to_json()))) == state
     assert GuardState.from_json(None) == GuardState()
     with pytest.raises(ValueError, match="not a saved state"):

@@ -79,6 +79,16 @@ def test_advice_changes_no_setting():
     assert "advise correction.cap = 1.5" in lines[0]
 
 
+def test_a_run_that_acts_after_advice_begins_at_level_0_and_advice_goes_on_from_advice():
+    advising = guard("advise")
+    advising.after_step(0, BAD, REPORT)
+    assert guard("advise", state=advising.state).state == advising.state
+    assert guard("act", state=advising.state).state == GuardState()
+    acting = guard("act")
+    acting.after_step(0, BAD, REPORT)
+    assert guard("advise", state=acting.state).state.level == 0
+
+
 def test_a_level_beyond_a_shorter_ladder_is_its_last_one():
     assert guard(state=GuardState(level=4), actions=LADDER[:1]).state.level == 1
 
