@@ -79,6 +79,13 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`algorithm.kl.place` = reward with `algorithm.advantage` = grpo", "discounted_returns or gae"],
         ),
         (
+            [
+                "algorithm.kl.place=reward",
+                "algorithm.advantage=tests.megatron_rl.algorithm.own_functions.above_quantile",
+            ],
+            ["above_quantile: this advantage is computed before the reference policy has scored a token"],
+        ),
+        (
             ["algorithm.kl.place=reward", "algorithm.kl.estimator=k3_unbiased"],
             ["k3_unbiased: the probability ratio of the old policy is 1"],
         ),
