@@ -1,5 +1,6 @@
 """What a function of a stage says of itself by its annotations, and what is refused."""
 
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -53,3 +54,9 @@ def test_columns_are_needed_by_functions_that_declare_them_and_by_the_divergence
     assert needed_columns(AlgorithmConfig()) == set()
     assert needed_columns(AlgorithmConfig(loss=f"{OWN}.declared")) == {"ref"}
     assert needed_columns(AlgorithmConfig(advantage="gae", kl={"place": "loss"})) == {"ref", "values"}
+
+
+def test_the_page_of_algorithms_names_every_built_in_function():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    names = [name for stage in STAGES for name in stage.by_name if name != "none"]
+    assert [name for name in names if f"`{name}`" not in page] == []
