@@ -1,4 +1,7 @@
-"""A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FP8 FORMAT RECOMPUTE`."""
+"""A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FP8 FORMAT RECOMPUTE`.
+
+A second one has a critic and a reference policy in host memory.
+"""
 
 import os
 import sys
@@ -9,8 +12,10 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algorithm_config import EntropyConfig
-from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig
+from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig, ReferenceConfig
 from megatron_rl.model import parallel
+from megatron_rl.model.parallel import Position
+from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.trainer.trainer import Trainer
 from rollout.types import WeightVersion
 from tests.megatron_rl.trainer.test_trainer import batch_for, trainer_spec
@@ -28,6 +33,9 @@ FOUR = AlgorithmConfig(
 )
 
 
+PPO = AlgorithmConfig.model_validate({"advantage": "gae", "filter": "none", "kl": {"place": "loss"}})
+
+
 class DeviceSender(MemorySender):
     """Buckets on a device."""
 
@@ -40,6 +48,23 @@ def train(trainer: Trainer, algorithm: AlgorithmConfig) -> None:
     trainer._learner._algorithm = algorithm
     batch = batch_for(ParallelConfig(), algorithm, max_tokens=400).of_rank(trainer.data_rank)
     trainer.train(batch, lambda refs: refs)
+
+
+def ppo(spec: TrainerSpec, position: Position, folder: Path) -> None:
+    """A critic and a reference beside the policy; FP8 parameters have a reference that never changes."""
+    refreshed = {"reference": ReferenceConfig(refresh_every=int(spec.config.fp8 != "blockwise_param"))}
+    spec = replace(spec, algorithm=PPO, config=spec.config.model_copy(update=refreshed))
+    trainer = stage("build with critic and reference", lambda: Trainer(spec, position))
+    if trainer is None:
+        return
+    batch = batch_for(ParallelConfig(), PPO, max_tokens=400)
+    later = replace(batch, policy_version=1)
+    stage("an update of policy and critic", lambda: trainer.train(batch.of_rank(0), lambda refs: refs))
+    stage("offload critic and policy", lambda: trainer.offload(("gradients", "optimizer", "weights")))
+    stage("onload critic and policy", trainer.onload)
+    stage("a new reference, and an update", lambda: trainer.train(later.of_rank(0), lambda refs: refs))
+    stage("save critic and reference", lambda: save(trainer, str(folder / "ppo")))
+    stage("load critic and reference", lambda: trainer.load(str(folder / "ppo")))
 
 
 def main(fp8: str, format: str, recompute: str) -> None:
@@ -67,6 +92,7 @@ def main(fp8: str, format: str, recompute: str) -> None:
     stage("save", lambda: save(trainer, str(folder / "saved")))
     stage("load", lambda: trainer.load(str(folder / "saved")))
     stage("export", lambda: trainer.export(str(folder / "exported")))
+    ppo(replace(spec, config=config), position, folder)
 
 
 if __name__ == "__main__":
