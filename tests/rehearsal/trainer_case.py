@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron_rl.trainer.spec import TrainerSpec
 
 from megatron_rl.algorithm_config import EntropyConfig
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig, ReferenceConfig
 from megatron_rl.model import parallel
 from megatron_rl.model.parallel import Position
-from megatron_rl.trainer.spec import TrainerSpec
 from megatron_rl.trainer.trainer import Trainer
 from rollout.types import WeightVersion
 from tests.megatron_rl.trainer.test_trainer import batch_for, trainer_spec
