@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from benchmarks.harness.record_views import (
     control_plane,
     drafting,
+    end_to_end,
     faults,
     learning,
     planning,
@@ -21,8 +22,10 @@ VIEWS: Mapping[str, View] = {
     "control_plane": control_plane.CONTROL_PLANE,
     "draft_trees": drafting.DRAFT_TREES,
     "drafting": drafting.DRAFTING,
+    "end_to_end": end_to_end.END_TO_END,
     "fault_soak": faults.FAULT_SOAK,
     "faults": faults.FAULTS,
+    "guard": learning.GUARD,
     "history_example": drafting.HISTORY_EXAMPLE,
     "history_soak": drafting.HISTORY_SOAK,
     "mismatch": learning.MISMATCH,
