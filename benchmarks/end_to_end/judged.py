@@ -10,12 +10,10 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, TRL
+from benchmarks.end_to_end.arms import ACCURACY, ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, TRL
 from benchmarks.harness.paired import Difference
 from benchmarks.harness.record import Goal, Row
 
-ACCURACY = 0.7
-"""Held-out accuracy to which seconds are counted."""
 LAST_EVALUATIONS = 2
 """Their mean is the accuracy at the end of a run."""
 ROLLOUT_SHARE = (0.7, 0.9)

@@ -1,7 +1,6 @@
 """View of whole trainings: seconds to a fixed accuracy, against stacks that a user knows."""
 
-from benchmarks.end_to_end.arms import BASE, OURS, PLAIN_LOOP, TRL
-from benchmarks.end_to_end.judged import ACCURACY
+from benchmarks.end_to_end.arms import ACCURACY, BASE, OURS, PLAIN_LOOP, TRL
 from benchmarks.harness.record_answers import Answer, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import View, percent
