@@ -37,10 +37,19 @@ from rollout.transports.base import Sender
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, through_expert
 from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.format import FUSED
 from rollout.weights.manifest import Box, Bucket
+
+QKV = FUSED[0]
 
 CPU_BOX_SIZE, DEVICE_BOX_SIZE = 1 << 18, 1 << 23
 """Largest number of weights, roughly, processed at a time: what a core's cache holds, and what keeps a GPU busy."""
+
+
+def _fused_with(name: str) -> tuple[str, ...]:
+    """The matrices that Megatron holds in one parameter with a query, key or value matrix; else none."""
+    module, _, part = name.removesuffix(".weight").rpartition(".")
+    return tuple(f"{module}.{each}.weight" for each in QKV) if part in QKV else ()
 
 
 class WeightPacker:
@@ -88,7 +97,11 @@ class WeightPacker:
             shard for shard in in_8_bits if plan.format.name == "fp8_block" and self._has_equal_blocks(shard)
         )
         """Shards sent with the codes and scales of their FP8 parameter."""
-        self._shared = [name for name in plan.shared if name in self._quantized]
+        beside = {name for held_name in self._quantized for name in _fused_with(held_name)}
+        self._shared = [name for name in plan.shared if name in self._quantized or name in beside]
+        """Matrices whose scales the tensor-parallel ranks agree on, the same on all of them: ranks that share a
+        key/value head may hold rows of its query alone."""
+        self._shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
         self.watch = CodeWatch()
         """Quantisation error of the last `send`."""
         self.pack_s = self.send_s = 0.0
@@ -123,14 +136,18 @@ class WeightPacker:
         dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=self._tensor_group)
         reduced = torch.split(joined, [amax.numel() for amax in amaxes])
         for name, local, amax in zip(self._shared, amaxes, reduced, strict=True):
-            self._refresh(name, amax.view_as(local))
+            if name in self._quantized:
+                self._refresh(name, amax.view_as(local))
 
     def _amax(self, name: str) -> torch.Tensor:
-        """Largest magnitude of every block of a matrix over the weights that this rank holds, float32 [P, Q]."""
+        """Largest magnitude of every block of a matrix over the weights that this rank holds, float32 [P, Q].
+
+        Zeros if it holds none.
+        """
         assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have scales"
-        held = self._quantized[name]
-        device = self._parameters[held[0].megatron_name].device
-        whole = torch.zeros(self._layout.grid(held[0].hf_full_shape), device=device)
+        held = self._quantized.get(name, [])
+        shape = held[0].hf_full_shape if held else self._shapes[name]
+        whole = torch.zeros(self._layout.grid(shape), device=next(iter(self._parameters.values())).device)
         for shard in held:
             if shard not in self._as_is:
                 for box in self._row_boxes(shard, _whole(shard)):

@@ -25,7 +25,7 @@ def save_as_earlier_versions(trainer: "Trainer", path: str) -> None:
     from megatron_rl.checkpoints.writer import CheckpointWriter
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    learner = trainer._learner
+    learner = trainer._policy
     (chunk,) = learner.chunks
     model = chunk.module.sharded_state_dict()
     partition = (
