@@ -147,7 +147,9 @@ def test_every_partition_learns_the_same_as_a_single_process(ranks, tmp_path, fa
         found = unmeasured(outcomes[-1][0][-1].metrics)
         assert found.keys() == metrics.keys()
         for key, value in metrics.items():
-            assert found[key] == pytest.approx(value, rel=2e-3, abs=2e-5), (parallel, key)
+            # chi2 squares the ratios, which doubles their relative difference
+            relative = 4e-3 if "chi2" in key else 2e-3
+            assert found[key] == pytest.approx(value, rel=relative, abs=2e-5), (parallel, key)
         for key, tensor in assembled(outcomes).items():
             a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, wanted[key]))
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=f"{parallel} {key}")
