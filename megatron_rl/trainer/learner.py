@@ -37,7 +37,7 @@ from megatron_rl.trainer.further_models import POLICY_ONLY, FurtherModels
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, LoadedMiniBatch, load_mini_batch
 from megatron_rl.trainer.messages import StepResult
 from megatron_rl.trainer.optimizer import LearnedModel
-from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, run_schedule
+from megatron_rl.trainer.pipeline import MicroBatchClock, OnScores, forward_logprobs
 from megatron_rl.trainer.preparation import (
     Prepared,
     further_columns,
@@ -178,13 +178,8 @@ class Learner:
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""
-
-        def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
-            del number
-            return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
-
         packed = [micro.packed for micro in micro_batches]
-        return run_schedule(self._model.chunks, packed, keep, temperature=self._temperature, backward=False)
+        return forward_logprobs(self._model.chunks, packed, temperature=self._temperature)
 
     def _prepared(
         self, mini_batches: Sequence[LoadedMiniBatch], further: Sequence[Sequence[Columns]], totals: StepSums

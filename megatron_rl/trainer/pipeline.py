@@ -107,3 +107,15 @@ def run_schedule(
             forward_only=not backward,
         )
     return outcomes
+
+
+def forward_logprobs(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[PackedBatch], *, temperature: float
+) -> list[torch.Tensor]:
+    """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""
+
+    def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
+        del number
+        return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
+
+    return run_schedule(chunks, micro_batches, keep, temperature=temperature, backward=False)

@@ -21,11 +21,11 @@ import torch
 
 from megatron_rl.model.build import PolicyModel
 from megatron_rl.model.fp8_compute import drop_copies
-from megatron_rl.model.logprobs import TokenScores
+from megatron_rl.model.packed_batch import PackedBatch
 from megatron_rl.quantization.fp8_parameters import buffers
 from megatron_rl.trainer.loaded_batch import LoadedMicroBatch
 from megatron_rl.trainer.offload import storages
-from megatron_rl.trainer.pipeline import run_schedule
+from megatron_rl.trainer.pipeline import forward_logprobs
 
 BLOCK_BYTES = 64 << 20
 """Bytes that are exchanged at a time: what the exchange needs on the device."""
@@ -71,7 +71,7 @@ class HostReference:
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Exchange weights, run the forwards, and exchange them back."""
         with self._in_place():
-            return _logprobs(self._chunks, micro_batches, self._temperature)
+            return forward_logprobs(self._chunks, _packed(micro_batches), temperature=self._temperature)
 
     def refresh(self) -> None:
         """Copy the policy's present weights."""
@@ -124,7 +124,7 @@ class DeviceReference:
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Run the forwards of the second model."""
-        return _logprobs(self._models, micro_batches, self._temperature)
+        return forward_logprobs(self._models, _packed(micro_batches), temperature=self._temperature)
 
     def refresh(self) -> None:
         """Copy the policy's present weights; FP8 parameters by their codes and scales."""
@@ -152,15 +152,8 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.
         yield from chunk.module.named_parameters()  # type: ignore[union-attr, operator]
 
 
-def _logprobs(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[LoadedMicroBatch], temperature: float
-) -> list[torch.Tensor]:
-    def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
-        del number
-        return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
-
-    packed = [micro.packed for micro in micro_batches]
-    return run_schedule(chunks, packed, keep, temperature=temperature, backward=False)
+def _packed(micro_batches: Sequence[LoadedMicroBatch]) -> list[PackedBatch]:
+    return [micro.packed for micro in micro_batches]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
