@@ -24,9 +24,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
 from megatron_rl.batching.batch import MicroBatch, RankBatch, RankMiniBatch
 from megatron_rl.batching.selection import TrainingSample
-from megatron_rl.model.logprobs import TokenScores
 from megatron_rl.trainer.loaded_batch import FetchColumns, LoadedMicroBatch, load_mini_batch
-from megatron_rl.trainer.pipeline import run_schedule
+from megatron_rl.trainer.pipeline import forward_logprobs
 from megatron_rl.trainer.probe import PublishedValues, published_weights
 from rollout import progress
 
@@ -82,14 +81,9 @@ class MismatchSample:
 
     def _scores(self, micro: LoadedMicroBatch, published: PublishedValues | None) -> torch.Tensor | None:
         """Log-probabilities of the micro batch's responses, [T]; None before the last stage."""
-
-        def keep(number: int, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor]:
-            del number
-            return scores.logprobs.sum() * 0.0, scores.logprobs.detach()
-
         weights = nullcontext() if published is None else published_weights(self.chunks, published)
         with torch.no_grad(), weights:
-            outcomes = run_schedule(self.chunks, [micro.packed], keep, temperature=self.temperature, backward=False)
+            outcomes = forward_logprobs(self.chunks, [micro.packed], temperature=self.temperature)
         return micro.real(outcomes[0]) if outcomes else None
 
     def _on_device(self, parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> torch.Tensor:

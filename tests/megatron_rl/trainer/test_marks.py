@@ -33,7 +33,9 @@ def marks(position, parallel, spec, batch):
     return seen, micro_batches, len(trainer.publishes.plan.buckets_of(position.rank))
 
 
-@pytest.mark.parametrize(("parallel", "name"), zip([TP2, PP2], ALGORITHMS, strict=True), ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("parallel", "name"), zip([TP2, PP2], [*ALGORITHMS][:2], strict=True), ids=["tensor", "pipeline"]
+)
 def test_each_micro_batch_leaves_two_marks_on_every_stage_and_each_bucket_two(ranks, tmp_path, parallel, name):
     algorithm = ALGORITHMS[name]
     save_model("qwen3", tmp_path)
