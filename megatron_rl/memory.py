@@ -16,7 +16,7 @@ from megatron_rl.config import OptimizerConfig, TrainerConfig
 from megatron_rl.model.spec import ModelSpec, stage_layers
 from megatron_rl.weights.reshard_plan import wire_tensors
 from megatron_rl.weights.state_sizes import critic_state, rank_state
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, KvFormat
 from rollout.weights.format import WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
@@ -83,9 +83,10 @@ def weight_bytes(spec: ModelSpec, weight_format: WeightFormat) -> int:
     return sum(tensor.num_bytes for tensor in wire_tensors(spec, weight_format))
 
 
-def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int) -> int:
-    """Bytes of keys and values that one engine rank holds for one token, in bfloat16."""
-    return 2 * 2 * spec.num_layers * -(-spec.num_kv_heads // tensor_parallel) * spec.head_dim
+def kv_bytes_per_token(spec: ModelSpec, tensor_parallel: int, kv_format: KvFormat = "bf16") -> int:
+    """Bytes of keys and values that one engine rank holds for one token."""
+    width = 1 if kv_format == "fp8" else 2
+    return 2 * width * spec.num_layers * -(-spec.num_kv_heads // tensor_parallel) * spec.head_dim
 
 
 def checkpoint_bytes(spec: ModelSpec, trainer: TrainerConfig, further: FurtherSpecs = NO_FURTHER) -> int:

@@ -9,6 +9,9 @@ from history.config import Config
 Format = Literal["bf16", "int8", "fp8_channel", "fp8_block"]
 """Weight formats of an engine."""
 
+KvFormat = Literal["bf16", "fp8"]
+"""Formats of an engine's keys and values."""
+
 InFlight = Literal["recompute", "keep_kv", "drain"]
 """How running responses continue after an engine gets new weights."""
 
@@ -75,6 +78,9 @@ class EngineConfig(Config):
     """Number of last decoder layers that stay BF16 in an 8-bit format."""
     bf16_modules: tuple[str, ...] = ()
     """Further modules that stay BF16, by Hugging Face name. `*` matches anything: `*.mlp.down_proj`."""
+    kv_format: KvFormat = "bf16"
+    """Format of keys and values. `fp8` (e4m3): twice as many tokens fit into the KV cache. Each publish sets the scales
+    of every layer anew, by what the probe prompt writes. CPUs need AVX-512 for it."""
     max_num_seqs: int = Field(default=64, gt=0)
     """Most requests that one engine decodes at the same time."""
     kv_cache_bytes: int = Field(default=256 << 20, gt=0)
@@ -98,6 +104,12 @@ class EngineConfig(Config):
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}
     """Further engine arguments of vLLM. They are passed unchanged and checked by vLLM."""
+
+    @property
+    def max_probe_gap(self) -> float:
+        """Bound of the probe's difference; keys and values in 8 bits have the bound of 8-bit weights."""
+        of_weights = self.probe_max_logprob_gap[self.format]
+        return max(of_weights, self.probe_max_logprob_gap["fp8_channel"]) if self.kv_format == "fp8" else of_weights
 
     def forward_tokens(self, draft_tokens: int) -> int:
         """Most tokens of a forward: `vllm.max_num_batched_tokens`, else enough for a full draft of every request.

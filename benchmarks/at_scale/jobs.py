@@ -69,7 +69,7 @@ class Job:
         engine, lengths = self.run.config.engine, self.given.lengths
         weights = weight_bytes(self.run.spec, WeightFormat.of(engine)) / engine.tensor_parallel
         free = KV_SHARE * self.given.gpu.memory_bytes - weights
-        tokens = free / kv_bytes_per_token(self.run.spec, engine.tensor_parallel)
+        tokens = free / kv_bytes_per_token(self.run.spec, engine.tensor_parallel, engine.kv_format)
         return max(1, min(MOST_SLOTS, int(tokens / (lengths.prompt + lengths.response))))
 
     def speed(self, drafter: str) -> Speed:
@@ -82,7 +82,8 @@ class Job:
         gains, drafts = drafting(self.num_slots, drafter)
         drafted = np.asarray([self._forward_s(int(n), float(d)) for n, d in zip(rows, drafts, strict=True)])
         pays = gains / drafted > 1.0 / plain
-        kv_bytes = kv_bytes_per_token(self.run.spec, self.run.config.engine.tensor_parallel)
+        engine = self.run.config.engine
+        kv_bytes = kv_bytes_per_token(self.run.spec, engine.tensor_parallel, engine.kv_format)
         return Speed(
             fixed_s=np.where(pays, drafted, plain),
             context_s=kv_bytes / self.given.memory_bytes_s,

@@ -135,6 +135,11 @@ def check_eval(config: EvalConfig) -> None:
         problems.append(
             f"`engine.format` = {config.engine.format}: `eval` loads the directory with vLLM, in bf16; remove the key"
         )
+    if config.engine.kv_format != "bf16":
+        problems.append(
+            f"`engine.kv_format` = {config.engine.kv_format}: a publish sets its scales, and `eval` has none; remove "
+            "the key"
+        )
     if config.engine.gpu_memory_fraction is not None:
         problems.append(
             f"`engine.gpu_memory_fraction` = {config.engine.gpu_memory_fraction:g}: `eval` has no memory plan; set "

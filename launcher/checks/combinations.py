@@ -112,12 +112,18 @@ def _history(config: RunConfig) -> list[str]:
 
 
 def _publish(config: RunConfig) -> list[str]:
+    problems = []
+    if config.engine.kv_format == "fp8" and config.publish.in_flight == "keep_kv":
+        problems.append(
+            "`engine.kv_format` = fp8 with `publish.in_flight` = keep_kv: a publish sets new scales, and codes of the "
+            "old ones would be read with them; set in_flight to recompute, or kv_format to bf16"
+        )
     if config.publish.delta and config.publish.transport in ("shm", "cuda_ipc"):
-        return [
+        problems.append(
             f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map the trainer's "
             "memory, so a delta saves no bytes; set delta to false or transport to auto"
-        ]
-    return []
+        )
+    return problems
 
 
 def _planner(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Refuses 8-bit formats that an engine cannot load, and warns of formats with little gain. Pure: no torch."""
+"""Refuses 8-bit formats that an engine cannot load or compute with, and warns of formats with little gain. Pure: no torch."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,15 @@ from launcher.cluster.node import NodeResources
 from megatron_rl.memory import num_parameters
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.shards import Kind, whole_shards
+from rollout.config import KvFormat
 from rollout.weights.format import FP8_BLOCK, FUSED, FUSED_EXPERTS, WeightFormat
 from rollout.weights.manifest import stack_of
+
+FP8_SINCE = (8, 9)
+"""Lowest compute capability with FP8."""
+
+FP8_KV_HEAD_MULTIPLE = 32
+"""Sizes of heads with FP8 keys and values in vLLM's attention on CPUs are multiples of it."""
 
 WORTH_8_BIT = 14_000_000_000
 """Number of parameters above which 8-bit rollouts are clearly faster on GPUs (FlashRL's measurements)."""
@@ -34,6 +41,24 @@ def weight_format_problems(
     if format.name == "fp8_block":
         problems += _blocks(quantised, tensor_parallel)
     return problems
+
+
+def kv_format_problems(spec: ModelSpec, kv_format: KvFormat, node: NodeResources) -> list[str]:
+    """Problems of `engine.kv_format` with this model and machine: what vLLM's attention computes with FP8 codes."""
+    if kv_format == "bf16":
+        return []
+    if node.gpu_bytes:
+        lacking = node.gpu_capability is not None and node.gpu_capability < FP8_SINCE
+        capability = ".".join(map(str, node.gpu_capability or ()))
+        reason = f"this node's GPU has compute capability {capability}, and FP8 needs 8.9" if lacking else ""
+    elif not node.has_avx512:
+        reason = "this node's CPU has no AVX-512, which vLLM needs for it"
+    elif spec.head_dim % FP8_KV_HEAD_MULTIPLE:
+        multiple = FP8_KV_HEAD_MULTIPLE
+        reason = f"heads of the model have size {spec.head_dim}, and vLLM needs a multiple of {multiple} on a CPU"
+    else:
+        reason = ""
+    return [f"`engine.kv_format` = {kv_format}: {reason}; set it to bf16"] if reason else []
 
 
 def weight_format_warnings(spec: ModelSpec, format: WeightFormat, node: NodeResources) -> list[str]:

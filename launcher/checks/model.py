@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from launcher.checks.formats import weight_format_problems
+from launcher.checks.formats import kv_format_problems, weight_format_problems
 from launcher.checks.fp8 import fp8_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig
@@ -23,6 +23,7 @@ def model_problems(config: RunConfig, spec: ModelSpec, node: NodeResources) -> l
         *partition_problems(spec, config.trainer.parallel, node),
         *engine_problems(spec, config.engine, config.data.max_prompt_tokens, responses),
         *weight_format_problems(spec, WeightFormat.of(config.engine), node, tensor_parallel=tensor_parallel),
+        *kv_format_problems(spec, config.engine.kv_format, node),
         *fp8_problems(spec, config.trainer, node),
         *_device_phases(config, node),
     ]
@@ -56,7 +57,7 @@ def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, resp
         sequence = f"max_prompt_tokens {max_prompt} + `{key}` {response} = {max_prompt + response} tokens"
         if max_prompt + response > spec.max_positions:
             problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
-        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel)
+        needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel, engine.kv_format)
         if engine.gpu_memory_fraction is None and needed > engine.kv_cache_bytes:
             problems.append(
                 f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "

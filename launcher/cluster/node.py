@@ -44,6 +44,8 @@ class NodeResources:
     """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
     gpu_capability: tuple[int, int] | None = None
     """Compute capability of the oldest device; None if unknown."""
+    has_avx512: bool = True
+    """Whether CPUs have AVX-512; true if unknown."""
     name: str = ""
     """Name in the Ray cluster; empty for the node of a Ray cluster that the command starts."""
     rack: str = ""
@@ -62,6 +64,7 @@ def node_resources() -> NodeResources:
         gpu_bytes=_gpu_bytes(),
         gpu_ids=_visible() or (),
         gpu_capability=_gpu_capability(),
+        has_avx512="avx512f" in cpu_model()[1],
         shared_bytes=shutil.disk_usage("/dev/shm").free,
     )
 

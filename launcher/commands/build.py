@@ -66,7 +66,7 @@ def build_publisher(
         run_id=workers.run_id,
         vocab_size=checked.spec.vocab_size,
         probe_length=config.publish.probe_tokens,
-        max_probe_gap=config.engine.probe_max_logprob_gap[config.engine.format],
+        max_probe_gap=config.engine.max_probe_gap,
         timeout_s=config.publish.timeout_s,
         make_room=None if sharing is None else sharing.to_engines,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,

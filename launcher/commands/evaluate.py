@@ -36,7 +36,7 @@ def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
         model=model,
         sets=config.evaluation.sets,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        engine=config.engine.model_copy(update={"format": "bf16"}),
+        engine=config.engine.model_copy(update={"format": "bf16", "kv_format": "bf16"}),
         reward=config.reward,
         seed=config.seed,
         cluster=config.cluster,

@@ -58,7 +58,7 @@ def rollout_estimate(run: PlannedRun, given: Assumptions) -> RolloutEstimate:
     per_engine = -(-config.algorithm.prompts_per_step * config.algorithm.group_size // config.engine.num_engines)
     tensor = config.engine.tensor_parallel
     context = lengths.prompt + lengths.response / 2
-    cached = config.engine.kv_cache_bytes / kv_bytes_per_token(run.spec, tensor)
+    cached = config.engine.kv_cache_bytes / kv_bytes_per_token(run.spec, tensor, config.engine.kv_format)
     fitting = max(1, int(cached / context))
     seats = min(config.engine.max_num_seqs, fitting, per_engine)
     bound = {config.engine.max_num_seqs: "engine.max_num_seqs", fitting: "engine.kv_cache_bytes"}
@@ -107,7 +107,7 @@ def forward_s(run: PlannedRun, given: Assumptions, requests: int, context: float
     """Seconds of a forward of `requests` with `context` tokens each, and its bound."""
     spec, engine = run.spec, run.config.engine
     tensor, tokens = engine.tensor_parallel, requests * given.verified_tokens
-    kv_bytes = requests * context * kv_bytes_per_token(spec, tensor)
+    kv_bytes = requests * context * kv_bytes_per_token(spec, tensor, engine.kv_format)
     memory_s = (_weights_read(run, tokens) / tensor + kv_bytes) / given.memory_bytes_s
     products_s = _products_s(run, given, tokens=tokens, scored=tokens, pairs=tokens * context)
     return max(memory_s, products_s) + _communication_s(run, given, tokens) + given.forward_overhead_s, (

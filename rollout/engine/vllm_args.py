@@ -52,6 +52,9 @@ OWNED = {
     "max_num_seqs": "engine.max_num_seqs",
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "gpu_memory_utilization": "engine.kv_cache_bytes",
+    "kv_cache_dtype": "engine.kv_format",
+    "kv_cache_dtype_skip_layers": "engine.kv_format",
+    "calculate_kv_scales": "engine.kv_format",
     "max_model_len": "data.max_prompt_tokens and sampling.max_response_tokens",
     "logprobs_mode": "nothing: rollout log-probabilities are processed ones",
     "enable_sleep_mode": "engine.sleep_level",
@@ -139,6 +142,20 @@ def check_device(format: Format) -> None:
         )
 
 
+def check_kv_format(spec: EngineSpec) -> None:
+    """Refuse FP8 keys and values in an engine that cannot have the right scales.
+
+    Raises:
+        ValueError: the engine takes no publishes, or keeps keys and values over a publish.
+    """
+    if spec.config.kv_format == "bf16":
+        return
+    if spec.load_from_directory:
+        raise ValueError("engine.kv_format fp8: a publish sets the scales, and an engine of a directory has none")
+    if spec.in_flight == "keep_kv":
+        raise ValueError("engine.kv_format fp8: a publish sets other scales, so publish.in_flight cannot be keep_kv")
+
+
 def speculation(drafts: DraftSpec) -> dict[str, str | int]:
     """Settings with which vLLM asks `HistoryProposer` for drafts and verifies them exactly."""
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
@@ -175,11 +192,13 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
     """Build vLLM's arguments for one engine; `bf16_modules` are linear layers that stay BF16 in an 8-bit format.
 
     Raises:
-        ValueError: a key of the `vllm` table is unknown or set by this program, or the device lacks the format.
+        ValueError: a key of the `vllm` table is unknown or set by this program, or the device lacks the format, or
+            `check_kv_format` refuses the engine.
     """
     config = spec.config
     check_passthrough(config.vllm)
     check_device(config.format)
+    check_kv_format(spec)
     quantization = None if spec.load_from_directory else quantization_config(config.format, bf16_modules)
     arguments = AsyncEngineArgs(
         model=spec.directory,
@@ -192,6 +211,7 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         max_num_seqs=config.max_num_seqs,
         max_model_len=spec.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_bytes,
+        kv_cache_dtype="fp8" if config.kv_format == "fp8" else "auto",
         enable_sleep_mode=config.sleep_level > 0,
         enforce_eager=bool(current_platform.is_cpu()),
         # a probe runs between two forwards of responses in flight, and with asynchronous scheduling vLLM would read

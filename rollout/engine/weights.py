@@ -273,6 +273,8 @@ class EngineWeights:
     async def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities at temperature 1 of each prompt token after the first, [len(token_ids) - 1].
 
+        After an update the prompt also sets the scales of keys and values in FP8 (`engine.kv_format`).
+
         Raises:
             RuntimeError: the engine is fenced, or sleeps.
         """
@@ -283,6 +285,8 @@ class EngineWeights:
             if self.status is EngineStatus.SERVING:
                 await self._stop(keeps_kv=self._keeps_kv)
             try:
+                if self.status is EngineStatus.APPLYING and self.spec.config.kv_format == "fp8":
+                    await self._handle.ranks("set_kv_scales", list(token_ids))
                 (first, *_) = await self._handle.ranks("probe", list(token_ids))
             finally:
                 await self._sync_vllm()

@@ -10,7 +10,8 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from history.drafting.stats import DraftStats
 from rollout.cpu import quirks
 from rollout.processes import die_with, write_stacks_on_signal
 from rollout.tracing.forwards import ForwardLog, ForwardRecord
-from rollout.worker import exact_int8, sampler, vllm_compat, vllm_quirks
+from rollout.worker import exact_int8, kv_scales, sampler, vllm_compat, vllm_quirks
 from rollout.worker.proposer import HistoryProposer
 from rollout.worker.receiver import BACKEND, BucketReceiver
 
@@ -134,6 +135,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> object:
         """Install the sampler and bind the proposer: after the model is loaded, before the first request."""
         done = super().compile_or_warm_up_model()
+        if kv_scales.is_fp8(self.vllm_config):
+            kv_scales.attention_layers(self.vllm_config)  # refuses a backend before the first publish
         sampler.install(self.model_runner)
         if (proposer := self._proposer()) is not None and self.rank == 0:
             vllm_quirks.one_request_near_its_end_takes_the_drafts_of_all(self.model_runner)
@@ -222,13 +225,29 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         Runs one forward outside the scheduler, which must be paused. The forward writes to blocks of the key-value
         cache that may belong to a response, so their contents are saved and restored.
         """
+        with self._probe_order(token_ids) as order:
+            return self._run_probe(order)
+
+    def set_kv_scales(self, token_ids: list[int]) -> None:
+        """Set the scales of keys and values in FP8 by a forward of a prompt; nothing may be cached."""
+        layers = kv_scales.attention_layers(self.vllm_config)
+        with self._probe_order(token_ids) as order, kv_scales.setting_scales(layers):
+            self._run_probe(order)
+
+    def kv_scales(self) -> list[list[object]]:
+        """[layer, key scale, value scale] of each layer with keys and values in FP8."""
+        return kv_scales.scales(kv_scales.attention_layers(self.vllm_config))
+
+    @contextmanager
+    def _probe_order(self, token_ids: list[int]) -> Iterator[SchedulerOutput]:
+        """Order of one forward of a prompt; the cache blocks that the forward writes are restored afterwards."""
         limit = self.scheduler_config.max_num_batched_tokens
         if len(token_ids) > limit:
             raise ValueError(f"a probe of {len(token_ids)} tokens is longer than one forward ({limit} tokens)")
         order = _probe_order(token_ids, self._block_sizes())
         saved = [(blocks, blocks.clone()) for blocks in self._probed_blocks(order)]
         try:
-            return self._run_probe(order)
+            yield order
         finally:
             for blocks, content in saved:
                 blocks.copy_(content)
